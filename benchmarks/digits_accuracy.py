@@ -20,6 +20,7 @@ With --adamw [LR,BETA1] the optimizer is AdamW(lr=LR, betas=(BETA1, 0.999)) inst
     OMP_NUM_THREADS=1 python benchmarks/digits_accuracy.py
     OMP_NUM_THREADS=1 python benchmarks/digits_accuracy.py --density 0.05 --methods [exdyna,topk] --csv digits.csv
     OMP_NUM_THREADS=1 python benchmarks/digits_accuracy.py --methods [union_topk] --adamw [0.001,0.9]
+    OMP_NUM_THREADS=1 python benchmarks/digits_accuracy.py --methods [union_topk,late] --seeds [0,1,2,3,4]
 """
 
 import csv
@@ -57,6 +58,7 @@ NUM_RANKS = 2
 METHODS = {
     "dense": "dense DDP",
     "union_topk": "sparse_ddp_union_topk",
+    "late": "union_topk, one step late",
     "exdyna": "sparse_ddp_exdyna",
     "topk": "sparse_ddp_topk",
     "micro": "sparse_ddp_micro",
@@ -96,8 +98,10 @@ def make_strategy(method: str, density: float) -> DDPStrategy:
     if method == "hard_threshold":
         chosen = read_config(method)["trainer"]["strategy"]["init_args"]["sparsifier"]
         sparsifier = ls.HardThreshold(**chosen["init_args"])
-    every = ls.Rules(dense_ndim=0, dense_numel=0)
-    return ls.SparseDDPStrategy(sparsifier=sparsifier, density=density, rules=every, timeout=TIMEOUT)
+    every, delay = ls.Rules(dense_ndim=0, dense_numel=0), 0
+    if method == "late":
+        sparsifier, delay = "union_topk", 1
+    return ls.SparseDDPStrategy(sparsifier=sparsifier, density=density, rules=every, delay=delay, timeout=TIMEOUT)
 
 
 class WithAdamW(DigitsClassifier):

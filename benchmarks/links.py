@@ -28,6 +28,8 @@ CABLE = "cable"
 PORTS = [f"port{rank}" for rank in range(MOST)]
 LINE = Path(__file__).with_name("delay_line.py")
 ADDRESSES = [f"10.78.0.{rank + 1}" for rank in range(MOST)]
+NAMED = ("unshare", "--uts", "sh", "-c", 'echo "$0" >/proc/sys/kernel/hostname && exec "$@"')
+"""Starts a program with a host name, by which ranks know who shares a cable with them."""
 
 
 # Not by pyroute2: a namespace, a cable and a limit are one line of ip or tc each, ranks are started by ip in any case,
@@ -145,7 +147,7 @@ def launch(
             "TORCH_CPP_LOG_LEVEL": "ERROR",  # warns that addresses have no names
         }
         environment = os.environ | {key: str(value) for key, value in local.items()}
-        processes.append(subprocess.Popen(["ip", "netns", "exec", name, *words], env=environment))
+        processes.append(subprocess.Popen(["ip", "netns", "exec", name, *NAMED, name, *words], env=environment))
     deadline = time.monotonic() + seconds
     try:
         while time.monotonic() < deadline:

@@ -23,6 +23,8 @@ class Mirror:
         device: where tensors must be; None: anywhere.
     """
 
+    one_hop = False
+
     def __init__(self, rank: int, world_size: int = 4, device: torch.device | None = None) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
 

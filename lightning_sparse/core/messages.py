@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import ClassVar, TypeVar
 
 import torch
@@ -19,6 +20,8 @@ from torch import Tensor
 T = TypeVar("T")
 LARGE = 4 << 20
 """Bytes from which on a message is sent by itself: its copy would cost more than the latency that joining saves."""
+WORD = 16
+"""Bytes to whose multiples messages of different dtypes are lengthened: the size of the longest dtype."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -185,21 +188,69 @@ def ring_all_reduce_bytes(payload_bytes: float, world_size: int) -> float:
     return 2 * (world_size - 1) / world_size * payload_bytes
 
 
+def in_hops(steps: Steps[T], n: int) -> Steps[T]:
+    """Run a coroutine whose sums are formed by two messages that each rank sends to all others at once.
+
+    Each of n ranks adds up one n-th of the vector, in the order of ranks, and sends it to the others: the bytes of a
+    ring (:meth:`AllReduce.bytes_sent`), rounded up to n elements, in 2 message times in place of ``2 (n - 1)``. The
+    sums are those of :func:`~lightning_sparse.engine.network.drive_ranks`, bit for bit. Vectors of 4 MiB and more, and
+    those on devices, are left to the library.
+
+    Example:
+        >>> import torch
+        >>> def total(x: Tensor) -> Steps[Tensor]:
+        ...     return (yield AllReduce(x))
+        >>> steps = in_hops(total(torch.tensor([1, 2, 3])), 2)
+        >>> next(steps)
+        AllToAll(x=tensor([[1, 2],
+                [3, 0]]))
+        >>> steps.send(torch.tensor([[1, 2], [10, 20]]))  # the first part of both ranks
+        AllGather(x=tensor([11, 22]))
+    """
+    try:
+        message = next(steps)
+        while True:
+            if isinstance(message, AllReduce) and message.x.is_cpu and message.x.nbytes < LARGE:
+                answer = yield from summed(message.x, n)
+            else:
+                answer = yield message
+            message = steps.send(answer)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+
+
+def summed(x: Tensor, n: int) -> Steps[Tensor]:
+    """Return the sum of x over n ranks, see :func:`in_hops`."""
+    length = -(-x.numel() // n)
+    message = x.new_zeros(n * length)
+    message[: x.numel()] = x.flatten()
+    total, *others = (yield AllToAll(message.view(n, length))).unbind()
+    for other in others:
+        total += other
+    parts = yield AllGather(total)
+    return parts.contiguous().flatten()[: x.numel()].view(x.shape)  # without the copy, single elements lie apart
+
+
+TURNS = ("all_gather", "broadcast", "send_recv", "all_to_all", "all_reduce")
+"""Kinds in the order in which they are sent where several are asked for: sums wait for those that follow a message."""
+
+
 def together(steps: Sequence[Steps[T]]) -> Steps[list[T]]:
     """Join several coroutines to one, whose messages travel together.
 
-    In each round, all coroutines run to their next message. Messages of one kind and dtype (and source, for a
-    broadcast) become one; each coroutine gets its slice of the answer. A message that is alone is passed on without a
-    copy, and so are messages of 4 MiB and more. Messages from rank to rank
-    (:class:`~lightning_sparse.core.messages.SendRecv`) are passed on one by one, because the pairs with equal partners
-    differ from rank to rank. The order depends only on the order of the coroutines and the kinds of their messages, so
-    that it is equal on all ranks.
+    All coroutines run to their next message. Messages of the first kind of :data:`TURNS` that is asked for are sent,
+    while the others wait for more of their own, and coroutines with an answer go on. Those of one kind (and source, for
+    a broadcast) become one, as bytes where their dtypes differ; sums of different dtypes are sent one by one. Each
+    coroutine gets its slice of the answer. A message that is alone is passed on without a copy; joined ones are shorter
+    than 4 MiB. Messages from rank to rank (:class:`~lightning_sparse.core.messages.SendRecv`) are passed on one by
+    one, because the pairs with equal partners differ from rank to rank. The order depends only on the order of the
+    coroutines and the kinds of their messages, so that it is equal on all ranks.
 
-    Sums of floating-point numbers may differ from separate ones in the last bits, because a library adds up parts of a
-    buffer in an order that depends on their position. They are equal on all ranks.
+    Where a library forms them, sums of floating-point numbers may differ from separate ones in the last bits, because
+    it adds up parts of a buffer in an order that depends on their position. They are equal on all ranks.
 
     Args:
-        steps: the coroutines, which may end in different rounds.
+        steps: the coroutines, which may end at different times.
 
     Example:
         >>> def total(x: Tensor) -> Steps[Tensor]:
@@ -210,32 +261,49 @@ def together(steps: Sequence[Steps[T]]) -> Steps[list[T]]:
         [tensor(3.), tensor([ 6., 60.])]
     """
     results: dict[int, T] = {}
+    asked: dict[int, Message] = {}
     answers: dict[int, Tensor | None] = dict.fromkeys(range(len(steps)))
-    while answers:
-        batches: dict[Hashable, dict[int, Message]] = {}
+    while True:
         for index, answer in answers.items():
             try:
-                message = steps[index].send(answer)  # type: ignore[arg-type]  # None starts it
+                asked[index] = steps[index].send(answer)  # type: ignore[arg-type]  # None starts it
             except StopIteration as end:
                 results[index] = end.value
-            else:
+        if not asked:
+            return [results[index] for index in range(len(steps))]
+        kind = min({message.kind for message in asked.values()}, key=TURNS.index)
+        batches: dict[Hashable, dict[int, Message]] = {}
+        for index in sorted(asked):
+            if asked[index].kind == kind:
+                message = asked.pop(index)
                 batches.setdefault(_batch_of(message, index), {})[index] = message
         answers = {}
         for batch in batches.values():
             answers.update(zip(batch, (yield from _share(list(batch.values()))), strict=True))
         answers = dict(sorted(answers.items()))
-    return [results[index] for index in range(len(steps))]
 
 
 def _batch_of(message: Message, index: int) -> Hashable:
     """Return a key that is equal for messages that can travel as one."""
     if isinstance(message, SendRecv) or message.x.nbytes >= LARGE:
         return index
-    return message.kind, message.x.dtype, getattr(message, "src", None)
+    dtype = message.x.dtype if isinstance(message, AllReduce) else None
+    return message.kind, dtype, getattr(message, "src", None)
 
 
 def _share(messages: Sequence[Message]) -> Steps[list[Tensor]]:
-    """Send the messages of one batch as one, and return their answers."""
+    """Send the messages of one batch as few that are not large, and return their answers."""
+    answers: list[Tensor] = []
+    while messages:
+        lengths = accumulate(message.x.nbytes for message in messages)
+        number = max(1, sum(length < LARGE for length in lengths))
+        answers += yield from _join(messages[:number])
+        messages = messages[number:]
+    return answers
+
+
+def _join(messages: Sequence[Message]) -> Steps[list[Tensor]]:
+    """Send messages as one, and return their answers."""
     first = messages[0]
     if len(messages) == 1:
         return [(yield first)]
@@ -243,7 +311,24 @@ def _share(messages: Sequence[Message]) -> Steps[list[Tensor]]:
     rows = [
         m.x.reshape(len(m.x), m.x.numel() // len(m.x)) if isinstance(m, AllToAll) else m.x.flatten() for m in messages
     ]
-    answer = yield replace(first, x=torch.cat(rows, dim=-1))
-    parts = torch.split(answer, [row.shape[-1] for row in rows], dim=-1)
+    mixed = len({row.dtype for row in rows}) > 1
+    sent = [_bytes_of(row) for row in rows] if mixed else rows
+    answer = yield replace(first, x=torch.cat(sent, dim=-1))
+    parts = torch.split(answer, [row.shape[-1] for row in sent], dim=-1)
+    if mixed:
+        parts = tuple(_read(part, row) for part, row in zip(parts, rows, strict=True))
     ranks = answer.shape[:1] if isinstance(first, AllGather) else ()
     return [part.reshape((*ranks, *m.x.shape)) for part, m in zip(parts, messages, strict=True)]
+
+
+def _bytes_of(rows: Tensor) -> Tensor:
+    """Return rows of bytes, lengthened so that what follows can be read as any dtype."""
+    words = max(1, -(-rows.shape[-1] * rows.element_size() // WORD))  # strides of empty rows could not be read
+    raw = rows.new_zeros((*rows.shape[:-1], words * WORD), dtype=torch.uint8)
+    _read(raw, rows).copy_(rows)
+    return raw
+
+
+def _read(raw: Tensor, like: Tensor) -> Tensor:
+    """Return bytes as elements of the dtype of rows, and as many in a row."""
+    return raw[..., : like.shape[-1] * like.element_size()].view(like.dtype)

@@ -71,8 +71,14 @@ class Probe(NamedTuple):
             f"DDP hides its all-reduce behind backward, which is {BACKWARD:.0%} of a step's computation. The sparse "
             "exchange hides nothing: messages of a step travel together, at its end.",
             f"Sparse pays if it makes the step at least {MARGIN:.0%} shorter than DDP's with 32 bits.",
-            "An added round trip delays each hop by its half: n - 1 hops for an all-gather, 2 log2 n for an "
-            "all-reduce. Other rates are those of a ring.",
+            (
+                "An added round trip delays each of the 2 (n - 1) hops of DDP's all-reduce, an exchange's all-gather "
+                "once and its all-reduce twice."
+                if self.links.network.one_hop
+                else "An added round trip delays each hop by its half: n - 1 hops for an all-gather, 2 log2 n for an "
+                "all-reduce."
+            )
+            + " Other rates are those of a ring.",
             "Step time is not training time. lightning-sparse advise predicts with your own model.",
         ]
 

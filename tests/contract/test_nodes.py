@@ -12,7 +12,7 @@ import lightning_sparse as ls
 from lightning_sparse.engine.traffic import count_bytes
 from tests.contract.cases import MEMORIES, PAIRS, Case, fit
 from tests.covering import covering
-from tests.nodes import SHAPES, SPARSE, here, integers, normal, put_together, stream, wrapped
+from tests.nodes import SHAPES, SPARSE, here, normal, put_together, stream, wrapped
 from tests.ranks import Ranks
 
 STEPS = 3
@@ -21,23 +21,19 @@ NAMES = list(reversed(SHAPES))
 
 
 def differing(size: int, options: dict[str, Any], world_size: int = 4) -> list[str]:
-    """What is not as plain simulations of each part say.
-
-    Where more than two nodes add up floats, a ring does so in an order of its own: sums of integers are exact in any.
-    """
+    """What is not as plain simulations of each part say."""
     nodes = world_size // size
-    given = normal if nodes <= 2 else integers
     ddp, engine = wrapped(size, **options)
     named: dict[str, Any] = {"sparsifier": "union_topk"}
     named |= {name: options[name] for name in ("sparsifier", "memory", "exchange") if name in options}
     density = options.get("density", SPARSE["density"])
     parts = [
-        ls.simulate(stream(STEPS, nodes, size, place, NAMES, given), density=density, **named) for place in range(size)
+        ls.simulate(stream(STEPS, nodes, size, place, NAMES, normal), density=density, **named) for place in range(size)
     ]
     rank, wrong = torch.distributed.get_rank(), []
     for step, traces in enumerate(zip(*parts, strict=True)):
         ddp.zero_grad()
-        ddp(here(step, given)).backward()
+        ddp(here(step, normal)).backward()
         expected = put_together([trace.update for trace in traces], NAMES)
         wrong += [
             f"{options}: the average of {name} in step {step}"

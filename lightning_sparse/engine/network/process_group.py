@@ -1,11 +1,17 @@
 """The network of a training: a process group of ``torch.distributed``, and the drivers that send messages through it.
 
-- :func:`drive`: one coroutine; each message is one collective.
+- :func:`drive`: one coroutine, a message at a time.
 - :func:`drive_together`: several, the groups of a step; messages of a kind travel as one.
+
+Over gloo, an all-gather is a ring of ``n - 1`` messages, and an all-reduce one of ``2 (n - 1)``. Each message waits for
+the one before, and for its receiver to ask for it, a round trip. Here all ranks send to all others at once, see
+:attr:`TorchCollective.one_hop`.
 """
 
 from __future__ import annotations
 
+import hashlib
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -17,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_sparse.core.messages import Message, Steps, run, together
+from lightning_sparse.core.messages import LARGE, AllToAll, Message, Steps, in_hops, run, summed, together
 
 # Renamed in torch 2.13, where the old name warns; builds of torch without distributed have neither.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
@@ -71,6 +77,10 @@ class TorchCollective:
         """This rank."""
         self.world_size: int = 1 if alone else dist.get_world_size(group)
         """Number of ranks."""
+        self.one_hop = False
+        """True if messages below 4 MiB between CPUs go from each rank to all others at once, over a group that was
+        made here: as many bytes as in a ring. So it is over gloo where all ranks are on one host, or each has a host of
+        its own. Where several share one of several hosts, a ring crosses a host's card less often."""
 
     @classmethod
     def over(
@@ -125,9 +135,7 @@ class TorchCollective:
             made = cls(dist.new_group(timeout=timeout, backend=backend))
         else:
             return cls.among(beside or [dist.get_process_group_ranks(group)], timeout, backend)
-        made._owned = True
-        made.timeout, made._beside = timeout, beside
-        return made
+        return made._begin(timeout, beside)
 
     @classmethod
     def among(
@@ -146,9 +154,21 @@ class TorchCollective:
         else:
             [own] = [ranks for ranks in every if dist.get_rank() in ranks]
             made = cls(dist.new_group([*own], timeout=timeout, backend=backend, use_local_synchronization=True))
-        made._owned = True
-        made.timeout, made._beside = timeout, every
-        return made
+        return made._begin(timeout, every)
+
+    def _begin(self, timeout: timedelta | None, beside: Sequence[Sequence[int]]) -> TorchCollective:
+        """Take a new group as its own; collective."""
+        self._owned = True
+        self.timeout, self._beside = timeout, beside
+        if self.world_size > 1 and "cpu:gloo" in dist.get_backend_config(self.group):
+            name = hashlib.sha256(socket.gethostname().encode()).digest()
+            try:
+                hosts = self.all_gather(torch.frombuffer(bytearray(name[:8]), dtype=torch.int64))
+            except BaseException:
+                self.close()
+                raise
+            self.one_hop = len(set(hosts.flatten().tolist())) in (1, self.world_size)
+        return self
 
     def another(self) -> TorchCollective:
         """Return a collective with a new group of the same ranks, which the caller closes. All ranks must call this."""
@@ -275,6 +295,8 @@ class TorchCollective:
         """Gather ``(*shape)`` of each rank to ``(n, *shape)`` on all."""
         if self.world_size == 1:
             return x.unsqueeze(0)
+        if self._in_one_hop(x):
+            return self._to_all(x.expand(self.world_size, *x.shape), "all_gather")
         x = x.contiguous()
         out = x.new_empty(self.world_size * x.numel())
         with self._together("all_gather") as group:
@@ -282,7 +304,9 @@ class TorchCollective:
         return out.view(self.world_size, *x.shape)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum over ranks and return the result; x is overwritten."""
+        """Sum over ranks and return the result; x may be overwritten."""
+        if self._in_one_hop(x):
+            return run(summed(x, self.world_size), self._in_all_reduce)
         if self.world_size > 1:
             with self._together("all_reduce") as group:
                 dist.all_reduce(x, group=group)
@@ -329,10 +353,22 @@ class TorchCollective:
         """Exchange rows of ``(n, *shape)``: row j of rank i becomes row i of rank j."""
         if self.world_size == 1:
             return x
+        return self._to_all(x, "all_to_all")
+
+    def _to_all(self, x: Tensor, operation: str) -> Tensor:
+        x = x.contiguous()
         out = torch.empty_like(x)
-        with self._together("all_to_all") as group:
-            dist.all_to_all_single(out, x.contiguous(), group=group)
+        with self._together(operation) as group:
+            dist.all_to_all_single(out, x, group=group)
         return out
+
+    def _in_one_hop(self, x: Tensor) -> bool:
+        return self.one_hop and x.is_cpu and x.nbytes < LARGE
+
+    def _in_all_reduce(self, message: Message) -> Tensor:
+        """Answer a message of :func:`~lightning_sparse.core.messages.summed`."""
+        x = message.x if isinstance(message, AllToAll) else message.x.expand(self.world_size, *message.x.shape)
+        return self._to_all(x, "all_reduce")
 
     def send_recv(self, x: Tensor, to: int | None, source: int | None) -> Tensor:
         """Send x to rank ``to`` and receive x of rank ``source``, both other ranks or None.
@@ -417,7 +453,7 @@ def drive(steps: Steps[T], comm: TorchCollective, send: Send = send) -> T:
 
 
 def drive_together(steps: Sequence[Steps[T]], comm: TorchCollective, send: Send = send) -> list[T]:
-    """Run several coroutines on this rank, with one collective per round and kind.
+    """Run several coroutines on this rank, whose messages travel together.
 
     See :func:`~lightning_sparse.core.messages.together`.
 
@@ -429,4 +465,5 @@ def drive_together(steps: Sequence[Steps[T]], comm: TorchCollective, send: Send 
     Returns:
         The value of each coroutine.
     """
-    return drive(together(steps), comm, send)
+    hops = [in_hops(each, comm.world_size) for each in steps] if comm.one_hop else steps
+    return drive(together(hops), comm, send)

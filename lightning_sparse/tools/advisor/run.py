@@ -188,8 +188,14 @@ class Advice:
             )
         if any(scenario != (network.ranks, None) for scenario in self.scenarios):
             sentences += [
-                "Other networks: a fixed price and a price for each byte. An all-reduce's fixed price grows as log2 of "
-                "the ranks, an all-gather's as ranks - 1; bytes cost what a ring at the given rate takes, and the "
+                "Other networks: a fixed price and a price for each byte. "
+                + (
+                    "An all-reduce's fixed price grows as ranks - 1; exchanges send from each rank to all others at "
+                    "once, for one price"
+                    if network.one_hop
+                    else "An all-reduce's fixed price grows as log2 of the ranks, an all-gather's as ranks - 1"
+                )
+                + "; bytes cost what a ring at the given rate takes, and the "
                 + (
                     "fixed prices are those measured here."
                     if network.ranks > 1

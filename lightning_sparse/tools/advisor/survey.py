@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ class Survey:
 
 
 def _reduce(calls: float, bytes_each: float) -> Traffic:
-    return Traffic("all_reduce", calls, Line(0.0, bytes_each))
+    return Traffic("library_all_reduce", calls, Line(0.0, bytes_each))
 
 
 def _line(job: Callable[[Tensor], Any], dtype: torch.dtype, engine: Engine) -> Line:
@@ -134,7 +135,9 @@ def _line(job: Callable[[Tensor], Any], dtype: torch.dtype, engine: Engine) -> L
 def _halved(name: str, half: torch.dtype, dtype: torch.dtype, engine: Engine) -> Method:
     """Measure one of DDP's compression hooks: cast, all-reduce, cast back."""
     process = _line(lambda x: x.to(half).to(x.dtype), dtype, engine)
-    transfer = _line(engine.comm.all_reduce, half, engine) if engine.comm.world_size > 1 else NOTHING
+    transfer = (
+        _line(partial(engine.comm.start_average, wait=True), half, engine) if engine.comm.world_size > 1 else NOTHING
+    )
     cost = GroupCost(1.0, NOTHING, process, transfer, (_reduce(1, half.itemsize),))
     return Method(name, 1.0, cost, builtin=True)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 
 import torch
+from torch import Tensor
 
 from lightning_sparse.core.checks import check_integer, check_number, check_positive
 from lightning_sparse.engine.network import TorchCollective
@@ -26,9 +28,10 @@ class Network:
     """Cost of collectives between ranks.
 
     Args:
-        all_reduce: seconds by bytes of the vector that is summed.
+        all_reduce: seconds by bytes of the vector that DDP or another user of the library sums.
         all_gather: seconds by bytes of each rank.
         ranks: number n of measured ranks, at least 1; see :meth:`line` and :meth:`between`.
+        one_hop: True if exchanges send from each rank to all others at once, see :attr:`.TorchCollective.one_hop`.
 
     Raises:
         ValueError: if ``ranks`` is no positive integer.
@@ -42,28 +45,37 @@ class Network:
     all_reduce: Line
     all_gather: Line
     ranks: int = 2
+    one_hop: bool = False
 
     def __post_init__(self) -> None:
         check_integer(self.ranks, "ranks")
 
     def line(self, operation: str) -> Line:
-        """Return the seconds of one collective operation by bytes of each rank.
+        """Return the seconds of one operation by bytes of each rank.
 
-        ``all_reduce`` and ``all_gather`` are known; the others follow from one hop of the all-gather's ring, a fixed
-        price and a price for each byte: ``send_recv`` is one hop, ``broadcast`` passes through all ranks in pieces
-        (n - 1 prices, each byte once), ``all_to_all`` sends an n-th part to each other rank.
+        ``library_all_reduce`` and ``all_gather`` are known. The others, messages of exchanges, follow from one hop of
+        the all-gather, a fixed price and a price for each byte: ``send_recv`` is one hop, ``all_to_all`` sends an n-th
+        part to each other rank. In a ring, the all-gather has n - 1 hops, ``all_reduce`` is the library's, and
+        ``broadcast`` passes through all ranks in pieces (n - 1 fixed prices, each byte once). Where each rank sends to
+        all others at once, the all-gather has one fixed price, ``all_reduce`` two, and a broadcast is a tree of
+        ``log2 n`` hops.
 
         Raises:
             ValueError: for any other operation.
         """
-        hops = max(1, self.ranks - 1)
-        hop = Line(self.all_gather.alpha / hops, self.all_gather.beta / hops)
+        others = max(1, self.ranks - 1)
+        hop = Line(self.all_gather.alpha / (1 if self.one_hop else others), self.all_gather.beta / others)
+        part = Line(self.all_gather.alpha, others / self.ranks * hop.beta)
+        levels = math.ceil(math.log2(others + 1))
         lines = {
-            "all_reduce": self.all_reduce,
+            "library_all_reduce": self.all_reduce,
             "all_gather": self.all_gather,
+            "all_to_all": part,
             "send_recv": hop,
-            "broadcast": Line(hops * hop.alpha, hop.beta),
-            "all_to_all": Line(hops * hop.alpha, hops / self.ranks * hop.beta),
+            "all_reduce": Line(2 * part.alpha, 2 * part.beta) if self.one_hop else self.all_reduce,
+            "broadcast": Line(*(levels * price for price in (hop.alpha, hop.beta)))
+            if self.one_hop
+            else Line(others * hop.alpha, hop.beta),
         }
         if operation not in lines:
             raise ValueError(f"Expected operation to be one of {', '.join(lines)}, but got {operation!r}.")
@@ -72,9 +84,10 @@ class Network:
     def between(self, ranks: int, bits_per_second: float | None = None) -> Network:
         """Extrapolate the cost to another number of ranks, or to another rate.
 
-        Fixed prices are scaled: an all-reduce's as ``log2 n``, because libraries sum small vectors along trees; an
-        all-gather's as ``n - 1``, as in a ring. Prices per byte are the ring's (:meth:`ring`): scaled, or at the given
-        rate. Prices between at least two ranks are needed.
+        Fixed prices are scaled: an all-reduce's as ``log2 n``, because libraries sum small vectors along trees, and
+        gloo's, which is a ring, as ``n - 1``; an all-gather's as ``n - 1``, as in a ring, or not at all, where each
+        rank sends to all others at once. Prices per byte are the ring's (:meth:`ring`): scaled, or at the given rate.
+        Prices between at least two ranks are needed.
 
         Args:
             ranks: n, at least 1.
@@ -95,19 +108,23 @@ class Network:
             return Network(NOTHING, NOTHING, 1)
         hops = (ranks - 1) / (self.ranks - 1)
         tree = math.log2(ranks) / math.log2(self.ranks)
+        longer = (hops, 1.0) if self.one_hop else (tree, hops)
         if bits_per_second is not None:
             rated = Network.ring(ranks, 0.0, bits_per_second)
             reduced, gathered = rated.all_reduce.beta, rated.all_gather.beta
         else:
             reduced = self.all_reduce.beta * hops * self.ranks / ranks
             gathered = self.all_gather.beta * hops
-        return Network(Line(self.all_reduce.alpha * tree, reduced), Line(self.all_gather.alpha * hops, gathered), ranks)
+        alphas = self.all_reduce.alpha * longer[0], self.all_gather.alpha * longer[1]
+        return Network(Line(alphas[0], reduced), Line(alphas[1], gathered), ranks, self.one_hop)
 
     def farther(self, round_trip: float) -> Network:
         """Return the network with a longer way from rank to rank.
 
         Each hop takes half a round trip more: an all-gather has n - 1 of them, as in a ring, an all-reduce
-        ``2 log2 n``, as along trees.
+        ``2 log2 n``, as along trees. Over gloo, each takes a whole one, because a message waits until its receiver has
+        asked for it: ``2 (n - 1)`` in the library's all-reduce, and one in an all-gather where each rank sends to all
+        others at once.
 
         Args:
             round_trip: seconds that a message and its answer take more, at least 0.
@@ -123,13 +140,13 @@ class Network:
         check_number(round_trip, "round_trip", "a finite number of seconds of at least 0")
         if self.ranks == 1:
             return self
-        hop = round_trip / 2
-        reduced, gathered = self.all_reduce, self.all_gather
-        return replace(
-            self,
-            all_reduce=replace(reduced, alpha=reduced.alpha + 2 * math.log2(self.ranks) * hop),
-            all_gather=replace(gathered, alpha=gathered.alpha + (self.ranks - 1) * hop),
+        others = self.ranks - 1
+        trips = (2.0 * others, 1.0) if self.one_hop else (math.log2(self.ranks), others / 2)
+        reduced, gathered = (
+            replace(line, alpha=line.alpha + number * round_trip)
+            for line, number in zip((self.all_reduce, self.all_gather), trips, strict=True)
         )
+        return replace(self, all_reduce=reduced, all_gather=gathered)
 
     @classmethod
     def ring(cls, ranks: int, latency: float, bits_per_second: float) -> Network:
@@ -181,12 +198,16 @@ def measure_network(
         return Network(NOTHING, NOTHING, 1)
     lines: dict[str, Line] = {}
     with busy_processor() if busy else nullcontext():
-        for name, kind in (("all_reduce", dtype), ("all_gather", torch.uint8)):
+        jobs: dict[str, tuple[Callable[[Tensor], object], torch.dtype]] = {
+            "all_reduce": (partial(comm.start_average, wait=True), dtype),
+            "all_gather": (comm.all_gather, torch.uint8),
+        }
+        for name, (job, kind) in jobs.items():
             taken: dict[int, float] = {}
             size, spent, late = SMALLEST, 0.0, False
             while size <= LEAST or (size <= min(LARGEST, max(ENOUGH, most)) and not late):
                 message = torch.zeros(size // kind.itemsize, dtype=kind, device=device)
-                times = measure(partial(getattr(comm, name), message), comm, device, 7, seconds / 10)
+                times = measure(partial(job, message), comm, device, 7, seconds / 10)
                 taken[size] = median(times)
                 spent += sum(times)
                 # The next size takes about four times as long, three times at least.
@@ -195,4 +216,4 @@ def measure_network(
             small, large = taken[SMALLEST], max(taken)  # sizes between may be short bursts, faster than the link
             beta = max(0.0, (taken[large] - small) / (large - SMALLEST))
             lines[name] = Line(max(0.0, small - beta * SMALLEST), beta)
-    return Network(**lines, ranks=comm.world_size)
+    return Network(**lines, ranks=comm.world_size, one_hop=device.type == "cpu" and comm.one_hop)

@@ -33,7 +33,7 @@ class Traffic(NamedTuple):
     """Traffic of a group through one kind of collective operation in a step."""
 
     operation: str
-    """A method of :class:`~lightning_sparse.engine.network.TorchCollective`."""
+    """See :meth:`.Network.line`."""
     calls: float
     nbytes: Line
     """Bytes of a rank's messages, all calls together, by coordinates of the group; of a tree, all rounds."""

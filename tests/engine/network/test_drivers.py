@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from contextlib import suppress
-from itertools import zip_longest
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import lightning_sparse as ls
-from lightning_sparse.core.messages import LARGE, AllGather, AllReduce, AllToAll, Broadcast, Message, SendRecv, Steps
+from lightning_sparse.core.messages import (
+    LARGE,
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Message,
+    Meter,
+    SendRecv,
+    Steps,
+    in_hops,
+)
 from lightning_sparse.core.step import Context
 from lightning_sparse.engine.network import TorchCollective, drive, drive_ranks, drive_together, send, together
 from lightning_sparse.engine.pipeline import init_group, reduce_group
@@ -96,7 +106,7 @@ Calls = list[tuple[str, torch.dtype]]
 
 def both_ways(names: list[str]) -> dict[str, tuple[Any, Any, list[Calls], Calls]]:
     """What this rank ends with when groups talk one after another and together, and the collectives of a step."""
-    comm, found = TorchCollective(), {}
+    comm, found = TorchCollective.of_its_own(), {}
     for name in names:
         methods = MIXED if name == "mixed" else alike(*PAIRS[PAIR_NAMES.index(name)])
         apart, joined = (Groups(methods, comm.rank, comm.world_size) for _ in range(2))
@@ -115,6 +125,7 @@ def both_ways(names: list[str]) -> dict[str, tuple[Any, Any, list[Calls], Calls]
             one, other = apart.finish(results), joined.finish(drive_together(joined.steps(), comm, note))
             assert equal_states(one, other), name
         found[name] = one[: len(SIZES)], other[: len(SIZES)], calls[:-1], calls[-1]
+    comm.close()
     return found
 
 
@@ -124,19 +135,12 @@ def test_between_two_real_ranks_groups_end_the_same_bit_for_bit_with_fewer_colle
     for name in names:
         (one, joined, apart, calls), (other, *_) = (result[name] for result in results)
         assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(one, joined, other, strict=True))
-        expected: Counter[Any] = Counter()
-        for in_round in zip_longest(*apart):
-            asked = Counter(call for call in in_round if call is not None)
-            expected.update({call: times if call[0] == "send_recv" else 1 for call, times in asked.items()})
-        assert Counter(calls) == expected, name
+        longest = max(map(len, apart))
+        assert longest <= len(calls) < max(longest + 1, sum(map(len, apart))), name
     *_, calls = results[0]["union_topk-packed_union"]
-    assert calls == [("all_gather", torch.int32), ("all_reduce", torch.int32)]
-    # Indices, dense values and a survey; 16-bit sums and the indices of MiCRO; its values.
-    assert [kind for kind, _ in results[0]["mixed"][-1]] == [
-        *("all_gather", "all_reduce", "all_gather"),
-        *("all_reduce", "all_gather"),
-        "all_reduce",
-    ]
+    assert calls == [("all_gather", torch.int32), ("all_to_all", torch.int32), ("all_gather", torch.int32)]
+    # Indices and a survey; the indices of MiCRO; all sums.
+    assert [kind for kind, _ in results[0]["mixed"][-1]] == ["all_gather"] * 2 + ["all_to_all", "all_gather"]
 
 
 def is_natural(case: Case, exchange: str) -> bool:
@@ -180,16 +184,16 @@ def test_what_can_travel_as_one_message_does_and_every_coroutine_gets_its_slice(
     zero, one = drive_ranks([strict(rank(i)) for i in range(2)])
     floats, integers = torch.float32, torch.int64
     assert seen == [
-        ("all_reduce", floats, 7),
-        ("all_reduce", integers, 2),
         ("all_gather", integers, 1),
+        ("all_gather", integers, 2),
         ("broadcast", integers, 4),
-        ("all_to_all", floats, 18),
-        ("send_recv", floats, 6),
-        ("all_gather", integers, 4),
-        ("all_gather", floats, 6),
         ("broadcast", integers, 1),
         ("broadcast", integers, 2),
+        ("send_recv", floats, 6),
+        ("all_to_all", floats, 18),
+        ("all_reduce", floats, 7),
+        ("all_reduce", integers, 2),
+        ("all_gather", torch.uint8, 48),  # two words of 8 bytes, and six of 4
     ]
     expected = [
         [[[1.0] * 3] * 2, [[0, 0], [1, 1]]],
@@ -218,22 +222,120 @@ def test_rows_of_an_all_to_all_may_be_single_numbers_or_empty() -> None:
     assert third.tolist() == [[[10]], [[11]]]
 
 
+DTYPES = [torch.bool, torch.uint8, torch.float16, torch.bfloat16, torch.int32, torch.float64, torch.complex128]
+
+
+@pytest.mark.parametrize("made", [AllGather, AllToAll, lambda x: Broadcast(x, 1)], ids=["gather", "to_all", "from_one"])
+def test_messages_of_several_dtypes_travel_as_bytes_and_come_out_as_they_were(made: Any) -> None:
+    """In every order, of every length: what follows an odd number of bytes can be read."""
+    shapes = [(2, 3), (2,), (2, 0, 5), (2, 7)]
+
+    def contents(i: int) -> list[Tensor]:
+        gen = torch.Generator().manual_seed(i)
+        return [torch.randn(shape, generator=gen).to(dtype) for shape in shapes for dtype in DTYPES]
+
+    def rank(i: int, order: int) -> Steps[Any]:
+        return together([asks(made(x)) for x in contents(i)[::order]])
+
+    for order in (1, -1):
+        alone = [drive_ranks([asks(made(x)) for x in pair]) for pair in zip(contents(0), contents(1), strict=True)]
+        for found, expected in zip(
+            zip(*drive_ranks([strict(rank(i, order)) for i in range(2)]), strict=True), alone[::order], strict=True
+        ):
+            for [one], [other] in zip(found, expected, strict=True):
+                assert one.dtype == other.dtype
+                assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("n", [2, 3, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
+def test_sums_of_parts_are_those_in_the_order_of_ranks(n: int, dtype: torch.dtype) -> None:
+    for shape in ((), (1,), (5,), (n,), (2, 3, 11), (0,)):
+        xs = [(1e3 * torch.randn(shape)).to(dtype) for _ in range(n)]
+        total = xs[0].clone()
+        for x in xs[1:]:
+            total += x
+        meters = [Meter(n) for _ in range(n)]
+        steps = [meter.watch(in_hops(asks(AllReduce(x.clone())), n)) for meter, x in zip(meters, xs, strict=True)]
+        for meter, [found] in zip(meters, drive_ranks(steps), strict=True):
+            assert (found.dtype, found.shape) == (dtype, total.shape)
+            assert torch.equal(found, total)
+            padded = (xs[0].numel() + -xs[0].numel() % n) * dtype.itemsize
+            assert meter.bytes_sent == pytest.approx(AllReduce(xs[0].new_empty(padded // dtype.itemsize)).bytes_sent(n))
+
+
+def test_sums_that_travel_together_are_without_gaps() -> None:
+    """Compiled code reads them as they lie in memory, also where each rank has added up one number of each."""
+
+    def rank(i: int) -> Steps[Any]:
+        return together([in_hops(asks(AllReduce(torch.tensor([i, 10 * i]) + j)), 2) for j in (0, 5)])
+
+    for [one], [other] in drive_ranks([strict(rank(i)) for i in range(2)]):
+        assert one.is_contiguous()
+        assert other.is_contiguous()
+        assert (one.tolist(), other.tolist()) == ([1, 10], [11, 20])
+
+
+def test_long_sums_and_those_of_devices_are_left_to_the_library() -> None:
+    for x in (torch.ones(LARGE // 4), torch.ones(3, device="meta")):
+        assert next(in_hops(asks(AllReduce(x)), 2)).x is x
+    assert next(in_hops(asks(Broadcast(x, 1)), 2)).kind == "broadcast"
+
+
+def noting(name: str, operation: Any, seen: set[str]) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        seen.add(name)
+        return operation(*args, **kwargs)
+
+    return call
+
+
+def summed_over_hosts(hosts: list[str]) -> tuple[bool, Any, Any, set[str]]:
+    """Whether ranks on these hosts send to all at once, what they get, and the operations that torch is asked for."""
+    rank, seen = dist.get_rank(), set[str]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("socket.gethostname", lambda: hosts[rank])
+        comm = TorchCollective.of_its_own()
+        sent = comm.one_hop
+        for name in ("all_reduce", "all_to_all_single"):
+            patch.setattr(dist, name, noting(name, getattr(dist, name), seen))
+        x = torch.arange(5, dtype=torch.int32) + rank
+        total, rows = comm.all_reduce(x.clone()), comm.all_gather(x.to(torch.bfloat16))
+        [joined], [gathered] = drive_together([asks(AllReduce(x.clone())), asks(AllGather(x.bool()))], comm)
+        assert torch.equal(joined, total)
+        assert torch.equal(gathered, rows.bool())
+        comm.close()
+    return sent, total.tolist(), rows.tolist(), seen
+
+
+@pytest.mark.parametrize(("hosts", "direct"), [("aaaa", True), ("abcd", True), ("aabb", False), ("abbb", False)])
+def test_ranks_send_to_all_at_once_unless_some_share_one_of_several_hosts(
+    four_ranks: Ranks, hosts: str, direct: bool
+) -> None:
+    for sent, total, rows, seen in four_ranks(summed_over_hosts, list(hosts)):
+        assert sent is direct
+        assert total == [6, 10, 14, 18, 22]
+        assert rows == [[float(i + rank) for i in range(5)] for rank in range(4)]
+        assert seen == ({"all_to_all_single"} if direct else {"all_reduce"})
+
+
 def test_large_messages_are_sent_by_themselves_without_a_copy() -> None:
-    large, small = torch.ones(LARGE // 4), torch.ones(LARGE // 4 - 1)
-    steps = together([asks(AllReduce(x)) for x in (small, large, small, large)])
+    large, small, tiny = torch.ones(LARGE // 4), torch.ones(LARGE // 4 - 1), torch.ones(9)
+    steps = together([asks(AllReduce(x)) for x in (small, large, tiny, large, tiny)])
     asked, answer = [], None
     with suppress(StopIteration):
         while True:
             message = steps.send(answer)  # type: ignore[arg-type]
             asked.append(message.x)
             answer = message.x
-    assert [x.numel() for x in asked] == [2 * small.numel(), large.numel(), large.numel()]
-    assert all(x is large for x in asked[1:])
+    assert [x.numel() for x in asked] == [small.numel(), 18, large.numel(), large.numel()]
+    assert asked[0] is small
+    assert all(x is large for x in asked[2:])
 
 
 def test_a_message_that_is_alone_is_not_copied() -> None:
     x = torch.ones(3)
-    steps = together([asks(AllReduce(x)), asks(AllGather(torch.ones(2)))])
+    steps = together([asks(AllReduce(torch.ones(2))), asks(AllGather(x))])
     assert next(steps).x is x
 
 

@@ -123,7 +123,7 @@ def collectives_of(options: dict[str, Any], fixed: Line) -> tuple[str, int, Coun
         model, engine = wrapped(options)
         for index, batch in enumerate(batches(6)):
             if index == 5:
-                for name in ("all_gather", "all_reduce"):
+                for name in ("all_gather", "all_to_all"):
                     patch.setattr(TorchCollective, name, counting(name, getattr(TorchCollective, name)))
             model(batch).square().mean().backward()
         assert planner_of(engine).saved["messages"] == engine.messages
@@ -149,7 +149,7 @@ def test_what_travels_together_follows_the_profile(two_ranks: Ranks, grouping: A
             assert messages == expected
             assert groups == 4 if grouping == "layer" else groups >= 1
             each = groups if messages == "group" else 1
-            assert seen == {"all_gather": each, "all_reduce": each}
+            assert seen == {"all_gather": 2 * each, "all_to_all": each}
 
 
 def shortened_collectives(options: dict[str, Any], fixed: Line) -> tuple[str, int, Counter[str]]:

@@ -190,7 +190,7 @@ def test_one_rank_needs_no_operation_and_unknown_ones_are_refused() -> None:
     for operation in ("all_reduce", "all_gather", "broadcast", "all_to_all", "send_recv"):
         assert alone.line(operation)(1000) == 0
     with pytest.raises(
-        ValueError, match=r"Expected operation to be one of all_reduce, .*, all_to_all, but got 'scatter'"
+        ValueError, match=r"Expected operation to be one of library_all_reduce, .*, broadcast, but got 'scatter'"
     ):
         NETWORK.line("scatter")
 
@@ -223,6 +223,26 @@ def test_between_other_ranks_bytes_are_those_of_a_ring(ranks: int) -> None:
     fast = known.between(ranks, math.inf)
     assert (fast.all_reduce.beta, fast.all_gather.beta) == (0, 0)
     assert fast.all_gather.alpha == found.all_gather.alpha
+
+
+def test_where_ranks_send_to_all_at_once_exchanges_take_as_long_between_more_ranks() -> None:
+    network = Network(Line(6e-3, 6e-9), Line(1e-3, 3e-9), 4, one_hop=True)
+    there = network.between(8)
+    assert (there.all_gather.alpha, there.all_reduce.alpha, there.one_hop) == (1e-3, pytest.approx(14e-3), True)
+    assert (there.all_gather.beta, there.all_reduce.beta) == pytest.approx((7e-9, 7e-9))
+    farther = network.farther(0.05)
+    assert (farther.all_gather.alpha, farther.all_reduce.alpha) == pytest.approx((0.051, 0.306))
+    expected = {
+        "library_all_reduce": (6e-3, 6e-9),
+        "all_gather": (1e-3, 3e-9),
+        "all_to_all": (1e-3, 0.75e-9),
+        "all_reduce": (2e-3, 1.5e-9),
+        "send_recv": (1e-3, 1e-9),
+        "broadcast": (2e-3, 2e-9),
+    }
+    for operation, (alpha, beta) in expected.items():
+        line = network.line(operation)
+        assert (line.alpha, line.beta) == pytest.approx((alpha, beta)), operation
 
 
 def test_between_one_rank_nothing_is_known_and_nothing_takes_time() -> None:
