@@ -87,7 +87,7 @@ class OptimizerBinding:
         keeps = reducer.settings.fallback is not None  # dense steps go on with them
         warn = partial(self._once, rank_zero_warn, kind="changed averages")
         self._adam = AdamRule(reducer.lengths, warn, keeps)
-        self._momentum = MomentumRule(self._name_of)
+        self._momentum = MomentumRule(self._name_of, reducer.settings.delay)
         listen(self)
 
     def holds(self, key: int) -> bool:

@@ -26,7 +26,7 @@ LEAST = {torch.float32: 2.0**-149, torch.float64: 2.0**-1074}
 """Smallest magnitudes above 0."""
 
 
-def spent(momentum: float, waited: Any) -> Any:
+def spent(momentum: float, waited: Any, late: int = 0) -> Any:
     """Return the share of an average's momentum that it would have spent, had its gradients not waited.
 
     Heavy-ball momentum adds a gradient to a velocity, ``m = momentum m + gradient``, and moves parameters by it in that
@@ -37,17 +37,25 @@ def spent(momentum: float, waited: Any) -> Any:
         ``left = (1 + momentum + ... + momentum**(t - 1)) / t = (1 - momentum**t) / (t (1 - momentum))``
 
     and ``1 - left`` is spent: 0 where averages arrive at every step, nearly 1 where t is far above
-    ``1 / (1 - momentum)``.
+    ``1 / (1 - momentum)``. Where each average comes some steps late, all ages are longer by these, and
+    ``momentum**late`` times as much is left.
 
     Args:
         momentum: in [0, 1).
         waited: t, at least 1; a number, or a tensor of them.
+        late: steps between an exchange and the step that applies its average.
 
     Example:
         >>> [round(spent(0.9, waited), 2) for waited in (1, 2, 10, 100)]
         [0.0, 0.05, 0.35, 0.9]
+        >>> [round(spent(0.9, waited, late=1), 2) for waited in (1, 2, 10, 100)]
+        [0.1, 0.15, 0.41, 0.91]
+
+    References:
+        Ours. With averages of every step that come late, ``t = 1``, it is the spike compensation of Kosson et al.,
+        Pipelined Backpropagation at Scale, MLSys 2021, arXiv 2003.11666.
     """
-    return 1 - (1 - momentum**waited) / (waited * (1 - momentum))
+    return 1 - momentum**late * (1 - momentum**waited) / (waited * (1 - momentum))
 
 
 class Momentum(NamedTuple):
@@ -98,9 +106,14 @@ def has_velocities(optimizer: Optimizer, parameters: Collection[int]) -> bool:
 
 
 class Spending:
-    """Spends, and keeps what does not change from step to step: addresses, and tables of :func:`spent`."""
+    """Spends, and keeps what does not change from step to step: addresses, and tables of :func:`spent`.
 
-    def __init__(self) -> None:
+    Args:
+        late: see :func:`spent`.
+    """
+
+    def __init__(self, late: int = 0) -> None:
+        self._late = late
         self._addresses = Addresses()
         self._shares_of = lru_cache(maxsize=TABLES)(_shares_of)
 
@@ -123,11 +136,11 @@ class Spending:
         for one in stepped:
             host = not static_shapes(one.grad.device) and skip is None and not isinstance(by.rate, Tensor)
             if host and all(x.stride() == one.grad.stride() for x in one) and fills_memory(one.grad):
-                _where_arrived_(one, by, self._shares_of(by.momentum, by.share, one.grad.device), steps)
+                _where_arrived_(one, by, self._shares_of(by.momentum, by.share, self._late, one.grad.device), steps)
             else:
                 elsewhere[(one.grad.device, *(x.dtype for x in one), _serves(one, by, skip))].append(one)
         for what, alike in elsewhere.items():
-            how = by, self._shares_of(by.momentum, by.share, what[0]), skip, steps
+            how = by, self._shares_of(by.momentum, by.share, self._late, what[0]), skip, steps
             form = Spending, what, isinstance(by.rate, Tensor), skip is None
             if what[-1] and on_cuda.tried(form, partial(_rehearse, alike[0], *how)):
                 _in_triton_(self._addresses, what, alike, *how)
@@ -136,10 +149,10 @@ class Spending:
                 _everywhere_([Stepped(*part) for part in piece], *how)
 
 
-def _shares_of(momentum: float, share: float, device: torch.device) -> Tensor:
+def _shares_of(momentum: float, share: float, late: int, device: torch.device) -> Tensor:
     """Return (LONGEST + 1,) float64: the part of an average that is spent after so many steps; nothing after 0."""
     waited = torch.arange(LONGEST + 1, dtype=torch.float64, device=device).clamp_(min=1)
-    shares: Tensor = spent(momentum, waited) * share
+    shares: Tensor = spent(momentum, waited, late) * share
     return shares
 
 

@@ -20,7 +20,7 @@ WAITED = "waited"
 
 
 class MomentumRule:
-    """Spends momentum of averages that have waited.
+    """Spends momentum of averages that have waited, also of dense parameters, where all averages come late.
 
     See :meth:`~lightning_sparse.engine.optimizers.momentum.Spending.spend_`.
 
@@ -28,11 +28,12 @@ class MomentumRule:
 
     Args:
         name_of: the name of a parameter, given by its id; None where it is not the engine's.
+        late: steps between an exchange and the step that applies its averages.
     """
 
-    def __init__(self, name_of: Callable[[int], str | None]) -> None:
-        self._name_of = name_of
-        self._spending = Spending()
+    def __init__(self, name_of: Callable[[int], str | None], late: int) -> None:
+        self._name_of, self._late = name_of, late
+        self._spending = Spending(late)
         self._noted: list[_Noted] = []
         """The step that an optimizer is taking."""
         self._kept: Set[str] = frozenset()
@@ -69,7 +70,8 @@ class MomentumRule:
                 kept.get(parameter, {}).pop(WAITED, None)
             for parameter, _, group, delivery in ones if by is not None else ():
                 average = parameter, _unchanged(parameter.grad, settings)
-                if group is None or not group.sparsified or (delivery is not None and delivery.whole):
+                everything = group is None or not group.sparsified or (delivery is not None and delivery.whole)
+                if group is None or (everything and not self._late):
                     if WAITED in kept.get(parameter, {}):
                         whole.append(average)
                 elif serves:
