@@ -15,7 +15,8 @@ steps and seeds; the bytes are what a rank sends under ring collectives, of dens
 The claim it checks: UnionTopK, ExDyna and Top-k are within one point of dense DDP at a density of 0.01, mean over three
 seeds. Exits with 1 if they are not. The other rows are for information.
 
-With --lr the learning rate is another one, and nothing is claimed. With --adamw [LR,BETA1] the optimizer is AdamW(lr=LR, betas=(BETA1, 0.999)) instead of SGD, and nothing is claimed either.
+With --lr the learning rate is another one. With --adamw [LR,BETA1] the optimizer is AdamW(lr=LR, betas=(BETA1, 0.999))
+instead of SGD. Nothing is claimed then.
 
     OMP_NUM_THREADS=1 python benchmarks/digits_accuracy.py
     OMP_NUM_THREADS=1 python benchmarks/digits_accuracy.py --density 0.05 --methods [exdyna,topk] --csv digits.csv
