@@ -65,8 +65,9 @@ def given_gradients(package: str, kind: str) -> Any:
 def fitted(package: str, kind: str, delay: int, options: dict[str, Any]) -> tuple[Tensor, int, dict[str, float]]:
     """Weights after fit, the number of exchanges, and what the last step has logged."""
     logged: dict[str, float] = {}
-    unused = {"find_unused_parameters": True} if kind == "gan" else {}
-    strategy = strategy_of(package, {**SPARSE, "sparsifier": "union_topk", "delay": delay, **unused})
+    # Momentum that is spent by how late averages are has not led as far yet.
+    settings = {"gan": {"find_unused_parameters": True}, "momentum": {"memory": "residual"}}.get(kind, {})
+    strategy = strategy_of(package, {**SPARSE, "sparsifier": "union_topk", "delay": delay, **settings})
     trainer = make_trainer(package, strategy=strategy, callbacks=[ls.SparsityMonitor(table=False)], **options)
     module = given_gradients(package, kind)
     trainer.fit(module, make_data(96))
