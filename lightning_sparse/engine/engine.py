@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core.checks import expect
-from lightning_sparse.core.console import say
+from lightning_sparse.core.console import page, say
 from lightning_sparse.core.interrupts import uninterrupted
 from lightning_sparse.engine.agreement import Note, by_reason, check_equal_on_ranks
 from lightning_sparse.engine.copied import CopiedEngine
@@ -72,6 +72,11 @@ class Engine(EngineView):
         if comm.world_size == 1 and settings.delay:
             say("sparse_ddp: delay=1 does nothing with one rank, which has nobody to wait for.")
             settings = replace(settings, delay=0)
+        elif settings.delay and comm.rank == 0 and (within is None or within.rank == 0):
+            say(
+                "sparse_ddp: averages are applied one step late. Learning rates near the largest that is possible in "
+                f"time lose accuracy then: try half of yours ({page('late')})."
+            )
         self.loss_scale: Callable[[], Tensor | None] = lambda: None
         """() tensor that the loss is multiplied by, or None; asked in every backward."""
         self.frozen = dict(frozen or {})
