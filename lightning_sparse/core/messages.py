@@ -193,8 +193,8 @@ def in_hops(steps: Steps[T], n: int) -> Steps[T]:
 
     Each of n ranks adds up one n-th of the vector, in the order of ranks, and sends it to the others: the bytes of a
     ring (:meth:`AllReduce.bytes_sent`), rounded up to n elements, in 2 message times in place of ``2 (n - 1)``. The
-    sums are those of :func:`~lightning_sparse.engine.network.drive_ranks`, bit for bit. Vectors of 4 MiB and more, and
-    those on devices, are left to the library.
+    sums are those of :func:`~lightning_sparse.engine.network.drive_ranks`, bit for bit. Vectors that are not
+    :func:`short` are left to the library.
 
     Example:
         >>> import torch
@@ -210,13 +210,18 @@ def in_hops(steps: Steps[T], n: int) -> Steps[T]:
     try:
         message = next(steps)
         while True:
-            if isinstance(message, AllReduce) and message.x.is_cpu and message.x.nbytes < LARGE:
+            if isinstance(message, AllReduce) and short(message.x):
                 answer = yield from summed(message.x, n)
             else:
                 answer = yield message
             message = steps.send(answer)
     except StopIteration as end:
         return end.value  # type: ignore[no-any-return]
+
+
+def short(x: Tensor) -> bool:
+    """Return True for tensors on the CPU below 4 MiB, which take less time than a message waits for another one."""
+    return x.is_cpu and x.nbytes < LARGE
 
 
 def summed(x: Tensor, n: int) -> Steps[Tensor]:

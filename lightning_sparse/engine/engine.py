@@ -72,11 +72,6 @@ class Engine(EngineView):
         if comm.world_size == 1 and settings.delay:
             say("sparse_ddp: delay=1 does nothing with one rank, which has nobody to wait for.")
             settings = replace(settings, delay=0)
-        elif settings.delay and comm.rank == 0 and (within is None or within.rank == 0):
-            say(
-                "sparse_ddp: averages are applied one step late. Learning rates near the largest that is possible in "
-                f"time lose accuracy then: try half of yours ({page('late')})."
-            )
         self.loss_scale: Callable[[], Tensor | None] = lambda: None
         """() tensor that the loss is multiplied by, or None; asked in every backward."""
         self.frozen = dict(frozen or {})
@@ -102,6 +97,11 @@ class Engine(EngineView):
         of_engine = (lambda: self.loss_scale()), self._before_exchange
         reducer = Reducer(parameters, settings, exchanging, device, watch_usage, *of_engine, aside=comm, within=within)
         super().__init__(reducer, comm)
+        if settings.delay and reducer.speaks:
+            say(
+                "sparse_ddp: averages are applied one step late. Learning rates near the largest that is possible in "
+                f"time lose accuracy then: try half of yours ({page('late')})."
+            )
         try:
             with reducer.on_stream.between_steps():
                 groups = [reducer.form(group) for group in self._parts_of(plan)]

@@ -147,7 +147,7 @@ TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def spends(name: str) -> bool:
-    """Whether momentum is spent by how late an average comes."""
+    """Return whether momentum is spent by how late an average comes."""
     kind, options = TRAINED[name]
     return kind in ("momentum", "nesterov") and "memory" not in options
 
@@ -195,7 +195,7 @@ def test_all_averages_are_applied_in_as_many_steps_when_all_is_drained(
 
 
 def quadratic(memory: str | None, rate: float, steps: int = 200) -> float:
-    """How far from the minimum momentum SGD ends, one step late."""
+    """Return the distance from the minimum at which momentum SGD ends, one step late."""
     module = nn.Linear(1, 64, bias=False)
     nn.init.ones_(module.weight)
     ddp, engine = wrapped(module, delay=1, density=0.9, memory=memory)

@@ -39,14 +39,14 @@ MANY = {"grouping": "layer", "rules": ls.Rules(dense_ndim=2, dense_numel=0)}
 
 
 def collectives(layout: str, options: dict[str, Any]) -> tuple[Counter[str], int]:
-    """How often a step talks, by dtype, and the number of groups."""
+    """Count the collectives that a step asks torch for, by operation and dtype; also return the number of groups."""
     ddp, engine = wrapped(layout, **options)
     assert engine is not None
     seen: Counter[str] = Counter()
 
-    def counting(operation: Any) -> Any:
+    def counting(name: str, operation: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            seen[str(args[0].dtype).removeprefix("torch.")] += 1
+            seen[f"{name} {str(args[0].dtype).removeprefix('torch.')}"] += 1
             return operation(*args, **kwargs)
 
         return call
@@ -54,25 +54,28 @@ def collectives(layout: str, options: dict[str, Any]) -> tuple[Counter[str], int
     with pytest.MonkeyPatch.context() as patch:
         for step, batch in enumerate(batches(4)):
             if step == 3:
-                patch.setattr(process_group, "_all_gather", counting(process_group._all_gather))
+                patch.setattr(process_group, "_all_gather", counting("all_gather", process_group._all_gather))
                 for name in ("all_reduce", "broadcast", "all_to_all_single"):
-                    patch.setattr(dist, name, counting(getattr(dist, name)))
+                    patch.setattr(dist, name, counting(name, getattr(dist, name)))
             ddp(batch).square().mean().backward()
     groups = len(engine.plan)
     engine.close()
     return seen, groups
 
 
+INTS, FLOATS, BYTES = (f"all_to_all_single {dtype}" for dtype in ("int32", "float32", "uint8"))
+
+
 @pytest.mark.parametrize(
     ("layout", "options", "expected", "groups"),
     [  # picks, parts of sums, sums: of several dtypes as bytes
-        ("default", {"grouping": "layer"}, {"int32": 3}, 4),
-        ("small_buckets", {"grouping": "bucket", "bucket_cap_mb": 0.01}, {"int32": 3}, 3),
-        ("default", MANY, {"int32": 1, "uint8": 2}, 5),
-        ("find_unused", {"grouping": "layer"}, {"uint8": 1, "int32": 3}, 4),
-        ("find_unused", MANY, {"uint8": 1 + 2, "int32": 1}, 5),
-        ("default", {**MANY, "sparsifier": "everything"}, {"float32": 2}, 5),
-        ("default", {"grouping": "layer", "sparsifier": "topk"}, {"int32": 1}, 4),
+        ("default", {"grouping": "layer"}, {INTS: 3}, 4),
+        ("small_buckets", {"grouping": "bucket", "bucket_cap_mb": 0.01}, {INTS: 3}, 3),
+        ("default", MANY, {INTS: 1, BYTES: 2}, 5),
+        ("find_unused", {"grouping": "layer"}, {BYTES: 1, INTS: 3}, 4),
+        ("find_unused", MANY, {BYTES: 1 + 2, INTS: 1}, 5),
+        ("default", {**MANY, "sparsifier": "everything"}, {FLOATS: 2}, 5),
+        ("default", {"grouping": "layer", "sparsifier": "topk"}, {INTS: 1}, 4),
     ],
     ids=str,
 )
@@ -88,7 +91,7 @@ def test_groups_that_travel_by_themselves_talk_for_each(two_ranks: Ranks) -> Non
     options = {"density": 0.05, "messages": "group", **MANY}
     for seen, groups in two_ranks(collectives, "find_unused", options):
         assert groups == 5
-        assert seen == {"uint8": 5, "int32": 4 * 3, "float32": 2}
+        assert seen == {BYTES: 5, INTS: 4 * 3, FLOATS: 2}
 
 
 EVENTS: list[str] = []

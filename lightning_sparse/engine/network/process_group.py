@@ -10,7 +10,6 @@ the one before, and for its receiver to ask for it, a round trip. Here all ranks
 
 from __future__ import annotations
 
-import hashlib
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_sparse.core.messages import LARGE, AllToAll, Message, Steps, in_hops, run, summed, together
+from lightning_sparse.core.messages import AllToAll, Message, Steps, in_hops, run, short, summed, together
 
 # Renamed in torch 2.13, where the old name warns; builds of torch without distributed have neither.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
@@ -161,13 +160,12 @@ class TorchCollective:
         self._owned = True
         self.timeout, self._beside = timeout, beside
         if self.world_size > 1 and "cpu:gloo" in dist.get_backend_config(self.group):
-            name = hashlib.sha256(socket.gethostname().encode()).digest()
             try:
-                hosts = self.all_gather(torch.frombuffer(bytearray(name[:8]), dtype=torch.int64))
+                hosts = self.all_gather_object(socket.gethostname(), torch.device("cpu"))
             except BaseException:
                 self.close()
                 raise
-            self.one_hop = len(set(hosts.flatten().tolist())) in (1, self.world_size)
+            self.one_hop = len(set(hosts)) in (1, self.world_size)
         return self
 
     def another(self) -> TorchCollective:
@@ -295,8 +293,8 @@ class TorchCollective:
         """Gather ``(*shape)`` of each rank to ``(n, *shape)`` on all."""
         if self.world_size == 1:
             return x.unsqueeze(0)
-        if self._in_one_hop(x):
-            return self._to_all(x.expand(self.world_size, *x.shape), "all_gather")
+        if self.one_hop and short(x):
+            return self._to_all(self._copies(x), "all_gather")
         x = x.contiguous()
         out = x.new_empty(self.world_size * x.numel())
         with self._together("all_gather") as group:
@@ -305,7 +303,7 @@ class TorchCollective:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over ranks and return the result; x may be overwritten."""
-        if self._in_one_hop(x):
+        if self.one_hop and short(x):
             return run(summed(x, self.world_size), self._in_all_reduce)
         if self.world_size > 1:
             with self._together("all_reduce") as group:
@@ -362,13 +360,12 @@ class TorchCollective:
             dist.all_to_all_single(out, x, group=group)
         return out
 
-    def _in_one_hop(self, x: Tensor) -> bool:
-        return self.one_hop and x.is_cpu and x.nbytes < LARGE
+    def _copies(self, x: Tensor) -> Tensor:
+        return x.expand(self.world_size, *x.shape)
 
     def _in_all_reduce(self, message: Message) -> Tensor:
         """Answer a message of :func:`~lightning_sparse.core.messages.summed`."""
-        x = message.x if isinstance(message, AllToAll) else message.x.expand(self.world_size, *message.x.shape)
-        return self._to_all(x, "all_reduce")
+        return self._to_all(message.x if isinstance(message, AllToAll) else self._copies(message.x), "all_reduce")
 
     def send_recv(self, x: Tensor, to: int | None, source: int | None) -> Tensor:
         """Send x to rank ``to`` and receive x of rank ``source``, both other ranks or None.

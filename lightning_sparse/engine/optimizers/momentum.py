@@ -113,9 +113,8 @@ class Spending:
     """
 
     def __init__(self, late: int = 0) -> None:
-        self._late = late
         self._addresses = Addresses()
-        self._shares_of = lru_cache(maxsize=TABLES)(_shares_of)
+        self._shares_of = lru_cache(maxsize=TABLES)(partial(_shares_of, late))
 
     @torch.no_grad()
     def spend_(self, stepped: Sequence[Stepped], by: Momentum, skip: Tensor | None = None, steps: int = 1) -> None:
@@ -136,11 +135,11 @@ class Spending:
         for one in stepped:
             host = not static_shapes(one.grad.device) and skip is None and not isinstance(by.rate, Tensor)
             if host and all(x.stride() == one.grad.stride() for x in one) and fills_memory(one.grad):
-                _where_arrived_(one, by, self._shares_of(by.momentum, by.share, self._late, one.grad.device), steps)
+                _where_arrived_(one, by, self._shares_of(by.momentum, by.share, one.grad.device), steps)
             else:
                 elsewhere[(one.grad.device, *(x.dtype for x in one), _serves(one, by, skip))].append(one)
         for what, alike in elsewhere.items():
-            how = by, self._shares_of(by.momentum, by.share, self._late, what[0]), skip, steps
+            how = by, self._shares_of(by.momentum, by.share, what[0]), skip, steps
             form = Spending, what, isinstance(by.rate, Tensor), skip is None
             if what[-1] and on_cuda.tried(form, partial(_rehearse, alike[0], *how)):
                 _in_triton_(self._addresses, what, alike, *how)
@@ -149,7 +148,7 @@ class Spending:
                 _everywhere_([Stepped(*part) for part in piece], *how)
 
 
-def _shares_of(momentum: float, share: float, late: int, device: torch.device) -> Tensor:
+def _shares_of(late: int, momentum: float, share: float, device: torch.device) -> Tensor:
     """Return (LONGEST + 1,) float64: the part of an average that is spent after so many steps; nothing after 0."""
     waited = torch.arange(LONGEST + 1, dtype=torch.float64, device=device).clamp_(min=1)
     shares: Tensor = spent(momentum, waited, late) * share

@@ -73,7 +73,7 @@ class Network:
             "all_to_all": part,
             "send_recv": hop,
             "all_reduce": Line(2 * part.alpha, 2 * part.beta) if self.one_hop else self.all_reduce,
-            "broadcast": Line(*(levels * price for price in (hop.alpha, hop.beta)))
+            "broadcast": Line(levels * hop.alpha, levels * hop.beta)
             if self.one_hop
             else Line(others * hop.alpha, hop.beta),
         }
@@ -108,15 +108,15 @@ class Network:
             return Network(NOTHING, NOTHING, 1)
         hops = (ranks - 1) / (self.ranks - 1)
         tree = math.log2(ranks) / math.log2(self.ranks)
-        longer = (hops, 1.0) if self.one_hop else (tree, hops)
+        sum_hops, gather_hops = (hops, 1.0) if self.one_hop else (tree, hops)
         if bits_per_second is not None:
             rated = Network.ring(ranks, 0.0, bits_per_second)
             reduced, gathered = rated.all_reduce.beta, rated.all_gather.beta
         else:
             reduced = self.all_reduce.beta * hops * self.ranks / ranks
             gathered = self.all_gather.beta * hops
-        alphas = self.all_reduce.alpha * longer[0], self.all_gather.alpha * longer[1]
-        return Network(Line(alphas[0], reduced), Line(alphas[1], gathered), ranks, self.one_hop)
+        all_reduce = Line(self.all_reduce.alpha * sum_hops, reduced)
+        return Network(all_reduce, Line(self.all_gather.alpha * gather_hops, gathered), ranks, self.one_hop)
 
     def farther(self, round_trip: float) -> Network:
         """Return the network with a longer way from rank to rank.
@@ -141,12 +141,13 @@ class Network:
         if self.ranks == 1:
             return self
         others = self.ranks - 1
-        trips = (2.0 * others, 1.0) if self.one_hop else (math.log2(self.ranks), others / 2)
-        reduced, gathered = (
-            replace(line, alpha=line.alpha + number * round_trip)
-            for line, number in zip((self.all_reduce, self.all_gather), trips, strict=True)
+        of_sum, of_gather = (2 * others, 1) if self.one_hop else (math.log2(self.ranks), others / 2)
+        reduced, gathered = self.all_reduce, self.all_gather
+        return replace(
+            self,
+            all_reduce=replace(reduced, alpha=reduced.alpha + of_sum * round_trip),
+            all_gather=replace(gathered, alpha=gathered.alpha + of_gather * round_trip),
         )
-        return replace(self, all_reduce=reduced, all_gather=gathered)
 
     @classmethod
     def ring(cls, ranks: int, latency: float, bits_per_second: float) -> Network:
