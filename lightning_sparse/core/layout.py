@@ -31,8 +31,15 @@ class Gradient:
         ([tensor([0., 1., 2.]), tensor([4., 5.])], tensor([0., 1., 2., 4., 5.]))
     """
 
-    def __init__(self, runs: Sequence[Tensor], rooms: dict[torch.dtype, Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        runs: Sequence[Tensor],
+        rooms: dict[torch.dtype, Tensor] | None = None,
+        pieces: Sequence[Tensor] | None = None,
+    ) -> None:
         self.runs = list(runs)
+        self.pieces = self.runs if pieces is None else pieces
+        """The same coordinates, cut alike wherever DDP has laid them: sums formed piece by piece have the same bits."""
         self.dtype, self.device = self.runs[0].dtype, self.runs[0].device
         self._lengths = [run.numel() for run in self.runs]  # len() of a tensor takes ten times as long
         *self.starts, self.numel = accumulate(self._lengths, initial=0)
@@ -45,6 +52,7 @@ class Gradient:
     def of(cls, pieces: Iterable[Tensor], rooms: dict[torch.dtype, Tensor] | None = None) -> Gradient:
         """Make one of pieces in the order of coordinates; those that lie one behind the other in memory are one run."""
         runs: list[tuple[Tensor, int]] = []
+        pieces = list(pieces)
         for piece in pieces:
             first, length = runs[-1] if runs else (piece, 0)
             follows = piece.storage_offset() == first.storage_offset() + length
@@ -53,7 +61,7 @@ class Gradient:
             else:
                 runs.append((piece, piece.numel()))
         # Each run has a version counter of its own: other groups write to the same buckets.
-        return cls([first.as_strided((length,), (1,)).data for first, length in runs], rooms)
+        return cls([first.as_strided((length,), (1,)).data for first, length in runs], rooms, pieces)
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
         """Iterate over the coordinates that each run holds, and the run."""

@@ -169,7 +169,7 @@ class GroupReducer:
         if self.empty or len(unused) == len(self.spans):
             return
         grad = given = self._gradient()
-        if static_shapes(self.device) and len(given.runs) > 1:  # of one vector a kernel takes one launch
+        if static_shapes(self.device):  # of one vector a kernel takes one launch
             grad = Gradient([given.flat()])
         # Their slots in the buckets hold zeros or an old average, which must neither be accumulated nor changed; and
         # DDP throws the result for them away, so that nothing of what is remembered of them may be sent.

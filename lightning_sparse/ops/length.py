@@ -70,7 +70,8 @@ def measure(lengths: Tensor, norm: Tensor, scale: Tensor | None, numel: int, bet
         units = lengths.new_empty(3)
         triton_length.measure(lengths, norm, scale, units, numel, beta2, acts, DECAY, LONG, FAR)
         return units
-    square = (norm if scale is None else norm / scale.double()).square() / numel
+    # Multiplied, because a GPU multiplies where a CPU divides by a number, and both are to round alike.
+    square = (norm if scale is None else norm / scale.double()).square() * (1 / numel)
     mean, known, unit = lengths[:3].unbind()
     counts = square.isfinite() & (square > 0)
     most = LONG**2 * (mean / known)

@@ -46,6 +46,8 @@ class Training:
             model = Branches()
         self.ddp = DistributedDataParallel(model.to(dtype).to(device), **LAYOUTS[layout])
         alone = {"rules": EVERYTHING_SPARSE, "single_device": "sparse"}
+        if layout == "small_buckets":  # in groups as on a CPU: of a GPU's they are larger by default
+            alone["bucket_cap_mb"] = LAYOUTS[layout]["bucket_cap_mb"]
         self.engine = ls.attach(self.ddp, **alone, **options) if options is not None else None
         optimizer = optimizer or partial(torch.optim.SGD, lr=0.1, momentum=momentum)
         self.optimizer = optimizer(self.ddp.parameters())

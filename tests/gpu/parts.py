@@ -85,7 +85,7 @@ PARTS = [
     ),
 ]
 
-NEEDED = ["torch", "numpy", "fsspec", "lightning_utilities", "torchmetrics"]
+NEEDED = ["torch", "numpy", "cattrs", "fsspec", "lightning_utilities", "torchmetrics"]
 LIGHTNING = ["pytorch_lightning", "lightning"]
 """One of them is enough."""
 

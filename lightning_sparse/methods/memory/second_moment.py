@@ -145,7 +145,7 @@ class SecondMoment(CountedFeedback):
         not corrected for its start at 0.
         """
         acc, second, damp = state.residual, state.second, damping(ctx.density)
-        units = self.units(state, grad.runs, ctx.density)
+        units = self.units(state, grad.pieces, ctx.density)
         if not static_shapes(acc.device):
             take, carry, _ = units.tolist()
             for run in grad.runs if take != 1 else ():
@@ -168,18 +168,18 @@ class SecondMoment(CountedFeedback):
         return Absorbed(acc, found[0] if len(found) == 1 else torch.stack(found).all(), score, second)
 
     def units(
-        self, state: SecondMomentState, runs: Sequence[Tensor], density: float, scale: Tensor | None = None
+        self, state: SecondMomentState, pieces: Sequence[Tensor], density: float, scale: Tensor | None = None
     ) -> Tensor:
         """Return the factors of this step, (3,) float64, see :func:`~lightning_sparse.ops.length.measure`.
 
         Args:
             state: state of this group; its lengths are updated in place.
-            runs: this rank's gradient.
+            pieces: this rank's gradient, cut alike in all steps.
             density: density of the step. At 1, the factors are 1.
             scale: () loss scale that the gradient still contains.
         """
-        numel = sum(run.numel() for run in runs)
-        return measure(state.lengths, joint_norm(runs), scale, numel, self.beta2, density < 1)
+        numel = sum(piece.numel() for piece in pieces)
+        return measure(state.lengths, joint_norm(pieces), scale, numel, self.beta2, density < 1)
 
     def counters(self, state: SecondMomentState) -> dict[str, Tensor]:  # type: ignore[override]
         """Return the number of steps and the statistics of lengths."""

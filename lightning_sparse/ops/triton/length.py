@@ -30,7 +30,7 @@ def _measure(
     size = tl.load(norm)
     if SCALED:
         size = size / tl.load(scale).to(tl.float64)
-    square = size * size / (_number(1.0) * numel)
+    square = size * size * (1.0 / (_number(1.0) * numel))
     counts = (square > 0) & (square < float("inf"))
     most = _number(LONG) * _number(LONG) * (mean / tl.where(known > 0, known, 1.0))
     clips = counts & (most > 0) & (square > most) & ACTS

@@ -239,6 +239,19 @@ def test_the_start_is_corrected_by_the_product_of_all_second_betas(betas: list[f
     assert betas[0] != betas[-1] or float(state.steps) == len(betas)
 
 
+def test_lengths_have_the_same_bits_wherever_the_gradient_lies() -> None:
+    """DDP lays buckets out anew after its first step, which a resumed run goes through once more."""
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(size, generator=generator) for size in (1_000, 70_000, 3, 333)]
+    together, measured = torch.cat(parts), []
+    for pieces in (parts, together.split([len(part) for part in parts])):
+        memory = ls.SecondMoment()
+        state = memory.init(len(together), torch.device("cpu"), torch.float32)
+        memory.absorb_(state, Gradient.of(pieces), Context(0, 0.01, 0, 2))
+        measured.append(state.lengths)
+    assert torch.equal(*measured)
+
+
 def test_exchanges_that_carry_no_second_moments_are_refused_with_those_that_do() -> None:
     with pytest.raises(ValueError, match=r"SecondMoment needs an exchange .* 'gather_pairs' does not.*reduce_union"):
         ls.SparsificationConfig(sparsifier="topk", memory="second_moment")
