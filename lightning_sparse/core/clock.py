@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import cache
 from typing import NamedTuple
 
 import torch
+
+
+@cache
+def _cuda_is_there() -> bool:
+    """Asking torch takes as long as recording an event."""
+    return torch.cuda.is_available()
 
 
 class Stamp(NamedTuple):
@@ -18,7 +25,7 @@ class Stamp(NamedTuple):
     @classmethod
     def now(cls, device: torch.device) -> Stamp:
         """Return a stamp of now; on CUDA, of the moment at which the current stream arrives here."""
-        if device.type != "cuda" or not torch.cuda.is_available():
+        if device.type != "cuda" or not _cuda_is_there():
             return cls(time.perf_counter(), None)
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()

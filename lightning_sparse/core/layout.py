@@ -51,15 +51,16 @@ class Gradient:
     @classmethod
     def of(cls, pieces: Iterable[Tensor], rooms: dict[torch.dtype, Tensor] | None = None) -> Gradient:
         """Make one of pieces in the order of coordinates; those that lie one behind the other in memory are one run."""
-        runs: list[tuple[Tensor, int]] = []
         pieces = list(pieces)
+        runs: list[tuple[Tensor, int]] = []
+        stop = None
         for piece in pieces:
-            first, length = runs[-1] if runs else (piece, 0)
-            follows = piece.storage_offset() == first.storage_offset() + length
-            if runs and follows and piece.untyped_storage().data_ptr() == first.untyped_storage().data_ptr():
-                runs[-1] = first, length + piece.numel()
+            start, length = piece.storage_offset(), piece.numel()
+            if start == stop and _share_memory(piece, runs[-1][0]):
+                runs[-1] = runs[-1][0], runs[-1][1] + length
             else:
-                runs.append((piece, piece.numel()))
+                runs.append((piece, length))
+            stop = start + length
         # Each run has a version counter of its own: other groups write to the same buckets.
         return cls([first.as_strided((length,), (1,)).data for first, length in runs], rooms, pieces)
 
@@ -103,6 +104,10 @@ class Gradient:
         """Write (numel,) values to the gradient's storage, unless they are there already."""
         if len(self.runs) > 1 or flat.data_ptr() != self.runs[0].data_ptr():
             torch._foreach_copy_(self.runs, list(torch.split(flat, self._lengths)))
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def even_part(numel: int, number: int, parts: int) -> slice:

@@ -11,6 +11,7 @@ from lightning_sparse.engine.optimizers.scaled import Handed
 from lightning_sparse.engine.proposal import spread_divisor
 from lightning_sparse.methods.memory import Memory
 from lightning_sparse.ops import static_shapes
+from lightning_sparse.ops.sampled import Sampler
 
 
 def bounds_of(spans: Mapping[str, slice], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -37,6 +38,7 @@ class Delivery:
         bounds: see :func:`bounds_of`.
         like: a tensor of the dtype and on the device of what the group remembers.
         whole: whether there is a gradient's average at every coordinate, as at a density of 1; None: by ``indices``.
+        sampler: who looks at averages, of all deliveries of the group; None: one of its own.
     """
 
     def __init__(
@@ -49,7 +51,9 @@ class Delivery:
         bounds: tuple[Tensor, Tensor],
         like: Tensor,
         whole: bool | None = None,
+        sampler: Sampler | None = None,
     ) -> None:
+        self._sampler = Sampler() if sampler is None else sampler
         self.spans, self.indices, self.by, self.ranks = spans, indices, by, ranks
         self.whole = indices is None if whole is None else whole
         self._memory, self._bounds, self._like = memory, bounds, like
@@ -71,7 +75,7 @@ class Delivery:
         whole: bool,
     ) -> Delivery:
         """Return the facts about averages of whole parameters, of which these are a part; see the class."""
-        return Delivery(spans, indices, by, self._memory, self.ranks, bounds, self._like, whole)
+        return Delivery(spans, indices, by, self._memory, self.ranks, bounds, self._like, whole, self._sampler)
 
     def sample(self, pieces: Sequence[Tensor], scale: Tensor | None) -> None:
         """Note some of the averages where optimizers will find them, to see later how they were changed.
@@ -81,7 +85,7 @@ class Delivery:
             scale: () of the loss, which they have; None: none.
         """
         if self.by is not None:
-            self.handed = Handed.of(self._bounds, pieces, self.indices, scale)
+            self.handed = Handed.of(self._bounds, pieces, self.indices, scale, self._sampler)
 
     def lengthen_(self, lengths: Tensor) -> None:
         """Let the divisor follow what the averages were multiplied by since they were handed out.

@@ -33,6 +33,7 @@ from lightning_sparse.methods.grouping import Group
 from lightning_sparse.methods.memory import Memory
 from lightning_sparse.methods.sparsifiers import Everything, Sparsifier
 from lightning_sparse.ops import static_shapes
+from lightning_sparse.ops.sampled import Sampler
 
 
 class GroupReducer:
@@ -79,6 +80,7 @@ class GroupReducer:
         """Parameters that no rank used in the latest step."""
         self.bounds = bounds_of(self.spans, self.device)
         self._like = torch.empty((), dtype=self.wide, device=self.device)
+        self._sampler = Sampler()
         self._keeps = settings.hands_over_later
         self._notes_sent = settings.delay > 0
         self.exchange_made: Exchanged | None = None
@@ -203,7 +205,7 @@ class GroupReducer:
 
     def delivery(self, indices: Tensor | None, by: Tensor | None, ranks: int, whole: bool | None = None) -> Delivery:
         """Return the facts about averages of this group, see :class:`Delivery`."""
-        return Delivery(self.spans, indices, by, self.memory, ranks, self.bounds, self._like, whole)
+        return Delivery(self.spans, indices, by, self.memory, ranks, self.bounds, self._like, whole, self._sampler)
 
     def note_pause(self, paused: Stamp, resumed: Stamp) -> None:
         """Note that the group, which has just been exchanged, waited in between for others to travel with."""

@@ -38,6 +38,7 @@ from lightning_sparse.ops.triton import launch as triton_launch  # noqa: E402
 from lightning_sparse.ops.triton import length as triton_length  # noqa: E402
 from lightning_sparse.ops.triton import momentum as triton_momentum  # noqa: E402
 from lightning_sparse.ops.triton import need as triton_need  # noqa: E402
+from lightning_sparse.ops.triton import sampled as triton_sampled  # noqa: E402
 from lightning_sparse.ops.triton import second as triton_second  # noqa: E402
 from lightning_sparse.ops.triton import select as triton_select  # noqa: E402
 from lightning_sparse.ops.triton import sums as triton_sums  # noqa: E402
@@ -97,6 +98,9 @@ def kernels(what: list[str]) -> Iterator[tuple[str, Any, dict[str, Any], dict[st
             types |= {"WEIGHT": tl.float32, "GRAD": getattr(tl, {"fp32": "float32", "bf16": "bfloat16"}[grad])}
             given = {"table": "*i64", "skip": "*fp32"} | dict.fromkeys(("rate", "keep"), "fp32" if numbers else "*fp32")
             yield f"adam_{grad}", triton_adam._step, tile | types, given, 8
+    if "sampled" in what:
+        given = {"addresses": "*i64", "places": "*i64", "values": "*fp64"}
+        yield "sampled", triton_sampled._take, {"KIND": tl.bfloat16, "SIZE": 64}, given, 1
     if "momentum" in what:
         for number, grad in ((True, "fp32"), (False, "bf16")):
             types = {"ALIGNED": True, "NUMBER": number, "SKIPS": not number, "LONGEST": 255, "WEIGHT": tl.float32}

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is n
 
 PLAIN = ["form", "weigh"]
 EVERYTHING = [
-    *PLAIN, "form_bf16", "second", "add", "adam", "momentum", "look", "flags", "select", "union", "lanes", "settle",
-    "begin", "sums",
+    *PLAIN, "form_bf16", "second", "add", "adam", "sampled", "momentum", "look", "flags", "select", "union", "lanes",
+    "settle", "begin", "sums",
 ]  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from lightning_sparse.engine.optimizers.scaled import MANY, Lengths, advice, fac
 from lightning_sparse.methods.memory import SecondMoment
 from lightning_sparse.ops.adam import Moved, Step, Steps
 from lightning_sparse.ops.length import DECAY
+from lightning_sparse.ops.sampled import Sampler
 
 STEP = "step"
 """Key of the steps that were taken in torch's state of a parameter."""
@@ -42,7 +43,7 @@ class AdamRule:
 
     def __init__(self, lengths: Lengths, tell: Callable[[str], None], keeps_moments: bool) -> None:
         self._lengths, self._tell, self._keeps_moments = lengths, tell, keeps_moments
-        self._steps = Steps()
+        self._steps, self._sampler = Steps(), Sampler()
         self._aside: list[tuple[Parameter, Tensor]] = []
         """Gradients that were taken from parameters while an optimizer steps."""
         self._counting: WeakSet[Optimizer] = WeakSet()
@@ -143,7 +144,7 @@ class AdamRule:
         if delivery.handed is None:
             return
         gradients = [parameters[name].grad if name in parameters else None for name in delivery.spans]
-        factors = factors_of(delivery.handed, gradients, scale)
+        factors = factors_of(delivery.handed, gradients, scale, self._sampler)
         if factors.odd is not None and factors.odd > MANY:
             self._tell(advice(parameters, float(factors.odd)))
         decay = min(delivery.second_decay, DECAY)

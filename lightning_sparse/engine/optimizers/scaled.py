@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_sparse.core.layout import flattened, own
+from lightning_sparse.core.layout import own
 from lightning_sparse.ops import static_shapes
+from lightning_sparse.ops.sampled import Sampler
 
 SAMPLED = 64
 """Coordinates of a parameter that are compared."""
@@ -32,7 +33,7 @@ class Handed(NamedTuple):
     places: Tensor
     """(parameters, SAMPLED) int64, within each parameter."""
     values: Tensor
-    """(parameters, SAMPLED) averages there."""
+    """(parameters, SAMPLED) float64 averages there."""
     there: Tensor
     """(parameters,) bool: whether any average arrived at the parameter."""
     scale: Tensor | None
@@ -40,7 +41,12 @@ class Handed(NamedTuple):
 
     @classmethod
     def of(
-        cls, bounds: tuple[Tensor, Tensor], pieces: Sequence[Tensor], indices: Tensor | None, scale: Tensor | None
+        cls,
+        bounds: tuple[Tensor, Tensor],
+        pieces: Sequence[Tensor],
+        indices: Tensor | None,
+        scale: Tensor | None,
+        sampler: Sampler,
     ) -> Handed:
         """Take a sample, to look at again when an optimizer steps; the host waits for nothing.
 
@@ -49,6 +55,7 @@ class Handed(NamedTuple):
             pieces: the averages of each parameter, flat.
             indices: (u,) int64 coordinates of averages, in any order; None: all.
             scale: see :attr:`scale`.
+            sampler: who takes it, in this stream.
         """
         starts, stops = bounds
         device = starts.device
@@ -64,8 +71,7 @@ class Handed(NamedTuple):
             chosen = first.unsqueeze(1) + steps * (last - first).unsqueeze(1) // SAMPLED
             found = indices.new_zeros(chosen.shape) if not len(indices) else indices[chosen.clamp(max=len(indices) - 1)]
             places = (found - starts.unsqueeze(1)).where(there.unsqueeze(1), 0)
-        values = torch.stack([_at(piece, at) for piece, at in zip(pieces, places, strict=True)])
-        return cls(indices, places, values, there, None if scale is None else scale.clone())
+        return cls(indices, places, sampler.take(pieces, places), there, None if scale is None else scale.clone())
 
 
 class Factors(NamedTuple):
@@ -78,7 +84,7 @@ class Factors(NamedTuple):
     which nobody waits for."""
 
 
-def factors_of(handed: Handed, gradients: Sequence[Tensor | None], scale: Tensor | None) -> Factors:
+def factors_of(handed: Handed, gradients: Sequence[Tensor | None], scale: Tensor | None, sampler: Sampler) -> Factors:
     """Find the median of the ratios of gradients now and then, for each parameter.
 
     A median also finds the factor where less than half of the coordinates were changed in another way, such as masked
@@ -88,12 +94,10 @@ def factors_of(handed: Handed, gradients: Sequence[Tensor | None], scale: Tensor
         handed: what the exchange handed out.
         gradients: of the group's parameters, in order, as they are now; None where an optimizer does not step them now.
         scale: () that gradients still have and the step will divide them by; None: nothing.
+        sampler: who takes what they are now, in this stream.
     """
-    rows = [
-        torch.full_like(row, torch.nan) if gradient is None else _at(flattened(own(gradient)), at)
-        for gradient, at, row in zip(gradients, handed.places, handed.values, strict=True)
-    ]
-    now, then = torch.stack(rows).double(), handed.values.double()
+    then = handed.values
+    now = sampler.take([None if x is None else own(x.detach()) for x in gradients], handed.places)
     ratios = (now / then).where(then != 0, torch.nan)
     median = ratios.nanmedian(dim=1).values
     odd = None
@@ -104,11 +108,6 @@ def factors_of(handed: Handed, gradients: Sequence[Tensor | None], scale: Tensor
     by = median if handed.scale is None else median * handed.scale
     by = by if scale is None else by / scale
     return Factors(by.where(handed.there & median.isfinite(), torch.nan), odd)
-
-
-def _at(piece: Tensor, places: Tensor) -> Tensor:
-    """Return the values at places of a vector; of one without coordinates, zeros."""
-    return piece[places] if piece.numel() else piece.new_zeros(places.shape)
 
 
 class Lengths:
@@ -122,9 +121,10 @@ class Lengths:
     """
 
     def __init__(self) -> None:
-        self._known: Mapping[str, Tensor] = {}
-        """Of each parameter, (2,) float64: D before its correction, and the correction. Replaced, never written to."""
-        self._began: Mapping[str, Tensor] = {}
+        self._known: Mapping[tuple[str, ...], Tensor] = {}
+        """By names of parameters, (parameters, 2) float64: D before its correction, and the correction. Replaced, never
+        written to."""
+        self._began: Mapping[tuple[str, ...], Tensor] = {}
         """:attr:`_known` when the latest exchange began, before its averages were applied."""
 
     def begin_step(self) -> None:
@@ -139,12 +139,16 @@ class Lengths:
             factors: (parameters,) float64, NaN where no average is about to be applied.
             decay: of D.
         """
-        nothing = factors.new_zeros(2)
-        before = torch.stack([self._known.get(name, nothing).to(factors.device) for name in names])
+        key = tuple(names)
+        if key not in self._known:  # in other groups than before
+            pairs, nothing = _each(self._known), factors.new_zeros(2)
+            mine = torch.stack([pairs.pop(name, nothing).to(factors.device) for name in key])
+            self._known = {(name,): pair.unsqueeze(0) for name, pair in pairs.items()} | {key: mine}
+        before = self._known[key].to(factors.device)
         fresh = torch.stack([factors.square() - 1, torch.ones_like(factors)], dim=1)
         known = factors.isfinite().unsqueeze(1)
         after = (decay * before + (1 - decay) * fresh).where(known, before)
-        self._known = {**self._known, **dict(zip(names, after.unbind(), strict=True))}
+        self._known = {**self._known, key: after}
         mean, correction = after.unbind(1)
         lengths = (1 + mean / correction).clamp(min=0).sqrt()
         return lengths.where(known.squeeze(1), 1.0)
@@ -155,16 +159,20 @@ class Lengths:
         Args:
             waiting: names of parameters whose latest averages do not count as applied.
         """
-        known, began = self._known, self._began
+        known, began = _each(self._known), _each(self._began)
         meant = {name: (began if name in waiting else known).get(name) for name in known}
         found = {name: pair.to("cpu") for name, pair in meant.items() if pair is not None}
         return dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True)) if found else {}
 
     def load(self, state: Mapping[str, Sequence[float]]) -> None:
         """Go on with what :meth:`state` gave."""
-        self._began = self._known = {
-            name: torch.tensor(list(pair), dtype=torch.float64, device="cpu") for name, pair in state.items()
-        }
+        pairs = torch.tensor([list(pair) for pair in state.values()], dtype=torch.float64, device="cpu")
+        self._began = self._known = {tuple(state): pairs} if state else {}
+
+
+def _each(known: Mapping[tuple[str, ...], Tensor]) -> dict[str, Tensor]:
+    """Return the pair of each parameter."""
+    return {name: pair for names, pairs in known.items() for name, pair in zip(names, pairs.unbind(), strict=True)}
 
 
 def advice(parameters: Mapping[str, Parameter], odd: float) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from lightning_sparse.ops import static_shapes
 
 Entrance = Reducer | OneStepLate | WithinANode
 """Takes gradients from a source, and gives it averages."""
+Spans = dict[tuple[int, ...], dict[str, slice]]
+"""Places of gradients in a bucket, by the ids of its parameters; kept from step to step."""
 Positions = dict[tuple[int, ...], Tensor]
 """First coordinates of gradients in a bucket as tensors on the device, kept from step to step."""
 
@@ -31,6 +33,7 @@ class BucketSource:
         self._router = router
         self._pending: list[PendingBucket] = []
         self._positions: Positions = {}
+        self._spans: Spans = {}
         self._averages: list[tuple[Future[Tensor], Tensor]] = []
         """Buckets that are averaged past the router."""
 
@@ -41,7 +44,7 @@ class BucketSource:
             router.begin_step()
             if router.direct:
                 return self._pass_by(bucket)
-            pending = PendingBucket(bucket, router.names)
+            pending = PendingBucket(bucket, router.names, self._spans)
             self._pending.append(pending)
             gradients = [(name, pending.buffer[span]) for name, span in pending.spans.items()]
             if not bucket.is_last():
@@ -77,17 +80,23 @@ class PendingBucket:
     Args:
         bucket: DDP's ``GradBucket``.
         names: parameter names by id.
+        known: places in buckets; new ones are added.
     """
 
-    def __init__(self, bucket: Any, names: Mapping[int, str]) -> None:
+    def __init__(self, bucket: Any, names: Mapping[int, str], known: Spans) -> None:
         self.buffer: Tensor = bucket.buffer()
         self.future: Future[Tensor] = Future(devices=[self.buffer.device] if self.buffer.is_cuda else None)
-        self.spans: dict[str, slice] = {}
+        ids = tuple(map(id, bucket.parameters()))
+        if ids not in known:
+            known[ids] = dict(self._places(bucket, [names[one] for one in ids]))
+        self.spans = known[ids]
         """Places of the gradients by name; parameters without coordinates are left out."""
-        for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
+
+    def _places(self, bucket: Any, names: Sequence[str]) -> Iterator[tuple[str, slice]]:
+        for name, view in zip(names, bucket.gradients(), strict=True):
             if view.numel():
                 start = view.storage_offset() - self.buffer.storage_offset()
-                self.spans[names[id(parameter)]] = slice(start, start + view.numel())
+                yield name, slice(start, start + view.numel())
 
     def fill_nan_(self, skipped: Tensor, unused: Set[str], positions: Positions) -> None:
         """Write NaN into the gradients of a skipped step, so that every gradient shows it.

@@ -71,13 +71,14 @@ class ClipByNorm(GradientTransform):
 
 def norm(x: Tensor) -> Tensor:
     """Return the () float64 Euclidean norm; infinite or NaN if an element of x is."""
-    on_device = static_shapes(x.device)
-    dtype = torch.float64 if on_device else torch.promote_types(x.dtype, torch.float32)
+    if static_shapes(x.device):
+        return torch.linalg.vector_norm(x, dtype=torch.float64)  # type: ignore[no-any-return]
+    dtype = torch.promote_types(x.dtype, torch.float32)
     whole = x.numel() // CHUNK * CHUNK
     rows = torch.linalg.vector_norm(x[:whole].view(-1, CHUNK), dim=1, dtype=dtype)
     rest = torch.linalg.vector_norm(x[whole:], dtype=dtype)
     total: Tensor = torch.linalg.vector_norm(torch.cat([rows, rest.view(1)]), dtype=torch.float64)
-    if not on_device and not total.isfinite():  # squares of more than 1e19 are beyond float32
+    if not total.isfinite():  # squares of more than 1e19 are beyond float32
         total = torch.linalg.vector_norm(x.double())
     return total
 

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_sparse as ls
 from lightning_sparse.engine.optimizers.scaled import Handed, Lengths, factors_of
 from lightning_sparse.ops.length import LengthChanges
+from lightning_sparse.ops.sampled import Sampler
 from tests.covering import covering, in_turns
 from tests.integrations.test_telling import Lines
 from tests.ranks import Ranks
@@ -139,6 +140,21 @@ def test_where_no_factor_is_known_nothing_changes() -> None:
     assert float(Lengths().follow(["c"], one[:1], 0.9)) == 1.0
 
 
+def test_lengths_go_on_where_parameters_come_in_other_groups() -> None:
+    lengths, alone = Lengths(), Lengths()
+    for names in (["a", "b", "c"], ["c"], ["b", "a"], ["a", "b", "c"], ["d", "c"]):
+        factors = torch.tensor([0.5 + ord(name) - ord("a") for name in names], dtype=torch.float64)
+        found = lengths.follow(names, factors, 0.9)
+        apart = [alone.follow([name], one.view(1), 0.9) for name, one in zip(names, factors, strict=True)]
+        assert torch.equal(found, torch.cat(apart))
+    state = lengths.state()
+    assert state == alone.state() and sorted(state) == ["a", "b", "c", "d"]
+    again = Lengths()
+    again.load(state)
+    one = torch.tensor([2.0], dtype=torch.float64)
+    assert torch.equal(again.follow(["b"], one, 0.9), lengths.follow(["b"], one, 0.9))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("arrived", ["all", "some", "few", "unsorted", "none"])
 def test_factors_are_those_of_each_parameter(dtype: torch.dtype, arrived: str) -> None:
@@ -156,31 +172,31 @@ def test_factors_are_those_of_each_parameter(dtype: torch.dtype, arrived: str) -
         flat = torch.zeros_like(flat).index_copy(0, indices, flat[indices])
     pieces = {name: flat[span] for name, span in spans.items()}
     bounds = torch.tensor([0, 500, 530]), torch.tensor([500, 530, 930])
-    handed = Handed.of(bounds, list(pieces.values()), indices, None)
+    handed = Handed.of(bounds, list(pieces.values()), indices, None, Sampler())
     shapes = {"a": (20, 25), "b": (30,), "c": (4, 100)}
     now: list[Tensor | None] = [
         (pieces[name].double() * s).to(dtype).view(shapes[name])
         for name, s in zip(spans, (0.25, 3.0, 1.0), strict=True)
     ]
-    factors = factors_of(handed, now, None)
+    factors = factors_of(handed, now, None, Sampler())
     if arrived == "none":
         assert factors.by.isnan().all()
     else:
         assert factors.by.tolist() == pytest.approx([0.25, 3.0, 1.0], rel=5e-3)
     assert float(factors.odd) == 0.0
     now[1] = None  # of another optimizer
-    assert factors_of(handed, now, None).by.isnan().tolist()[1]
+    assert factors_of(handed, now, None, Sampler()).by.isnan().tolist()[1]
 
 
 def test_a_mask_is_no_factor() -> None:
     values = torch.randn(1000, generator=torch.Generator().manual_seed(2))
-    handed = Handed.of((torch.tensor([0]), torch.tensor([1000])), [values], None, None)
+    handed = Handed.of((torch.tensor([0]), torch.tensor([1000])), [values], None, None, Sampler())
     masked = values * 0.5
     masked[:300] = 0
-    factors = factors_of(handed, [masked], None)
+    factors = factors_of(handed, [masked], None, Sampler())
     assert float(factors.by) == 0.5 and 0.2 < float(factors.odd) < 0.4
     noisy = values + torch.randn(1000, generator=torch.Generator().manual_seed(3))
-    assert float(factors_of(handed, [noisy], None).odd) > 0.5
+    assert float(factors_of(handed, [noisy], None, Sampler()).odd) > 0.5
 
 
 def changed(kind: str) -> tuple[list[str], bool]:
