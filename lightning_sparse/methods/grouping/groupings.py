@@ -87,19 +87,26 @@ GROUPINGS: Registry[Grouping] = Registry("grouping", Grouping)  # type: ignore[t
 @GROUPINGS.register
 @dataclass(frozen=True)
 class Bucket(Grouping):
-    """Runs of about ``bucket_cap_mb`` MiB, the first of at most 1 MiB to start communication early: DDP's rule."""
+    """Runs of about ``bucket_cap_mb`` MiB. Up to 25 MiB, the first one is of 1 MiB, to start early: DDP's rule.
+
+    Above 25 MiB, a step is to have few groups: the first one is as long as the others, and a last one of less than half
+    of that joins the one before it.
+    """
 
     def cut(self, parameters: Sequence[ParameterSize], bucket_cap_mb: float) -> Cut:
         """Close a run when it is full."""
+        few, most = bucket_cap_mb > DDP_BUCKET_MB, bucket_cap_mb * MIB
         groups: list[list[ParameterSize]] = []
         filled = cap = 0.0
         for p in parameters:
             if not groups or filled >= cap:
-                cap = min(MIB, bucket_cap_mb * MIB) if not groups else bucket_cap_mb * MIB
+                cap = most if groups or few else min(MIB, most)
                 groups.append([])
                 filled = 0
             groups[-1].append(p)
             filled += p.numel * p.element_size
+        if few and len(groups) > 1 and filled < most / 2:
+            groups[-2:] = [groups[-2] + groups[-1]]
         return [(f"bucket{i}", group) for i, group in enumerate(groups)]
 
 
