@@ -35,7 +35,8 @@ class Stamp(NamedTuple):
         """Return the milliseconds between two stamps of one device; waits for the device."""
         if self.event is None or later.event is None:
             return 1e3 * (later.host - self.host)
-        later.event.synchronize()
+        for event in (self.event, later.event):  # they may lie in different streams
+            event.synchronize()
         return float(self.event.elapsed_time(later.event))
 
     @property
@@ -62,7 +63,7 @@ class Totals:
     def expose(self, begin: Stamp, end: Stamp) -> None:
         """Count the time between two stamps as blocked backward; read later, without a host synchronisation."""
         self._measuring.append((begin, end))
-        while self._measuring and self._measuring[0][1].reached:
+        while self._measuring and all(stamp.reached for stamp in self._measuring[0]):
             self._exposed += max(0.0, Stamp.until(*self._measuring.pop(0))) / 1e3
 
     @property
