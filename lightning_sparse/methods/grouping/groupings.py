@@ -34,8 +34,8 @@ MIB = 1 << 20
 DDP_BUCKET_MB = 25
 """Default size of DDP's buckets in MiB."""
 CUDA_BUCKET_MB = 100
-"""Default least size in MiB of groups that are cut by bucket, on CUDA. By a model, not measured: the host takes about a
-millisecond to launch the local step of a group of any size, a device a third of it for this one."""
+"""Default least size in MiB of groups that are cut by bucket, on CUDA: the host takes more than a millisecond to launch
+the local step of a group of any size, an H200 a third of one for this size (docs/gpu.md)."""
 LARGEST_GROUP = 2**31 - 2
 """Coordinates: indices travel as 32-bit words, and one word is reserved for padding."""
 
