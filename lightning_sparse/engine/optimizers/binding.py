@@ -77,6 +77,8 @@ class OptimizerBinding:
         self._names = {id(p): name for name, p in parameters.items()}
         self._read: tuple[int, list[Any]] = (0, [])
         """By what the memory was chosen in the latest step: for which groups, and by which settings."""
+        self._second: tuple[int, set[int]] = (-1, set())
+        """Parameters whose averages come with what Adam divides them by: for which groups, and their ids."""
         self._settings: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
         """Of each parameter group in an optimizer's latest step; where averages come late."""
         self._told: set[str] = set()
@@ -180,7 +182,12 @@ class OptimizerBinding:
 
     def _served(self, optimizer: Optimizer) -> set[int]:
         """Return the ids of an optimizer's parameters whose averages come with what Adam divides them by."""
-        return {key for key in ids_of(optimizer) if (group := self._group_of(key)) and group.memory.needs_second}
+        reducer = self._reducer
+        if reducer.adoptions != self._second[0]:
+            groups = [group for group in reducer.groups if group.memory.needs_second and not group.always_whole]
+            self._second = reducer.adoptions, {id(self._parameters[name]) for group in groups for name in group.spans}
+        served = set() if reducer.direct else ids_of(optimizer) & self._second[1]
+        return {key for key in served if self._name_of(key) is not None}
 
     def _arrived(self, optimizer: Optimizer) -> Iterator[OfGroup]:
         """Find the averages that an optimizer is about to apply for the first time."""
@@ -194,7 +201,8 @@ class OptimizerBinding:
 
     def _name_of(self, key: int) -> str | None:
         """Return the name of a parameter, given by its id; None where it is another engine's."""
-        return self._names.get(key) if owner(key) in (self, None) else None  # None: all have ended, this one, too
+        name = self._names.get(key)
+        return name if name is not None and owner(key) in (self, None) else None  # None: all have ended, this one, too
 
     def _group_of(self, key: int) -> GroupReducer | None:
         """Return the group whose averages are stepped here, given the id of a parameter; None: torch steps it."""

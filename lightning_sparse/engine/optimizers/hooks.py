@@ -48,7 +48,11 @@ def leave(listener: StepListener) -> None:
 
 def owner(key: int) -> StepListener | None:
     """Return the latest listener for a parameter, given by its id: an earlier one does nothing for it any more."""
-    return next((listener for listener in reversed(_all()) if listener.holds(key)), None)
+    for known in reversed(_listeners):
+        listener = known()
+        if listener is not None and listener.holds(key):
+            return listener
+    return None
 
 
 def _all() -> list[StepListener]:

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from lightning_sparse.core.layout import fills_memory, flattened, in_pieces
-from lightning_sparse.ops import above, static_shapes, take
+from lightning_sparse.ops import static_shapes, take
 from lightning_sparse.ops.addresses import DTYPES, Addresses, takes
+from lightning_sparse.ops.host_reach import reaching
 from lightning_sparse.ops.on_cuda import compare, on_cuda
 
 LONGEST = 255
@@ -233,4 +234,4 @@ def _nonzero(flat: Tensor) -> Tensor:
     """Return the ascending indices at which a vector on the CPU is not zero."""
     if flat.dtype not in LEAST:
         return flat.nonzero().flatten()
-    return above(flat, torch.tensor(LEAST[flat.dtype], dtype=flat.dtype, device="cpu"))[0]
+    return reaching(flat, LEAST[flat.dtype])[0].long()

@@ -88,15 +88,15 @@ class PendingBucket:
         self.future: Future[Tensor] = Future(devices=[self.buffer.device] if self.buffer.is_cuda else None)
         ids = tuple(map(id, bucket.parameters()))
         if ids not in known:
-            known[ids] = dict(self._places(bucket, [names[one] for one in ids]))
+            known[ids] = dict(self._places(bucket, ids, names))
         self.spans = known[ids]
         """Places of the gradients by name; parameters without coordinates are left out."""
 
-    def _places(self, bucket: Any, names: Sequence[str]) -> Iterator[tuple[str, slice]]:
-        for name, view in zip(names, bucket.gradients(), strict=True):
+    def _places(self, bucket: Any, ids: Sequence[int], names: Mapping[int, str]) -> Iterator[tuple[str, slice]]:
+        for one, view in zip(ids, bucket.gradients(), strict=True):
             if view.numel():
                 start = view.storage_offset() - self.buffer.storage_offset()
-                yield name, slice(start, start + view.numel())
+                yield names[one], slice(start, start + view.numel())
 
     def fill_nan_(self, skipped: Tensor, unused: Set[str], positions: Positions) -> None:
         """Write NaN into the gradients of a skipped step, so that every gradient shows it.

@@ -87,5 +87,11 @@ def joint_norm(pieces: Sequence[Tensor]) -> Tensor:
     """Return the () float64 Euclidean norm of the concatenation of vectors, at least one."""
     if len(pieces) == 1:
         return norm(pieces[0])
-    whole: Tensor = torch.linalg.vector_norm(torch.stack([norm(piece) for piece in pieces]))
+    short = [] if static_shapes(pieces[0].device) else [piece for piece in pieces if piece.numel() <= CHUNK]
+    norms = [norm(piece) for piece in pieces if not short or piece.numel() > CHUNK]
+    if short:  # at once: a norm of its own takes five calls
+        dtype = torch.promote_types(short[0].dtype, torch.float32)
+        total = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(short, dtype=dtype)), dtype=torch.float64)
+        norms += [total] if total.isfinite() else [norm(piece) for piece in short]
+    whole: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return whole
