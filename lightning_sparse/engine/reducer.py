@@ -43,8 +43,8 @@ from lightning_sparse.engine.regrouping import Groups
 from lightning_sparse.engine.skip import Decision, Header, any_set
 from lightning_sparse.engine.sources.gradient_hooks import Usage, refuse_sparse_gradients
 from lightning_sparse.engine.state.record import Averages, Counts, Kept
-from lightning_sparse.methods.memory.clip import joint_norm
 from lightning_sparse.ops import all_finite
+from lightning_sparse.ops.norms import joint_norm
 
 NOTE = "sparse_ddp: "
 """Begins the note that says where an error was raised."""
@@ -515,8 +515,11 @@ class Reducer(Groups):
             member.wait_for_gradients()
         for clipping, names in self._clippings:
             numel = sum((span := self.group_of[name].spans[name]).stop - span.start for name in names)
-            arrived = [
-                (name, piece) for member in members for name, piece in member.group.arrived.items() if name in names
+            arrived = [  # not in the order of arrival, which changes after DDP's first step, and norms with it
+                (name, group.arrived[name])
+                for group in (member.group for member in members)
+                for name in group.spans
+                if name in names and name in group.arrived
             ]
             share = sum(piece.numel() for _, piece in arrived) / numel if numel else 1.0
             used = [piece for name, piece in arrived if name not in unused]

@@ -17,6 +17,8 @@ DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """Of parameters and gradients that there are kernels for."""
 PART = 16 * TILE
 """Most elements of a row."""
+MOST_TABLES = 256
+"""That are kept; the oldest ones go first."""
 Rows = NDArray[np.int64]
 
 
@@ -79,6 +81,8 @@ class Addresses:
             on_device = torch.from_numpy(rows)
             if like.is_cuda:
                 on_device = on_device.pin_memory().to(like.device, non_blocking=True)
+            while len(self._known) >= MOST_TABLES:  # where tensors are allocated anew, addresses may never come back
+                del self._known[next(iter(self._known))]
             known = self._known[what] = rows, Table(on_device, not bool((rows[:, :aligned] % 16).any()))
         return known[1]
 

@@ -8,6 +8,7 @@ differ in their last bits, and which only a rank's own thresholds see; of equal 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -98,6 +99,11 @@ def above(x: Tensor, threshold: Tensor, span: Span | None, capacity: int, phase:
 def moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Do the work of :func:`lightning_sparse.ops.moments`."""
     return _summing(reference.moments, x)(x)
+
+
+def norm(x: Tensor) -> Tensor:
+    """Do the work of :func:`lightning_sparse.ops.norm`."""
+    return _summing(reference.norm, x)(x)
 
 
 def mean_and_maximum(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -267,7 +273,12 @@ def _summing(plain: Op, x: Tensor, *more: Tensor) -> Op:
 
         return getattr(triton_sums, name)(*given)
 
-    return _best((name,), kernel, plain, lambda: [(_different(x), *more)], x, most=MOST_COUNTED, rtol=1e-5)
+    few = partial(_few_to_sum, x, more)
+    return _best((name, x.dtype), kernel, plain, few, x, most=MOST_COUNTED, rtol=1e-5)
+
+
+def _few_to_sum(x: Tensor, more: Sequence[Tensor]) -> list[Any]:
+    return [(_different(x).to(x.dtype), *more)]
 
 
 def _top_k(x: Tensor, k: int) -> Tensor:

@@ -319,6 +319,11 @@ def moments(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.mean().double(), x.std().double()
 
 
+def norm(x: Tensor) -> Tensor:
+    """Euclidean norm; torch makes a copy in float64 on the way."""
+    return torch.linalg.vector_norm(x, dtype=torch.float64)  # type: ignore[no-any-return]
+
+
 def mean_and_maximum(x: Tensor) -> tuple[Tensor, Tensor]:
     """Of magnitudes; rows are summed in x's precision, sums of rows in float64."""
     whole = x.numel() // ROW * ROW

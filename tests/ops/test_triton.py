@@ -174,11 +174,13 @@ def test_passes_of_other_methods_equal_those_of_torch(kind: str, monkeypatch: py
             (on_device.mean_and_maximum(x), reference.mean_and_maximum(x.double())),
             (on_device.excess(x, level), reference.excess(x, level)),
             ((on_device.log_sum(x),), (reference.log_sum(x.double()),)),
+            ((on_device.norm(x),), (reference.norm(x),)),
+            ((on_device.norm(x.bfloat16()),), (reference.norm(x.bfloat16()),)),
         ]
         for ours, theirs in pairs:
             torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-6)
         assert chosen.trouble is None
-        assert len(chosen._tried) == 6
+        assert len(chosen._tried) == 8
 
 
 def test_doubles_are_left_to_torch() -> None:

@@ -141,9 +141,11 @@ class Lengths:
         """
         key = tuple(names)
         if key not in self._known:  # in other groups than before
-            pairs, nothing = _each(self._known), factors.new_zeros(2)
-            mine = torch.stack([pairs.pop(name, nothing).to(factors.device) for name in key])
-            self._known = {(name,): pair.unsqueeze(0) for name, pair in pairs.items()} | {key: mine}
+            apart = {names: pairs for names, pairs in self._known.items() if not {*names} & {*key}}
+            rest = _each({names: pairs for names, pairs in self._known.items() if names not in apart})
+            mine = torch.stack([rest.pop(name, factors.new_zeros(2)).to(factors.device) for name in key])
+            apart.update(((name,), pair.unsqueeze(0)) for name, pair in rest.items())
+            self._known = {**apart, key: mine}
         before = self._known[key].to(factors.device)
         fresh = torch.stack([factors.square() - 1, torch.ones_like(factors)], dim=1)
         known = factors.isfinite().unsqueeze(1)

@@ -87,26 +87,28 @@ GROUPINGS: Registry[Grouping] = Registry("grouping", Grouping)  # type: ignore[t
 @GROUPINGS.register
 @dataclass(frozen=True)
 class Bucket(Grouping):
-    """Runs of about ``bucket_cap_mb`` MiB. Up to 25 MiB, the first one is of 1 MiB, to start early: DDP's rule.
+    """Runs of about ``bucket_cap_mb`` MiB; if that is at most 25, the first is of 1 MiB, to start early, as DDP's is.
 
-    Above 25 MiB, a step is to have few groups: the first one is as long as the others, and a last one of less than half
-    of that joins the one before it.
+    Where it is above 25, a step is to have few groups: the first one is as long as the others, and a last one of less
+    than half of that joins the one before it.
     """
 
     def cut(self, parameters: Sequence[ParameterSize], bucket_cap_mb: float) -> Cut:
         """Close a run when it is full."""
         few, most = bucket_cap_mb > DDP_BUCKET_MB, bucket_cap_mb * MIB
         groups: list[list[ParameterSize]] = []
-        filled = cap = 0.0
+        filled, cap = math.inf, most if few else min(MIB, most)
         for p in parameters:
-            if not groups or filled >= cap:
-                cap = most if groups or few else min(MIB, most)
+            if filled >= cap:
+                cap = most if groups else cap
                 groups.append([])
                 filled = 0
             groups[-1].append(p)
             filled += p.numel * p.element_size
         if few and len(groups) > 1 and filled < most / 2:
-            groups[-2:] = [groups[-2] + groups[-1]]
+            joined = groups[-2] + groups[-1]
+            if sum(p.numel for p in joined) <= LARGEST_GROUP:
+                groups[-2:] = [joined]
         return [(f"bucket{i}", group) for i, group in enumerate(groups)]
 
 

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import torch
-from torch import Tensor
 
 from lightning_sparse.core.checks import check_positive
 from lightning_sparse.core.layout import Gradient
@@ -16,9 +12,7 @@ from lightning_sparse.methods.memory.base import MEMORIES, Memory
 from lightning_sparse.methods.memory.residual import Residual
 from lightning_sparse.methods.memory.transform import GradientTransform
 from lightning_sparse.ops import static_shapes
-
-CHUNK = 1 << 16
-"""Elements of a partial norm: float32 sums of millions of squares are wrong in the fourth digit."""
+from lightning_sparse.ops.norms import norm
 
 
 @MEMORIES.register
@@ -67,31 +61,3 @@ class ClipByNorm(GradientTransform):
         scale = (self.max_norm / math.sqrt(ctx.world_size) / whole).clamp(max=1).where(whole.isfinite(), float("nan"))
         for run in grad.runs if static_shapes(grad.device) or scale != 1 else ():
             run.mul_(scale)
-
-
-def norm(x: Tensor) -> Tensor:
-    """Return the () float64 Euclidean norm; infinite or NaN if an element of x is."""
-    if static_shapes(x.device):
-        return torch.linalg.vector_norm(x, dtype=torch.float64)  # type: ignore[no-any-return]
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    whole = x.numel() // CHUNK * CHUNK
-    rows = torch.linalg.vector_norm(x[:whole].view(-1, CHUNK), dim=1, dtype=dtype)
-    rest = torch.linalg.vector_norm(x[whole:], dtype=dtype)
-    total: Tensor = torch.linalg.vector_norm(torch.cat([rows, rest.view(1)]), dtype=torch.float64)
-    if not total.isfinite():  # squares of more than 1e19 are beyond float32
-        total = torch.linalg.vector_norm(x.double())
-    return total
-
-
-def joint_norm(pieces: Sequence[Tensor]) -> Tensor:
-    """Return the () float64 Euclidean norm of the concatenation of vectors, at least one."""
-    if len(pieces) == 1:
-        return norm(pieces[0])
-    short = [] if static_shapes(pieces[0].device) else [piece for piece in pieces if piece.numel() <= CHUNK]
-    norms = [norm(piece) for piece in pieces if not short or piece.numel() > CHUNK]
-    if short:  # at once: a norm of its own takes five calls
-        dtype = torch.promote_types(short[0].dtype, torch.float32)
-        total = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(short, dtype=dtype)), dtype=torch.float64)
-        norms += [total] if total.isfinite() else [norm(piece) for piece in short]
-    whole: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    return whole

@@ -15,9 +15,9 @@ from lightning_sparse.core.checks import check_positive, check_share
 from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.step import Absorbed, Context, Update
 from lightning_sparse.methods.memory.base import MEMORIES, CountedFeedback, CountedState, Memory, pieces
-from lightning_sparse.methods.memory.clip import joint_norm
 from lightning_sparse.ops import Weights, sqrt_, static_shapes, weigh_, zeros
 from lightning_sparse.ops.length import FOLLOWED, SIZE, measure
+from lightning_sparse.ops.norms import joint_norm
 from lightning_sparse.ops.on_device import form_, score_
 
 

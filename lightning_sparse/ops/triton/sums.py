@@ -86,6 +86,11 @@ def moments(x: Tensor) -> tuple[Tensor, Tensor]:
     return mean, spread.sqrt()
 
 
+def norm(x: Tensor) -> Tensor:
+    """Do the work of :func:`lightning_sparse.ops.norm`, of float32, bfloat16 or float16."""
+    return _sums(x, MOMENTS)[1].sqrt()
+
+
 def mean_and_maximum(x: Tensor) -> tuple[Tensor, Tensor]:
     """Do the work of :func:`lightning_sparse.ops.mean_and_maximum`, of float32."""
     total, largest, _ = _sums(x, MAGNITUDES)

@@ -214,7 +214,7 @@ def test_every_parameter_is_in_one_group_of_its_kind(
         if grouping == "bucket" or group.dense:
             # A bucket is closed once it is full: without its last parameter it is below the cap. Half as much may join.
             size = sum(p.numel * p.element_size for p in group.parameters[:-1])
-            assert size < cap * MIB or cap > 25
+            assert size < (1.5 if cap > 25 else 1) * cap * MIB
 
 
 def test_groups_reach_the_threshold_with_their_last_layer() -> None:
