@@ -159,7 +159,7 @@ def kernels(what: list[str]) -> Iterator[tuple[str, Any, dict[str, Any], dict[st
         for known in (False, True):
             yield f"begin_{known}", triton_need._begin, constants | {"KNOWN": known}, {"words": "i32"}, 4
     if "sums" in what:
-        yield "parts_bf16", triton_sums._parts, tile | {"KIND": 0}, {"x": "*bf16"}, 8
+        yield "squares_bf16", triton_sums._parts, tile | {"KIND": 0}, {"x": "*bf16"}, 8
         for kind in range(4):
             yield f"parts_{kind}", triton_sums._parts, tile | {"KIND": kind}, {}, 8
             whole = {"KIND": kind, "PROGRAMS": triton_launch.PROGRAMS}
