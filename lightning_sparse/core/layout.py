@@ -39,7 +39,7 @@ class Gradient:
     ) -> None:
         self.runs = list(runs)
         self.pieces = self.runs if pieces is None else pieces
-        """The same coordinates, cut alike wherever DDP has laid them: sums formed piece by piece have the same bits."""
+        """Their coordinates, cut alike wherever DDP has laid them: sums formed piece by piece have the same bits."""
         self.dtype, self.device = self.runs[0].dtype, self.runs[0].device
         self._lengths = [run.numel() for run in self.runs]  # len() of a tensor takes ten times as long
         *self.starts, self.numel = accumulate(self._lengths, initial=0)

@@ -8,7 +8,6 @@ differ in their last bits, and which only a rank's own thresholds see; of equal 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -102,7 +101,7 @@ def moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def norm(x: Tensor) -> Tensor:
-    """Do the work of :func:`lightning_sparse.ops.norm`."""
+    """Do the work of :func:`lightning_sparse.ops.norms.norm`."""
     return _summing(reference.norm, x)(x)
 
 
@@ -273,12 +272,9 @@ def _summing(plain: Op, x: Tensor, *more: Tensor) -> Op:
 
         return getattr(triton_sums, name)(*given)
 
-    few = partial(_few_to_sum, x, more)
-    return _best((name, x.dtype), kernel, plain, few, x, most=MOST_COUNTED, rtol=1e-5)
-
-
-def _few_to_sum(x: Tensor, more: Sequence[Tensor]) -> list[Any]:
-    return [(_different(x).to(x.dtype), *more)]
+    return _best(
+        (name, x.dtype), kernel, plain, lambda: [(_different(x).to(x.dtype), *more)], x, most=MOST_COUNTED, rtol=1e-5
+    )
 
 
 def _top_k(x: Tensor, k: int) -> Tensor:

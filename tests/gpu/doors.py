@@ -40,21 +40,19 @@ def one_step_late_resumes_bit_for_bit(device: str) -> None:
     for optimizer in (None, partial(torch.optim.AdamW, lr=0.01, fused=True)):
         results = []
         for stops in (False, True):
-            training = Training(device, {"density": 0.05, "delay": 1}, dtype=torch.float32, optimizer=optimizer)
-            training.engine.bind([training.optimizer])
+            training = _late(device, optimizer)
             losses = [training.step() for _ in range(4)]
             if stops:
-                saved = training.ddp.state_dict(), training.optimizer.state_dict(), training.engine.state_dict()
-                training.engine.close()
-                training = Training(device, {"density": 0.05, "delay": 1}, dtype=torch.float32, optimizer=optimizer)
-                training.engine.bind([training.optimizer])
-                training.ddp.load_state_dict(saved[0])
-                training.optimizer.load_state_dict(saved[1])
-                training.engine.load_state_dict(saved[2])
-                training.steps = 4
+                training = training.resumed_by(_late(device, optimizer))
             losses += [training.step() for _ in range(4)]
             results.append(training.end(losses))
         require(torch.equal(results[0][1], results[1][1]), "the resumed run differs")
+
+
+def _late(device: str, optimizer: Any) -> Training:
+    training = Training(device, {"density": 0.05, "delay": 1}, dtype=torch.float32, optimizer=optimizer)
+    training.engine.bind([training.optimizer])
+    return training
 
 
 def nodes_train_as_on_the_cpu(device: str) -> None:

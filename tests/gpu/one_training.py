@@ -83,6 +83,17 @@ class Training:
         require(parameters.isfinite().all(), "parameters are not finite")
         return losses, parameters
 
+    def resumed_by(self, second: Training) -> Training:
+        """Let another one go on from this one's state, as after a restart; this one ends."""
+        saved = self.ddp.state_dict(), self.optimizer.state_dict(), self.engine.state_dict()
+        self.engine.close()
+        second.ddp.load_state_dict(saved[0])
+        second.optimizer.load_state_dict(saved[1])
+        notes = second.engine.load_state_dict(saved[2])
+        require(not notes, f"the state does not fit: {notes}")
+        second.steps = self.steps
+        return second
+
     def parameters(self) -> Tensor:
         return flat(self.ddp).cpu()
 

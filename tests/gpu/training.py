@@ -222,14 +222,7 @@ def a_resumed_training_goes_on_bit_for_bit(device: str) -> None:
         first = Training(device, options)
         for _ in range(4):
             first.step()
-        saved = first.ddp.state_dict(), first.optimizer.state_dict(), first.engine.state_dict()
-        first.engine.close()
-        second = Training(device, options)
-        second.ddp.load_state_dict(saved[0])
-        second.optimizer.load_state_dict(saved[1])
-        notes = second.engine.load_state_dict(saved[2])
-        require(not notes, f"the state does not fit: {notes}")
-        second.steps = 4
+        second = first.resumed_by(Training(device, options))
         _, resumed = second.end([second.step() for _ in range(4)])
         require(torch.equal(resumed, straight), f"{options}: the resumed run differs")
 
