@@ -19,7 +19,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.machine import processor
+from benchmarks.race.configurations import CONFIGURATIONS
 from benchmarks.race.counted import count
+from benchmarks.race.plan import chosen_entries
 from benchmarks.race.results import FOLDER, Results
 from benchmarks.race.runner import SCRATCH, look, race
 from benchmarks.race.tasks import TASKS
@@ -32,6 +34,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=60.0, help="that trainings may take (default: 60)")
     parser.add_argument("--workers", type=int, default=1, help="processes of one thread each (default: 1)")
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), metavar="TASK", help=f"of {', '.join(TASKS)}")
+    names = ", ".join(CONFIGURATIONS)
+    parser.add_argument("--methods", nargs="+", choices=list(CONFIGURATIONS), metavar="METHOD", help=f"of {names}")
     data = Path(os.environ.get("RACE_DATA", "data"))
     parser.add_argument("--data", type=Path, default=data, help="folder of the texts (default: RACE_DATA, or data)")
     parser.add_argument("--results", type=Path, default=FOLDER, help="folder of the results")
@@ -56,7 +60,8 @@ def main() -> None:
         look(chosen.data)
     else:
         results = Results(chosen.results, on=processor())
-        race(results, chosen.minutes, chosen.workers, chosen.tasks, chosen.data, chosen.scratch, chosen.nice)
+        entries = chosen_entries(chosen.tasks, chosen.methods)
+        race(results, entries, chosen.minutes, chosen.workers, chosen.data, chosen.scratch, chosen.nice)
 
 
 if __name__ == "__main__":

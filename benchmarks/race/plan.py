@@ -8,7 +8,7 @@ fresh seeds follow, with what was best.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -155,13 +155,17 @@ def fresh(entry: Entry, best: Run) -> list[Run]:
     return [replace(best, seed=seed) for seed in range(1, entry.seeds + 1)]
 
 
-def wanted(results: Results, tasks: Iterable[str] | None = None) -> list[Run]:
+def chosen_entries(tasks: Sequence[str] | None = None, methods: Sequence[str] | None = None) -> list[Entry]:
+    """Those of some tasks and some methods; None stands for all."""
+    found = [entry for entry in ENTRIES if tasks is None or entry.task in tasks]
+    return [entry for entry in found if methods is None or entry.method in methods]
+
+
+def wanted(results: Results, entries: Iterable[Entry]) -> list[Run]:
     """All trainings that can be done now: the longest ones first, of them those of the search."""
     searches: list[Run] = []
     reported: list[Run] = []
-    for entry in ENTRIES:
-        if tasks is not None and entry.task not in tasks:
-            continue
+    for entry in entries:
         search = searched(entry, results)
         searches += search.missing
         reported += fresh(entry, search.best) if search.best else ()

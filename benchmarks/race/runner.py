@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.race.plan import wanted
+from benchmarks.race.plan import Entry, wanted
 from benchmarks.race.results import Results, commit, line_of
 from benchmarks.race.run import Run, Simulation
 from benchmarks.race.tasks import CACHE, TASKS, Loaded
@@ -42,9 +42,9 @@ def train(run: Run, data: Path, scratch: Path, deadline: float) -> dict[str, Any
 
 def race(
     results: Results,
+    entries: Sequence[Entry],
     minutes: float,
     workers: int,
-    tasks: Sequence[str] | None,
     data: Path,
     scratch: Path,
     niceness: int,
@@ -57,7 +57,7 @@ def race(
         while True:
             results.read()
             busy = {run.key for run in running.values()}
-            ready = [run for run in wanted(results, tasks) if run.key not in busy]
+            ready = [run for run in wanted(results, entries) if run.key not in busy]
             while ready and len(running) < workers and time.time() < deadline:
                 run = ready.pop(0)
                 running[pool.submit(train, run, data, scratch, deadline)] = run
@@ -68,8 +68,8 @@ def race(
                 if line is not None:
                     results.add(line)
                     print(_told(run, results), flush=True)
-    left = len(wanted(results, tasks))
-    print(f"{left} trainings wait for more time." if left else "All trainings of these tasks are done.")
+    left = len(wanted(results, entries))
+    print(f"{left} trainings wait for more time." if left else "All of these trainings are done.")
 
 
 def _prepare(niceness: int) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.race import plan, runner
 from benchmarks.race.configurations import CONFIGURATIONS
-from benchmarks.race.plan import Entry, fresh, searched, wanted
+from benchmarks.race.plan import Entry, chosen_entries, fresh, searched, wanted
 from benchmarks.race.results import Results
 from benchmarks.race.run import Run, Simulation
 from benchmarks.race.tasks import TASKS
@@ -117,12 +117,12 @@ def test_outer_settings_are_searched_at_the_best_rate_and_rates_once_more(tmp_pa
 def test_what_is_known_is_not_wanted_and_long_ones_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "ENTRIES", [Entry("lstm-600", "ours", 8.0), Entry("lstm-3000", "ours", 4.0)])
     results = Results(tmp_path)
-    every = wanted(results)
+    every = wanted(results, chosen_entries())
     assert [run.task for run in every] == ["lstm-3000"] * 3 + ["lstm-600"] * 3
     known(results, every[0], 4.0)
-    assert wanted(results) == every[1:]
-    assert wanted(results, ["lstm-600"]) == every[3:]
-    assert wanted(Results(tmp_path)) == every[1:], "from the file"
+    assert wanted(results, chosen_entries()) == every[1:]
+    assert wanted(results, chosen_entries(["lstm-600"])) == every[3:]
+    assert wanted(Results(tmp_path), chosen_entries()) == every[1:], "from the file"
 
 
 def test_what_fits_is_trained_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
