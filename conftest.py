@@ -4,8 +4,8 @@ from importlib.util import find_spec
 
 NEEDS = {
     "triton": ["lightning_sparse/ops/triton/*.py"],
-    "transformers": ["lightning_sparse/huggingface.py"],
-    "ray": ["lightning_sparse/ray.py"],
+    "transformers": ["lightning_sparse/huggingface.py", "lightning_sparse/integrations/transformers.py"],
+    "ray": ["lightning_sparse/ray.py", "lightning_sparse/integrations/ray.py"],
     "lightning": ["lightning_sparse/integrations/lightning.py"],
     "pytorch_lightning": [
         f"lightning_sparse/integrations/{name}.py" for name in ("pytorch_lightning", "lightning_fabric")
