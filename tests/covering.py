@@ -68,17 +68,24 @@ def covering(
 def by_default(values: Iterable[Any], count: int = 1) -> list[Any]:
     """So many of the values of one axis by default, the others marked thorough: where each shows much the same.
 
+    Values that are marked thorough already, as those of :func:`covering`, do not count.
+
     Example:
         >>> [p.values for p in by_default([True, False]) if not p.marks]
         [(True,)]
+        >>> len([p for p in by_default(covering((a, b) for a in "xy" for b in "xyz"), 2) if not p.marks])
+        2
     """
-    return [
-        pytest.param(
-            *(value if isinstance(value, tuple) else (value,)), marks=[pytest.mark.thorough] * (number >= count)
-        )
-        for number, value in enumerate(values)
-        if everything or number < count
-    ]
+    found = []
+    for value in values:
+        given = hasattr(value, "marks")
+        late = given and any(mark.name == "thorough" for mark in value.marks)
+        late, count = late or count <= 0, count - (not late)
+        marks = [*(value.marks if given else ()), *[pytest.mark.thorough] * late]
+        parts = value.values if given else value if type(value) is tuple else (value,)
+        if everything or not late:
+            found.append(pytest.param(*parts, marks=marks, id=value.id if given else None))
+    return found
 
 
 def in_one_test(
@@ -105,7 +112,7 @@ def in_one_test(
     tests: dict[str, tuple[list[Any], Any]] = {}
     for cell in cells:
         values, marks = (cell.values, cell.marks) if hasattr(cell, "marks") else (cell, ())
-        name = str(cell.id) if marks else "-".join(map(label, values[:apart])) or "all"
+        name = str(cell.id) if marks and cell.id else "-".join(map(label, values[:apart])) or "all"
         tests.setdefault(name, ([], marks))[0].append(values)
 
     def decorate(test: Callable[..., None]) -> Any:

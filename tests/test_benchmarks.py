@@ -72,6 +72,7 @@ def test_clipping_is_compared_with_dense_training(tmp_path: Path) -> None:
     assert all(math.isfinite(row["perplexity"]) for row in rows)
 
 
+@pytest.mark.thorough
 def test_seconds_of_training_steps_stand_beside_perplexities(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,6 +259,7 @@ def test_curves_of_the_examples_are_means_of_seeds(tmp_path: Path, capsys: pytes
     assert not capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_figures_of_the_documentation_are_drawn_from_its_tables(tmp_path: Path) -> None:
     benchmark("step_time_figure").main(ROOT / "docs/step_time.csv", tmp_path / "step_time.svg")
     drawn = (tmp_path / "step_time.svg").read_text()

@@ -131,6 +131,7 @@ class Loaded(HTMLParser):
             self.found.append(given.get("href") or "")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_site_is_built_without_warnings_and_needs_no_network(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]

@@ -19,7 +19,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import lightning_sparse as ls
-from tests.covering import covering
+from tests.covering import by_default, covering
 from tests.hsdp import (
     SHAPES,
     Given,
@@ -65,7 +65,9 @@ def train(replicas: int, ranks: int, kind: str, each: int, native: bool, integer
     return found
 
 
-@pytest.mark.parametrize(("shape", "kind", "each"), covering(product([(2, 2), (1, 4)], OPTIMIZERS, [1, 2])))
+@pytest.mark.parametrize(
+    ("shape", "kind", "each"), by_default(covering(product([(2, 2), (1, 4)], OPTIMIZERS, [1, 2])), 3)
+)
 def test_density_1_is_native_hsdp_bit_for_bit(four_ranks: Ranks, shape: tuple[int, int], kind: str, each: int) -> None:
     ours, native = (four_ranks(train, *shape, kind, each, one) for one in (False, True))
     for mine, theirs in zip(ours, native, strict=True):
@@ -183,15 +185,17 @@ def many(kind: str, density: float, steps: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("kind", "density"),
-    [
-        ("sgd", 0.05),
-        ("momentum", 0.01),
-        ("adamw", 0.05),
-        *(
-            pytest.param(k, d, marks=pytest.mark.thorough)
-            for k, d in [("sgd", 0.01), ("momentum", 0.05), ("adamw", 0.01)]
-        ),
-    ],
+    by_default(
+        [
+            ("sgd", 0.05),
+            ("momentum", 0.01),
+            ("adamw", 0.05),
+            *(
+                pytest.param(k, d, marks=pytest.mark.thorough)
+                for k, d in [("sgd", 0.01), ("momentum", 0.05), ("adamw", 0.01)]
+            ),
+        ]
+    ),
 )
 def test_ranks_stay_equal_and_learn(four_ranks: Ranks, kind: str, density: float) -> None:
     of_ranks = four_ranks(many, kind, density, 32)

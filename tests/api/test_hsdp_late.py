@@ -14,6 +14,7 @@ from torch.nn.functional import mse_loss
 
 import lightning_sparse as ls
 from lightning_sparse.engine.state.sharded import load_sharded, save_sharded
+from tests.covering import by_default
 from tests.hsdp import SHAPES, Given, backward, batches, engine_of, given, grid, made, part, sharded, weights, whole
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE
@@ -63,7 +64,7 @@ def shifted(shape: tuple[int, int]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (4, 1)])
+@pytest.mark.parametrize("shape", by_default([((2, 2),), ((4, 1),)]))
 def test_averages_are_those_without_a_delay_one_step_later(four_ranks: Ranks, shape: tuple[int, int]) -> None:
     assert four_ranks(shifted, shape) == [[]] * 4
 
@@ -99,7 +100,7 @@ def old_gradients(kind: str, each: int, ours: bool) -> list[dict[str, Tensor]]:
     return [*found, weights(model)]
 
 
-@pytest.mark.parametrize(("kind", "each"), [("momentum", 1), ("adamw", 2)])
+@pytest.mark.parametrize(("kind", "each"), by_default([("momentum", 1), ("adamw", 2)]))
 def test_density_1_is_native_hsdp_with_old_gradients(four_ranks: Ranks, kind: str, each: int) -> None:
     ours, native = (four_ranks(old_gradients, kind, each, one) for one in (True, False))
     for mine, theirs in zip(ours, native, strict=True):
@@ -197,7 +198,7 @@ def load_some(path: Path, replicas: int, ranks: int, delay: int) -> dict[str, Te
     return {name: mean - drained[name] for name, mean in means.items()}
 
 
-@pytest.mark.parametrize(("shape", "delay"), [((2, 2), 1), ((2, 2), 0), ((1, 4), 0), ((4, 1), 1)])
+@pytest.mark.parametrize(("shape", "delay"), by_default([((2, 2), 1), ((2, 2), 0), ((1, 4), 0), ((4, 1), 1)], 2))
 def test_nothing_is_lost_with_other_numbers_of_ranks(
     four_ranks: Ranks, tmp_path: Path, shape: tuple[int, int], delay: int
 ) -> None:

@@ -17,7 +17,7 @@ from benchmarks.race.run import Run, Simulation
 from benchmarks.race.tasks import TASKS
 from tests.benchmarks import small
 from tests.benchmarks.small import ALL, load
-from tests.covering import covering
+from tests.covering import by_default, covering
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def kind(name: str) -> tuple[str]:
     return (name.rstrip("0123456789"),)
 
 
-@pytest.mark.parametrize("name", covering([(name,) for name in ALL], together=1, seen_as=kind))
+@pytest.mark.parametrize("name", by_default(covering([(name,) for name in ALL], together=1, seen_as=kind), 6))
 def test_a_training_goes_on_where_it_was_interrupted(name: str, tmp_path: Path) -> None:
     run, loaded = Run("small", name, 4.0), load(Path())
     whole = Simulation(run, loaded)

@@ -22,7 +22,7 @@ from lightning_sparse.core.step import Agreement, Context, Selection
 from lightning_sparse.engine.network import drive_mirrored
 from lightning_sparse.methods.exchanges import as_exchange
 from tests.contract.cases import CASES, MEMORIES, PAIR_NAMES, PAIRS, Case, kinds
-from tests.covering import covering, everything, in_one_test
+from tests.covering import by_default, covering, everything, in_one_test
 from tests.lockstep import Outcome, Ranks, equal_states, gave, noise
 from tests.reference.releases import RELEASES, Step
 
@@ -409,7 +409,9 @@ def go_together(case: Case, memory: ls.Memory) -> bool:
 # What a memory keeps and what a method keeps stand beside each other in a state.
 @pytest.mark.parametrize(
     ("case", "memory"),
-    covering([pair for pair in product(CASES, [ls.Residual(), *MEMORIES]) if go_together(*pair)], together=1),
+    by_default(
+        covering([pair for pair in product(CASES, [ls.Residual(), *MEMORIES]) if go_together(*pair)], together=1), 18
+    ),
 )
 def test_state_survives_save_and_load(case: Case, memory: ls.Memory) -> None:
     n, numel = 3, 257

@@ -26,6 +26,7 @@ from lightning_sparse.engine.skip import any_set
 from lightning_sparse.methods.grouping import Group, ParameterSize
 from tests.contract.cases import CASES, MEMORIES, PAIRS, Case, fit
 from tests.costs import Costs
+from tests.covering import by_default
 from tests.fake_cuda import CUDA, HostWaitsError, fake_cuda
 from tests.mirror import Mirror
 
@@ -67,7 +68,7 @@ def test_every_exchange_stays_on_the_device(exchange: str) -> None:
         steps(case, exchange, ls.Residual(), dtype, rank=1)
 
 
-@pytest.mark.parametrize("memory", EVERY_MEMORY, ids=repr)
+@pytest.mark.parametrize("memory", by_default(EVERY_MEMORY, 5), ids=repr)
 def test_every_memory_stays_on_the_device(memory: ls.Memory) -> None:
     [union_topk] = [case for case in CASES if case.name == "union_topk"]
     steps(union_topk, "packed_union", memory, DTYPES[EVERY_MEMORY.index(memory) % 2], rank=2)

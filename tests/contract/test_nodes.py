@@ -11,7 +11,7 @@ import torch
 import lightning_sparse as ls
 from lightning_sparse.engine.traffic import count_bytes
 from tests.contract.cases import MEMORIES, PAIRS, Case, fit
-from tests.covering import covering
+from tests.covering import by_default, covering
 from tests.nodes import SHAPES, SPARSE, here, normal, put_together, stream, wrapped
 from tests.ranks import Ranks
 
@@ -69,7 +69,7 @@ CELLS = [
 """Each sparsifier with each exchange, and with each memory."""
 
 
-@pytest.mark.parametrize(("case", "exchange", "memory"), covering(CELLS, together=1))
+@pytest.mark.parametrize(("case", "exchange", "memory"), by_default(covering(CELLS, together=1), 12))
 def test_parts_are_exchanged_as_simulated(four_ranks: Ranks, case: Case, exchange: str, memory: ls.Memory) -> None:
     options = {"sparsifier": case.sparsifier, "exchange": exchange, "memory": memory}
     for found in four_ranks(together, [2], [options]):

@@ -17,7 +17,7 @@ import lightning_sparse as ls
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.methods.grouping import Group, ParameterSize, make_plan
-from tests.covering import covering, in_turns
+from tests.covering import by_default, covering, in_turns
 from tests.gpu.models import Branches
 from tests.gpu.training import LAYOUTS
 from tests.ranks import RankError, Ranks
@@ -248,7 +248,7 @@ def test_groups_that_change_train_like_plain_ddp_at_full_density(two_ranks: Rank
 
 @pytest.mark.parametrize(
     ("sparsifier", "executor"),
-    covering(in_turns(["topk", "union_topk", "exdyna", "sidco_e"], ["inline", "thread"]), together=1),
+    by_default(covering(in_turns(["topk", "union_topk", "exdyna", "sidco_e"], ["inline", "thread"]), together=1), 2),
 )
 def test_no_residual_is_lost_when_groups_change(two_ranks: Ranks, sparsifier: str, executor: str) -> None:
     results = two_ranks(balance_with_changing_groups, {"sparsifier": sparsifier, "density": 0.05, "executor": executor})

@@ -19,6 +19,7 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.engine.state.schema import revoke
 from lightning_sparse.methods.grouping import make_plan
 from tests.contract.cases import CASES
+from tests.covering import by_default
 from tests.ranks import Ranks
 from tests.sums import SIZES, Sums, gradient, waiting
 from tests.trainers import EVERYTHING_SPARSE
@@ -125,7 +126,7 @@ SHIFTED: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("which", SHIFTED)
+@pytest.mark.parametrize("which", by_default(SHIFTED, 2))
 def test_averages_are_those_without_a_delay_one_step_later(two_ranks: Ranks, which: str) -> None:
     assert two_ranks(shifted, SHIFTED[which]) == [[], []]
 
@@ -183,7 +184,7 @@ def trained(name: str, delay: int, scale: float | None, clip: float | None, step
     return found
 
 
-@pytest.mark.parametrize(("scale", "clip"), [(None, None), (1024.0, None), (None, 0.5)])
+@pytest.mark.parametrize(("scale", "clip"), by_default([(None, None), (1024.0, None), (None, 0.5)]))
 def test_all_averages_are_applied_in_as_many_steps_when_all_is_drained(
     two_ranks: Ranks, scale: float | None, clip: float | None
 ) -> None:
@@ -281,7 +282,7 @@ def one_step_late(kind: str, local: int, scale: float | None, steps: int) -> tup
     return found, untouched
 
 
-@pytest.mark.parametrize("local", [1, 3])
+@pytest.mark.parametrize("local", by_default([1, 3]))
 @pytest.mark.parametrize("scale", [None, 256.0])
 def test_density_1_is_plain_ddp_with_gradients_of_the_step_before(
     two_ranks: Ranks, local: int, scale: float | None
@@ -367,7 +368,9 @@ def law(now: bool, options: dict[str, Any]) -> list[tuple[dict[str, Tensor], dic
 
 @pytest.mark.parametrize(
     ("now", "options"),
-    [(False, {}), (True, {"sparsifier": "union_topk", "exchange": "reduce_union"}), (True, {"density": 1.0})],
+    by_default(
+        [(False, {}), (True, {"sparsifier": "union_topk", "exchange": "reduce_union"}), (True, {"density": 1.0})], 2
+    ),
 )
 def test_nothing_is_lost_whenever_one_looks(two_ranks: Ranks, now: bool, options: dict[str, Any]) -> None:
     """Residuals, averages on their way and weights hold all that was absorbed, at every moment, exactly."""

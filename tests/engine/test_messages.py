@@ -151,10 +151,13 @@ def test_local_work_begins_as_gradients_come_where_all_parameters_are_used(two_r
 
 @pytest.mark.parametrize(
     ("sparsifier", "executor"),
-    covering(
-        in_turns([name for name, _ in ls.SPARSIFIERS.items()], ["inline", "thread"]),
-        together=1,
-        seen_as=lambda sparsifier, executor: (ls.SPARSIFIERS.resolve(sparsifier).agreement, executor),
+    by_default(
+        covering(
+            in_turns([name for name, _ in ls.SPARSIFIERS.items()], ["inline", "thread"]),
+            together=1,
+            seen_as=lambda sparsifier, executor: (ls.SPARSIFIERS.resolve(sparsifier).agreement, executor),
+        ),
+        4,
     ),
 )
 def test_messages_that_travel_together_bring_the_same_bits(two_ranks: Ranks, sparsifier: str, executor: str) -> None:
@@ -175,7 +178,8 @@ MEMORIES: list[ls.Memory] = [
 
 
 @pytest.mark.parametrize(
-    ("memory", "dtype"), covering(in_turns(MEMORIES, [torch.float32, torch.bfloat16, torch.float64]), together=1)
+    ("memory", "dtype"),
+    by_default(covering(in_turns(MEMORIES, [torch.float32, torch.bfloat16, torch.float64]), together=1), 4),
 )
 def test_memories_keep_the_same_bits_while_groups_wait_for_each_other(
     two_ranks: Ranks, memory: ls.Memory, dtype: torch.dtype

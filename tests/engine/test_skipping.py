@@ -97,7 +97,7 @@ def test_other_optimizers_are_waited_for(streams: Streams, name: str) -> None:
     assert equal(handed, Run(OTHERS[name], skip="drop_void").steps({VOID}))
 
 
-@pytest.mark.parametrize("name", [*FUSED, *OTHERS])
+@pytest.mark.parametrize("name", by_default([*FUSED, *OTHERS], 5))
 def test_the_engine_asks_by_itself_when_a_step_begins(streams: Streams, name: str) -> None:
     make = {**FUSED, **OTHERS}[name]
     asked, alone = (Run(make, skip=skip).steps({VOID}, streams) for skip in ("skip_void", None))

@@ -19,6 +19,7 @@ from lightning_sparse.engine.executor import ExchangeStream
 from lightning_sparse.engine.sources.comm_hook import BucketSource
 from lightning_sparse.engine.sources.one_step_late import OneStepLate
 from lightning_sparse.methods.grouping import make_plan
+from tests.covering import by_default
 from tests.integrations.test_telling import Lines
 from tests.streams import FakeStream, Streams
 
@@ -311,7 +312,7 @@ RUNS: list[Callable[[], None]] = [
 
 
 @pytest.mark.filterwarnings("ignore:Nothing is sparsified")
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
+@pytest.mark.parametrize("run", by_default(RUNS, 14), ids=lambda run: run.__name__)
 def test_streams_wait_for_each_other_and_memory_is_not_given_back_in_use(
     streams: Streams, run: Callable[[], None]
 ) -> None:

@@ -15,7 +15,7 @@ import lightning_sparse as ls
 from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.messages import Steps
 from lightning_sparse.engine.group import GroupReducer
-from tests.covering import covering
+from tests.covering import by_default, covering
 from tests.ranks import Ranks
 
 VOID, UNUSED = 3, 4
@@ -123,7 +123,7 @@ AXES: list[list[Any]] = [
 
 @pytest.mark.parametrize(
     ("grouping", "dtype", "memory", "method", "scale", "unused"),
-    covering((tuple(axis[number % len(axis)] for axis in AXES) for number in range(60)), together=1),
+    by_default(covering((tuple(axis[number % len(axis)] for axis in AXES) for number in range(60)), together=1), 6),
 )
 def test_steps_are_those_of_one_vector(
     two_ranks: Ranks,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from tests.covering import covering, in_turns
+from tests.covering import by_default, covering, in_turns
 from tests.ranks import Ranks
 
 
@@ -46,7 +46,7 @@ def side_by_side(rules: ls.Rules | None, grouping: str, executor: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("grouping", "executor"), covering(in_turns(["layer", "model"], ["inline", "thread"]), together=1)
+    ("grouping", "executor"), by_default(covering(in_turns(["layer", "model"], ["inline", "thread"]), together=1))
 )
 def test_small_parameters_are_averaged_as_ddp_does_and_the_others_are_sparse(
     two_ranks: Ranks, grouping: str, executor: str

@@ -70,7 +70,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             ("lstm_wikitext2", "wikitext2", "--data.words=150", "val/perplexity", "topk"),
             ("resnet18_cifar10", "cifar10", "--data.batch_size=8", "val/accuracy", "union_topk"),
         ],
-        2,
+        1,
     ),
 )
 def test_models_that_people_recognise(
@@ -143,6 +143,7 @@ def sharded(folder: Path, *options: str) -> list[str]:
     return run(command, folder, errors=subprocess.DEVNULL).splitlines()
 
 
+@pytest.mark.thorough
 def test_sharded_replicas(tmp_path: Path) -> None:
     [*steps, end] = (line for line in sharded(tmp_path, "--fast") if line.startswith(("step", "a rank")))
     assert [line.split(":")[0] for line in steps] == ["step 10", "step 20"]

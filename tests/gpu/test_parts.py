@@ -20,6 +20,7 @@ from torch import Tensor
 import lightning_sparse as ls
 from lightning_sparse.core.step import Context
 from lightning_sparse.engine import fused
+from tests.covering import by_default
 from tests.gpu import equality, marked, training
 from tests.gpu.__main__ import main
 from tests.gpu.checks import Check, Clock, Outcome, SkipError, run
@@ -221,7 +222,8 @@ def passes(checks: Any, device: torch.device = CPU) -> list[Outcome]:
 
 @pytest.mark.usefixtures("not_launched")
 @pytest.mark.parametrize(
-    "name", ["machine", "equality", "syncs", "collectives", "races", "kernels", "times", "graphs", "memory"]
+    "name",
+    by_default(["machine", "equality", "syncs", "collectives", "races", "kernels", "times", "graphs", "memory"], 3),
 )
 def test_a_part_runs_on_a_cpu_at_toy_sizes(name: str) -> None:
     found = passes(importlib.import_module(f"tests.gpu.{name}").checks(CPU, Clock(100)))
@@ -243,12 +245,15 @@ def test_other_numbers_are_noticed() -> None:
 
 @pytest.mark.parametrize(
     "job",
-    [
-        pytest.param(
-            job, marks=[pytest.mark.thorough] * training.title(job).startswith("losses are those")
-        )  # takes long
-        for job in training.JOBS
-    ],
+    by_default(
+        [
+            pytest.param(
+                job, marks=[pytest.mark.thorough] * training.title(job).startswith("losses are those")
+            )  # takes long
+            for job in training.JOBS
+        ],
+        5,
+    ),
     ids=training.title,
 )
 def test_a_training_runs_on_a_cpu(job: Any) -> None:

@@ -102,7 +102,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("case", "package"), covering(in_turns(CASES, PACKAGES), together=1))
+@pytest.mark.parametrize(("case", "package"), by_default(covering(in_turns(CASES, PACKAGES), together=1), 6))
 def test_callbacks_and_overrides_do_what_they_do_with_ddp(
     two_ranks: Ranks, package: str, case: str, tmp_path: Path
 ) -> None:
@@ -366,7 +366,7 @@ def fit_and_fail(package: str, where: str) -> tuple[str, bool, Tensor]:
     return message, closed, flat(module)
 
 
-@pytest.mark.parametrize("where", ["on_train_batch_start", "on_before_backward", "on_after_backward"])
+@pytest.mark.parametrize("where", by_default(["on_train_batch_start", "on_before_backward", "on_after_backward"]))
 def test_an_error_in_training_comes_out_of_fit_and_a_new_fit_works(two_ranks: Ranks, where: str) -> None:
     for package in PACKAGES:
         results = two_ranks(fit_and_fail, package, where)

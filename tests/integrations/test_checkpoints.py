@@ -167,11 +167,14 @@ NAMES = [name for name, _ in ls.SPARSIFIERS.items()]
 
 @pytest.mark.parametrize(
     ("plan", "name"),
-    covering(
-        in_turns(range(len(PLANS)), NAMES),
-        together=1,
-        seen_as=lambda plan, name: (plan, ls.SPARSIFIERS.resolve(name).agreement),
-        thorough={n for n, plan in enumerate(PLANS) if isinstance(plan.get("memory"), OF_ENGINES)} | {1, 2, 3, 16},
+    by_default(
+        covering(
+            in_turns(range(len(PLANS)), NAMES),
+            together=1,
+            seen_as=lambda plan, name: (plan, ls.SPARSIFIERS.resolve(name).agreement),
+            thorough={n for n, plan in enumerate(PLANS) if isinstance(plan.get("memory"), OF_ENGINES)} | {1, 2, 3, 16},
+        ),
+        6,
     ),
 )
 def test_whatever_is_chosen_a_resumed_run_goes_on_bit_for_bit(

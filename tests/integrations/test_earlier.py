@@ -200,7 +200,7 @@ def check(two_ranks: Ranks, between: str, folder: Path) -> tuple[dict[str, Any],
     return ends, begins, said
 
 
-@pytest.mark.parametrize("between", ["nothing", "evaluation", "a checkpoint", "weights of rank 1"])
+@pytest.mark.parametrize("between", by_default(["nothing", "evaluation", "a checkpoint", "weights of rank 1"], 2))
 def test_a_second_fit_begins_where_the_first_one_ended(two_ranks: Ranks, tmp_path: Path, between: str) -> None:
     for ends, begins, said in two_ranks(fit_twice, "pytorch_lightning", between, str(tmp_path)):
         assert same(ends, begins)
@@ -218,7 +218,7 @@ def test_what_was_not_sent_goes_with_the_weights_it_is_about(two_ranks: Ranks, t
     assert begins["step"] == 12
 
 
-@pytest.mark.parametrize("between", ["all weights", "all signs", "another model"])
+@pytest.mark.parametrize("between", by_default(["all weights", "all signs", "another model"], 2))
 def test_a_second_fit_with_other_weights_starts_anew_and_says_so(
     two_ranks: Ranks, tmp_path: Path, between: str
 ) -> None:

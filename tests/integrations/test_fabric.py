@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightning_sparse as ls
-from tests.covering import covering, in_turns
+from tests.covering import by_default, covering, in_turns
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE, flat
 from tests.warm import warm_python
@@ -123,10 +123,13 @@ def train(
 
 @pytest.mark.parametrize(
     ("case", "package", "sparsifier"),
-    covering(
-        product(CASES, FABRICS, ["topk", "exdyna"]),
-        together=1,
-        seen_as=lambda case, package, sparsifier: (case, (package, sparsifier)),
+    by_default(
+        covering(
+            product(CASES, FABRICS, ["topk", "exdyna"]),
+            together=1,
+            seen_as=lambda case, package, sparsifier: (case, (package, sparsifier)),
+        ),
+        5,
     ),
 )
 def test_density_1_trains_like_ddp(two_ranks: Ranks, package: str, case: str, sparsifier: str) -> None:
@@ -353,7 +356,9 @@ def goes_on(package: str, options: dict[str, Any], modules: int, folder: str, ea
     return sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.is_file())
 
 
-@pytest.mark.parametrize(("package", "modules", "early"), covering(product(FABRICS, [1, 2], [False, True])))
+@pytest.mark.parametrize(
+    ("package", "modules", "early"), by_default(covering(product(FABRICS, [1, 2], [False, True])), 2)
+)
 def test_a_run_goes_on_bit_for_bit(two_ranks: Ranks, tmp_path: Path, package: str, modules: int, early: bool) -> None:
     names, _ = two_ranks(goes_on, package, SPARSE, modules, str(tmp_path), early)
     assert names[0] == "deep/checkpoint.pt"

@@ -318,7 +318,7 @@ def test_killed_around_any_save_and_setup_the_last_checkpoint_goes_on_exactly(
     kill_in_save_and_setup(launch, tmp_path, seed)
 
 
-@pytest.mark.parametrize("behaviour", by_default(["raise", "hang", "exit"], 2))
+@pytest.mark.parametrize("behaviour", by_default(["raise", "hang", "exit"], 1))
 def test_a_rank_that_fails_ends_the_others(launch: Any, tmp_path: Path, behaviour: str) -> None:
     run = launch(behaviour, behaviour=behaviour)
     run.wait_for("step 10\n", rank=1)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import lightning_sparse as ls
+from tests.covering import by_default
 from tests.hsdp import weights
 from tests.ranks import Ranks
 from tests.trainers import HALF, INTEGRATIONS, PACKAGES, make_data, make_trainer, straight_and_resumed
@@ -84,12 +85,14 @@ def resumed(package: str, kind: str, path: Path, strategy: dict[str, Any], **opt
 
 @pytest.mark.parametrize(
     ("package", "kind", "delay"),
-    [
-        ("pytorch_lightning", "adamw", 0),
-        ("lightning.pytorch", "adamw", 1),
-        pytest.param("lightning.pytorch", "momentum", 0, marks=pytest.mark.thorough),
-        pytest.param("pytorch_lightning", "momentum", 1, marks=pytest.mark.thorough),
-    ],
+    by_default(
+        [
+            ("pytorch_lightning", "adamw", 0),
+            ("lightning.pytorch", "adamw", 1),
+            pytest.param("lightning.pytorch", "momentum", 0, marks=pytest.mark.thorough),
+            pytest.param("pytorch_lightning", "momentum", 1, marks=pytest.mark.thorough),
+        ]
+    ),
 )
 def test_a_run_with_everything_at_once_is_resumed_bit_for_bit(
     four_ranks: Ranks, tmp_path: Path, package: str, kind: str, delay: int

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import lightning_sparse as ls
 from lightning_sparse.engine.state.schema import revoke
+from tests.covering import by_default
 from tests.integrations.test_checkpoints import saver, strategy_of
 from tests.integrations.test_fabric import make_fabric
 from tests.ranks import Ranks
@@ -77,11 +78,14 @@ def fitted(package: str, kind: str, delay: int, options: dict[str, Any]) -> tupl
 
 @pytest.mark.parametrize(
     ("kind", "package", "options"),
-    [
-        ("momentum", PACKAGES[0], {"accumulate_grad_batches": 3}),
-        ("adamw", PACKAGES[1], {"gradient_clip_val": 0.5, "log_every_n_steps": 1}),
-        ("gan", PACKAGES[0], {}),
-    ],
+    by_default(
+        [
+            ("momentum", PACKAGES[0], {"accumulate_grad_batches": 3}),
+            ("adamw", PACKAGES[1], {"gradient_clip_val": 0.5, "log_every_n_steps": 1}),
+            ("gan", PACKAGES[0], {}),
+        ],
+        2,
+    ),
 )
 def test_after_fit_all_averages_are_applied(two_ranks: Ranks, kind: str, package: str, options: dict[str, Any]) -> None:
     now, late = (two_ranks(fitted, package, kind, delay, options) for delay in (0, 1))

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import lightning_sparse as ls
+from tests.covering import by_default
 from tests.integrations.test_strategy import strategy_class
 from tests.ranks import Ranks
 from tests.trainers import PACKAGES, flat, make_data, make_module, make_trainer
@@ -36,7 +37,7 @@ def fit(package: str, strategy: Any, name: str, settings: dict[str, Any], device
     return flat(module), " ".join(str(w.message) for w in caught if "Correction" in str(w.message))
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("nesterov", by_default([False, True]))
 def test_momentum_correction_at_full_density_trains_like_ddp_with_momentum(two_ranks: Ranks, nesterov: bool) -> None:
     reference = {"lr": 0.1, "momentum": 0.9, "nesterov": nesterov}
     [(plain, _), _] = two_ranks(fit, "pytorch_lightning", "ddp", "SGD", reference)

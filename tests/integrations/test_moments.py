@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import lightning_sparse as ls
-from tests.covering import covering, in_turns
+from tests.covering import by_default, covering, in_turns
 from tests.integrations.test_checkpoints import saver, strategy_of
 from tests.ranks import Ranks
 from tests.sums import SPARSE, Sums, check_files, saved_in
@@ -131,9 +131,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("settings", "executor", "n"),
-    covering(
-        ((*pair, n) for n in (2, 1) for pair in in_turns(list(SETTINGS), ["inline", "thread"])),
-        together=1,
+    by_default(
+        covering(
+            ((*pair, n) for n in (2, 1) for pair in in_turns(list(SETTINGS), ["inline", "thread"])),
+            together=1,
+        ),
+        2,
     ),
 )
 def test_what_is_saved_in_a_hook_holds_what_was_absorbed_and_so_do_those_who_load_it(
@@ -369,7 +372,9 @@ def save_apart(first: str, other: str, folder: str) -> None:
     fit(package, {"executor": "thread"}, [calling(package, {(first, other)[dist.get_rank()]: save})])
 
 
-@pytest.mark.parametrize("first", ["on_train_batch_end", "on_after_backward", "on_before_optimizer_step"])
+@pytest.mark.parametrize(
+    "first", by_default(["on_train_batch_end", "on_after_backward", "on_before_optimizer_step"], 2)
+)
 @pytest.mark.parametrize("other", ["on_train_batch_end", "on_after_backward", "on_before_optimizer_step"])
 def test_all_ranks_save_what_belongs_to_the_weights_of_rank_0(
     two_ranks: Ranks, tmp_path: Path, first: str, other: str

@@ -58,7 +58,7 @@ def fit(
     return {"plans": plans, "profile": strategy.profile, "told": told, "parameters": flat(module)}
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", by_default(PACKAGES))
 def test_a_resumed_run_starts_with_the_groups_that_the_first_one_found(
     two_ranks: Ranks, tmp_path: Path, package: str
 ) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from tests.covering import covering, in_turns
+from tests.covering import by_default, covering, in_turns
 from tests.integrations.test_checkpoints import looker, strategy_of
 from tests.integrations.test_fabric import FABRICS, batches, close, make_fabric, make_model
 from tests.integrations.test_telling import Lines
@@ -285,7 +285,7 @@ def train_in_fabric(folder: str, package: str, name: str, epochs: int) -> tuple[
     return seen, kept
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", by_default(OPTIMIZERS))
 @pytest.mark.parametrize("run", [fit_on, train_in_fabric], ids=["Trainer", "Fabric"])
 def test_a_run_goes_on_on_one_device_and_on_two_again(
     two_ranks: Ranks, alone: Ranks, tmp_path: Path, run: Any, name: str

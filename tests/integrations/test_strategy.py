@@ -273,7 +273,7 @@ def test_a_strategy_for_the_other_package_says_which_import_is_meant(package: st
         make_trainer(package, strategy="sparse_ddp_exdina")
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+@pytest.mark.parametrize("precision", by_default(["bf16-mixed", "bf16-true", "64-true"], 2))
 def test_other_precisions_train_alike_on_all_ranks(two_ranks: Ranks, precision: str) -> None:
     for strategy in ("sparse_ddp_exdyna", "sparse_ddp_topk"):
         results = two_ranks(fit, "pytorch_lightning", strategy, "plain", {"precision": precision})

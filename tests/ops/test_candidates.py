@@ -13,7 +13,7 @@ import lightning_sparse as ls
 from lightning_sparse import ops
 from lightning_sparse.core.candidates import Candidates
 from lightning_sparse.ops import host_choose, host_sums, reference
-from tests.covering import covering
+from tests.covering import by_default, covering
 from tests.lockstep import Ranks, equal_states
 from tests.ops.compiled import VARIANTS
 
@@ -38,10 +38,13 @@ def gradients(steps: int, n: int) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("kernel", "method", "dtype"),
-    covering(
-        product(VARIANTS, METHODS, [torch.float32, torch.bfloat16]),
-        together=1,
-        seen_as=lambda kernel, method, dtype: (method, (kernel, dtype)),
+    by_default(
+        covering(
+            product(VARIANTS, METHODS, [torch.float32, torch.bfloat16]),
+            together=1,
+            seen_as=lambda kernel, method, dtype: (method, (kernel, dtype)),
+        ),
+        8,
     ),
     indirect=["kernel"],
 )

@@ -32,6 +32,7 @@ import lightning_sparse as ls
 from lightning_sparse.core.step import Absorbed
 from lightning_sparse.ops import reference
 from tests.costs import META, Costs, group_step
+from tests.covering import by_default
 
 NUMEL = 1 << 22
 BUDGET: dict[str, tuple[ls.Sparsifier, tuple[int, int, int], tuple[float, float]]] = {
@@ -78,7 +79,7 @@ def held(costs: Costs, operations: int, bytes_each: float, numel: int = NUMEL) -
     assert found[1] > bytes_each - 4, "a dense pass more would go unnoticed: lower the row"
 
 
-@pytest.mark.parametrize("name", BUDGET)
+@pytest.mark.parametrize("name", by_default(BUDGET, 7))
 def test_a_method_stays_within_its_budget(name: str) -> None:
     sparsifier, operations, bytes_each = BUDGET[name]
     for n, limit in zip((2, 64), operations[::2], strict=True):
@@ -87,7 +88,7 @@ def test_a_method_stays_within_its_budget(name: str) -> None:
     held(group_step(sparsifier, density=0.001), 2 * operations[1], bytes_each[1])  # SIDCo has more stages there
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", by_default(VARIANTS, 3))
 def test_the_default_stays_within_its_budget_with_other_settings(name: str) -> None:
     options, (operations, bytes_each) = VARIANTS[name]
     held(group_step(density=0.001, **options), operations, bytes_each, options.get("numel", NUMEL))

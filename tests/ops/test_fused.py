@@ -36,6 +36,7 @@ from lightning_sparse.ops.triton import select as triton_select  # noqa: E402
 from lightning_sparse.ops.triton import sums as triton_sums  # noqa: E402
 from lightning_sparse.ops.triton import union as triton_union  # noqa: E402
 from lightning_sparse.ops.triton import values as triton_values  # noqa: E402
+from tests.covering import by_default  # noqa: E402
 
 KERNELS: list[ModuleType] = [
     triton_dense, triton_lanes, triton_length, triton_need, triton_second, triton_select, triton_sums, triton_union,
@@ -47,25 +48,30 @@ RESIDUAL, ADAM = ls.Residual(), ls.SecondMoment(1 - 2**-10)
 
 @pytest.mark.parametrize(
     ("n", "numel", "density", "dtype", "scaled", "memory"),
-    [
-        (2, (100, 70), 0.05, torch.float32, False, RESIDUAL),  # groups that travel together
-        pytest.param(2, (300, 170), 0.05, torch.float32, False, RESIDUAL, marks=thorough),
-        (2, (100, 71), 0.05, torch.float32, False, ADAM),
-        pytest.param(2, (200, 171), 0.05, torch.float32, False, ADAM, marks=thorough),
-        pytest.param(2, 900, 0.05, torch.float32, False, RESIDUAL, marks=thorough),
-        pytest.param(2, 400, 0.05, torch.bfloat16, False, ls.Residual(0.9), marks=thorough),
-        pytest.param(3, 2600, 0.05, torch.float32, False, ls.Residual(0.7), marks=thorough),
-        pytest.param(2, 1000, 0.004, torch.float16, True, RESIDUAL, marks=thorough),  # coordinates travel as they are
-        pytest.param(5, 4000, 0.3, torch.float32, True, RESIDUAL, marks=thorough),
-        pytest.param(
-            2, 66_000, 0.01, torch.float32, False, RESIDUAL, marks=[thorough, pytest.mark.timeout(900)]
-        ),  # two blocks
-        (2, 100, 0.05, torch.bfloat16, False, ls.SecondMoment(0.0)),  # some steps are bounded
-        pytest.param(5, 2600, 0.05, torch.float32, False, ls.SecondMoment(1 - 2**-4, 0.1), marks=thorough),
-        pytest.param(2, 1000, 0.004, torch.float16, True, ADAM, marks=thorough),
-        pytest.param(17, 300, 0.3, torch.float32, True, ls.SecondMoment(0.0), marks=thorough),  # in 32 bits
-        pytest.param(2, 66_000, 0.01, torch.float32, False, ADAM, marks=[thorough, pytest.mark.timeout(900)]),
-    ],
+    by_default(
+        [
+            (2, (100, 70), 0.05, torch.float32, False, RESIDUAL),  # groups that travel together
+            pytest.param(2, (300, 170), 0.05, torch.float32, False, RESIDUAL, marks=thorough),
+            (2, (100, 71), 0.05, torch.float32, False, ADAM),
+            pytest.param(2, (200, 171), 0.05, torch.float32, False, ADAM, marks=thorough),
+            pytest.param(2, 900, 0.05, torch.float32, False, RESIDUAL, marks=thorough),
+            pytest.param(2, 400, 0.05, torch.bfloat16, False, ls.Residual(0.9), marks=thorough),
+            pytest.param(3, 2600, 0.05, torch.float32, False, ls.Residual(0.7), marks=thorough),
+            pytest.param(
+                2, 1000, 0.004, torch.float16, True, RESIDUAL, marks=thorough
+            ),  # coordinates travel as they are
+            pytest.param(5, 4000, 0.3, torch.float32, True, RESIDUAL, marks=thorough),
+            pytest.param(
+                2, 66_000, 0.01, torch.float32, False, RESIDUAL, marks=[thorough, pytest.mark.timeout(900)]
+            ),  # two blocks
+            (2, 100, 0.05, torch.bfloat16, False, ls.SecondMoment(0.0)),  # some steps are bounded
+            pytest.param(5, 2600, 0.05, torch.float32, False, ls.SecondMoment(1 - 2**-4, 0.1), marks=thorough),
+            pytest.param(2, 1000, 0.004, torch.float16, True, ADAM, marks=thorough),
+            pytest.param(17, 300, 0.3, torch.float32, True, ls.SecondMoment(0.0), marks=thorough),  # in 32 bits
+            pytest.param(2, 66_000, 0.01, torch.float32, False, ADAM, marks=[thorough, pytest.mark.timeout(900)]),
+        ],
+        2,
+    ),
 )
 def test_the_whole_step_equals_that_of_torch(
     n: int, numel: int | tuple[int, ...], density: float, dtype: torch.dtype, scaled: bool, memory: ls.Memory

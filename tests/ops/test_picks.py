@@ -134,11 +134,14 @@ KINDS_OF_STEPS = ["normal", "ties", "nan", "zeros", "subnormal", "wide", "silent
 
 @pytest.mark.parametrize(
     ("name", "exchange", "kind"),
-    [
-        *product(["union_topk"], [None], KINDS_OF_STEPS),
-        *by_default(product(["topk"], ["packed_union"], KINDS_OF_STEPS), 3),
-        *by_default(product(["topk"], [None], KINDS_OF_STEPS), 1),
-    ],
+    by_default(
+        [
+            *product(["union_topk"], [None], KINDS_OF_STEPS),
+            *by_default(product(["topk"], ["packed_union"], KINDS_OF_STEPS), 3),
+            *by_default(product(["topk"], [None], KINDS_OF_STEPS), 1),
+        ],
+        5,
+    ),
 )
 def test_steps_send_and_leave_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, name: str, exchange: str | None, kind: str

@@ -10,7 +10,7 @@ import torch
 
 import lightning_sparse as ls
 from tests.contract.cases import CASES, PAIRS, Case, kinds
-from tests.covering import covering, in_one_test
+from tests.covering import by_default, covering, in_one_test
 from tests.lockstep import Outcome, Ranks, equal_states, noise
 from tests.static_path import static_path
 
@@ -168,7 +168,7 @@ def test_small_groups_work(name: str, exchange: str, n: int, static_path: None) 
             assert torch.equal(n * outcome.averages[0] + sum(outcome.after), offered)
 
 
-@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("name", by_default(SPARSE, 12))
 def test_a_skipped_step_leaves_what_was_finite_to_the_next_one(name: str, static_path: None) -> None:
     case, n, numel = BY_NAME[name], 4, 401
     disturbed, calm = (Ranks(n, numel, sparsifier=case.sparsifier, density=0.1) for _ in range(2))

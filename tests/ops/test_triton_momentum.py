@@ -20,6 +20,7 @@ interpret()
 pytestmark = pytest.mark.usefixtures("silent")
 
 from lightning_sparse.ops.triton import momentum as triton_momentum  # noqa: E402
+from tests.covering import by_default  # noqa: E402
 
 SHAPES = [(3, 5), (1,), (PART + 7,), (2, 3, 2, 2)]
 KINDS = [
@@ -52,7 +53,7 @@ def lists(parameter: torch.dtype, grad: torch.dtype, velocity: torch.dtype, *, b
     return made
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", by_default(HOW, 2))
 @pytest.mark.parametrize("kinds", KINDS[:1] + [pytest.param(x, marks=pytest.mark.thorough) for x in KINDS[1:]])
 def test_what_is_spent_in_triton_is_what_is_spent_in_torch(how: str, kinds: tuple[torch.dtype, ...]) -> None:
     by, skip = HOW[how]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from tests.covering import covering, in_turns
+from tests.covering import by_default, covering, in_turns
 from tests.ranks import Ranks
 from tests.reference.length import Length
 
@@ -653,7 +653,7 @@ class Pair(nn.Module):
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("at_the_end", [False, True])
+@pytest.mark.parametrize("at_the_end", by_default([False, True]))
 def test_two_backwards_before_the_steps_are_two_averages(at_the_end: bool) -> None:
     torch.manual_seed(0)
     pair = Pair()

@@ -186,7 +186,7 @@ def kind(sparsifier: ls.Sparsifier) -> str:
 
 @pytest.mark.parametrize(
     "sparsifier",
-    [*(pytest.param(one, marks=pytest.mark.thorough) for one in RAW_THRESHOLDS[:2]), *RAW_THRESHOLDS[2:]],
+    by_default([*(pytest.param(one, marks=pytest.mark.thorough) for one in RAW_THRESHOLDS[:2]), *RAW_THRESHOLDS[2:]]),
     ids=kind,
 )
 def test_a_drop_and_a_warm_up_of_the_rate_leave_thresholds_alone(two_ranks: Ranks, sparsifier: ls.Sparsifier) -> None:

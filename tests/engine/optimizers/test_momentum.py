@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.engine.optimizers.momentum import Momentum, Spending, Stepped, has_velocities, spent
+from tests.covering import by_default
 from tests.fake_cuda import CUDA, fake_cuda
 
 KINDS: list[dict[str, Any]] = [
@@ -77,11 +78,14 @@ def test_gradients_that_stay_the_same_lead_where_dense_training_leads(settings: 
 
 @pytest.mark.parametrize(
     ("settings", "hosted"),
-    [
-        pytest.param(settings, hosted, marks=[pytest.mark.thorough] * (number % 2 == hosted))
-        for number, settings in enumerate([*KINDS, {"dampening": 0.3}])
-        for hosted in (False, True)
-    ],
+    by_default(
+        [
+            pytest.param(settings, hosted, marks=[pytest.mark.thorough] * (number % 2 == hosted))
+            for number, settings in enumerate([*KINDS, {"dampening": 0.3}])
+            for hosted in (False, True)
+        ],
+        4,
+    ),
 )
 def test_parameters_come_as_far_as_without_it(settings: dict[str, Any], hosted: bool) -> None:
     plain, early = Training(settings, early=False), Training(settings, hosted)

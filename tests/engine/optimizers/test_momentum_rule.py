@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.methods.grouping import make_plan
+from tests.covering import by_default
 from tests.engine.optimizers import test_adam_rule
 from tests.engine.optimizers.test_adam_rule import Around, batch, loss_of, model, sharded
 from tests.ranks import Ranks
@@ -90,13 +91,16 @@ def train(kind: str, closure: bool, hyper: dict[str, Any], options: dict[str, An
 
 @pytest.mark.parametrize(
     ("kind", "closure", "extra"),
-    [
-        ("torch", False, {}),
-        ("torch", True, {"nesterov": True}),
-        ("wrapped", False, {"fused": True}),
-        ("sharded", True, {}),
-        ("torch", False, {"nesterov": True, "foreach": True, "weight_decay": 0.0}),  # torch then writes to .grad
-    ],
+    by_default(
+        [
+            ("torch", False, {}),
+            ("torch", True, {"nesterov": True}),
+            ("wrapped", False, {"fused": True}),
+            ("sharded", True, {}),
+            ("torch", False, {"nesterov": True, "foreach": True, "weight_decay": 0.0}),  # torch then writes to .grad
+        ],
+        3,
+    ),
 )
 def test_the_steps_are_those_of_the_rule(two_ranks: Ranks, kind: str, closure: bool, extra: dict[str, Any]) -> None:
     expected, left_alone = (reference({**HYPER, **extra}, spends) for spends in (True, False))

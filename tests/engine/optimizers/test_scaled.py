@@ -17,7 +17,7 @@ import lightning_sparse as ls
 from lightning_sparse.engine.optimizers.scaled import Handed, Lengths, factors_of
 from lightning_sparse.ops.length import LengthChanges
 from lightning_sparse.ops.sampled import Sampler
-from tests.covering import covering, in_turns
+from tests.covering import by_default, covering, in_turns
 from tests.integrations.test_telling import Lines
 from tests.ranks import Ranks
 
@@ -72,7 +72,7 @@ SETTINGS: dict[str, dict[str, Any]] = {"packed": {}, "union": {"exchange": "redu
 
 @pytest.mark.parametrize(
     ("factor", "settings"),
-    covering(in_turns([1 / 4096, 0.01, 64.0, 1.0], list(SETTINGS)), together=1, thorough={64.0, 1.0}),
+    by_default(covering(in_turns([1 / 4096, 0.01, 64.0, 1.0], list(SETTINGS)), together=1, thorough={64.0, 1.0})),
 )
 def test_a_factor_changes_no_step_of_adam(two_ranks: Ranks, factor: float, settings: str) -> None:
     for plain, changed in two_ranks(scaled, factor, SETTINGS[settings]):
@@ -101,7 +101,7 @@ def unshown_scaler(growth_interval: int) -> list[float]:
 
 
 # Where the scale is doubled in the middle of so few steps, what waits is of two scales for a while.
-@pytest.mark.parametrize(("growth_interval", "near"), [(1000, 0.01), (15, 0.5)])
+@pytest.mark.parametrize(("growth_interval", "near"), by_default([(1000, 0.01), (15, 0.5)]))
 def test_a_scaler_that_the_engine_was_not_shown_costs_no_progress(
     two_ranks: Ranks, growth_interval: int, near: float
 ) -> None:

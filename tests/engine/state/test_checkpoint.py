@@ -27,6 +27,7 @@ from lightning_sparse.engine.state.checkpoint import SideFiles, restore
 from lightning_sparse.engine.state.plain import checksum
 from lightning_sparse.engine.state.schema import check_state, renamed, with_pending
 from lightning_sparse.engine.state.side_files import SideFile, side_directory
+from tests.covering import by_default
 from tests.network import AbandonedError, Network, Port
 
 SHAPES: dict[str, dict[str, int]] = {
@@ -321,7 +322,7 @@ def test_killed_at_any_moment_the_checkpoint_on_disk_is_complete(
     assert moments > 4 * 3  # four saves with three files each, and removals
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", by_default(range(20), 6))
 def test_what_is_written_in_the_background_is_never_removed_too_early(tmp_path: Path, seed: int) -> None:
     path = tmp_path / "last.ckpt"
     results(Run(2, path, "old").save())

@@ -124,7 +124,7 @@ RUNS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", RUNS, ids=lambda options: "-".join(map(str, options.values())))
+@pytest.mark.parametrize("options", by_default(RUNS, 10), ids=lambda options: "-".join(map(str, options.values())))
 def test_a_run_that_was_saved_goes_on_bit_for_bit(two_ranks: Ranks, options: dict[str, Any]) -> None:
     for same, notes, size in two_ranks(go_on, options):
         assert same
@@ -375,7 +375,7 @@ def load_half_learned(case: str) -> tuple[list[str], Any, list[Tensor]]:
     return notes, known, [p.detach() for p in run.model.parameters()]
 
 
-@pytest.mark.parametrize("case", LEARNED)
+@pytest.mark.parametrize("case", by_default(LEARNED, 4))
 def test_what_a_group_has_learned_starts_anew_on_all_ranks_or_on_none(two_ranks: Ranks, case: str) -> None:
     (notes, known, parameters), (own_notes, own_known, own_parameters) = two_ranks(load_half_learned, case)
     assert all(map(torch.equal, parameters, own_parameters))
@@ -607,12 +607,15 @@ def fail(options: dict[str, Any]) -> tuple[str, str, list[str], float]:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"sparsifier": FailsOnRank1(), "executor": "inline"},
-        {"sparsifier": FailsOnRank1(), "executor": "thread"},
-        {"observers": [FailingObserver()]},
-    ],
-    ids=["inline", "thread", "observer"],
+    by_default(
+        [
+            {"sparsifier": FailsOnRank1(), "executor": "inline"},
+            {"sparsifier": FailsOnRank1(), "executor": "thread"},
+            {"observers": [FailingObserver()]},
+        ],
+        2,
+    ),
+    ids=lambda options: "-".join(options),
 )
 def test_an_error_on_one_rank_ends_the_others_at_once(two_ranks: Ranks, options: dict[str, Any]) -> None:
     (other, message, notes, taken), (kind, _, own_notes, _) = two_ranks(fail, options)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import lightning_sparse as ls
-from tests.covering import covering
+from tests.covering import by_default, covering
 from tests.reference.partitioned import ReferenceStep, reference_published_exdyna, reference_published_micro
 
 STEPS = 300
@@ -46,13 +46,17 @@ RUNS: dict[str, tuple[ls.Sparsifier, Callable[[Iterator[np.ndarray]], list[Refer
 
 @pytest.mark.parametrize(
     ("name", "n", "scales", "dtype"),
-    [
-        *covering(
-            itertools.product(["exdyna", "micro"], [4, 2], ["layered", "flat"], [np.float64, np.float32]), together=1
-        ),
-        ("exdyna-loose", 2, "layered", np.float32),
-        pytest.param("exdyna-loose", 4, "layered", np.float64, marks=pytest.mark.thorough),
-    ],
+    by_default(
+        [
+            *covering(
+                itertools.product(["exdyna", "micro"], [4, 2], ["layered", "flat"], [np.float64, np.float32]),
+                together=1,
+            ),
+            ("exdyna-loose", 2, "layered", np.float32),
+            pytest.param("exdyna-loose", 4, "layered", np.float64, marks=pytest.mark.thorough),
+        ],
+        2,
+    ),
 )
 def test_every_decision_of_300_steps_is_that_of_the_reference(name: str, n: int, scales: str, dtype: type) -> None:
     sparsifier, reference = RUNS[name]

@@ -39,7 +39,9 @@ def test_the_recorded_stream_is_one_whose_scale_moves() -> None:
 
 @pytest.mark.parametrize(
     ("sparsifier", "name", "density"),
-    covering(product([ls.SIDCoE(), ls.SIDCoGP(), ls.SIDCoP()], ["digits", "heavy_tail"], [0.01, 0.001]), together=1),
+    by_default(
+        covering(product([ls.SIDCoE(), ls.SIDCoGP(), ls.SIDCoP()], ["digits", "heavy_tail"], [0.01, 0.001]), together=1)
+    ),
 )
 def test_sidco_picks_about_as_many_as_it_should(sparsifier: ls.Sparsifier, name: str, density: float) -> None:
     numel = stream(name)[0].shape[1]
@@ -52,7 +54,9 @@ def test_sidco_picks_about_as_many_as_it_should(sparsifier: ls.Sparsifier, name:
     assert high < 1.4
 
 
-@pytest.mark.parametrize(("method", "density"), covering(in_turns([ls.ExDyna, ls.MiCRO], [0.001, 0.01]), together=1))
+@pytest.mark.parametrize(
+    ("method", "density"), by_default(covering(in_turns([ls.ExDyna, ls.MiCRO], [0.001, 0.01]), together=1))
+)
 def test_exclusive_methods_hold_their_density_and_are_better_balanced_than_as_published(
     method: type[ls.MiCRO] | type[ls.ExDyna], density: float
 ) -> None:

@@ -18,7 +18,7 @@ import lightning_sparse as ls
 from lightning_sparse.core.step import Context
 from lightning_sparse.methods.sparsifiers.fitted import gamma_quantile, pareto_quantile, threshold
 from lightning_sparse.methods.sparsifiers.sidco import SIDCoState
-from tests.covering import covering, in_one_test
+from tests.covering import by_default, covering, in_one_test
 from tests.reference.sidco import reference_sidco, reference_threshold
 
 METHODS = {"E": ls.SIDCoE, "GP": ls.SIDCoGP, "P": ls.SIDCoP}
@@ -124,7 +124,7 @@ def quantiles(law: str) -> np.ndarray:
     return LAWS[law].isf(share / 2 if law == "student3" else share)
 
 
-@pytest.mark.parametrize(("law", "name"), TABLE)
+@pytest.mark.parametrize(("law", "name"), by_default(TABLE, 5))
 def test_fixed_stages_pick_what_a_study_found(law: str, name: str) -> None:
     x = quantiles(law)
     for stages, expected in enumerate(TABLE[law, name], start=1):
@@ -330,7 +330,7 @@ def test_published_stages_cure_light_tails_and_not_heavy_ones() -> None:
     assert np.mean(qualities[20:]) > 4
 
 
-@pytest.mark.parametrize("law", ["normal", "student3", "lognormal", "gamma0.3"])
+@pytest.mark.parametrize("law", by_default(["normal", "student3", "lognormal", "gamma0.3"], 2))
 def test_corrected_rule_moves_the_quality_to_one_for_light_and_heavy_tails(law: str) -> None:
     # From three stages, which pick 0.5 to 1.9 times the target; no more are allowed, which leaves it to the aim.
     _, qualities = adapt(ls.SIDCoE(max_stages=3), law, 60)
@@ -415,7 +415,8 @@ def stream(law: str, numel: int, steps: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "law", "density"), covering(product(METHODS, ["layers", "student3", "normal"], [0.001, 0.01]), together=1)
+    ("name", "law", "density"),
+    by_default(covering(product(METHODS, ["layers", "student3", "normal"], [0.001, 0.01]), together=1)),
 )
 def test_picks_stay_near_the_target_with_error_feedback(name: str, law: str, density: float) -> None:
     numel = 40_000  # k = 400 or 40

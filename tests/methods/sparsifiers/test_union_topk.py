@@ -18,7 +18,7 @@ import lightning_sparse as ls
 from lightning_sparse.core.step import Context
 from lightning_sparse.methods.density import count
 from lightning_sparse.methods.sparsifiers.union_topk import WINDOW, FillState
-from tests.covering import covering, in_turns
+from tests.covering import by_default, covering, in_turns
 from tests.static_path import static_path
 
 
@@ -131,7 +131,9 @@ def test_one_coordinate_that_dwarfs_all_others_takes_no_more_than_its_place() ->
 
 @pytest.mark.parametrize(
     ("n", "numel", "density"),
-    [(2, 500, 0.02), (3, 301, 0.6), (8, 400, 0.01), pytest.param(4, 5000, 0.02, marks=pytest.mark.thorough)],
+    by_default(
+        [(2, 500, 0.02), (3, 301, 0.6), (8, 400, 0.01), pytest.param(4, 5000, 0.02, marks=pytest.mark.thorough)], 2
+    ),
 )
 def test_picks_are_those_of_the_rule(n: int, numel: int, density: float) -> None:
     stream = alike(140, n, numel, 0.3).double()

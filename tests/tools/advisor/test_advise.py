@@ -21,6 +21,7 @@ import lightning_sparse as ls
 from lightning_sparse.methods.sparsifiers import SPARSIFIERS
 from lightning_sparse.tools.advisor.prediction import TRIED
 from lightning_sparse.tools.advisor.report import markdown, write_configs
+from tests.covering import by_default
 from tests.ranks import Ranks
 from tests.tools.advisor.toys import TOYS, Numbers, Toy, quiet
 from tests.trainers import PACKAGES
@@ -115,6 +116,7 @@ def test_what_is_measured_and_predicted() -> None:
     assert [what for what, _ in said][-5:] == [f"timing {name} at {density:g}" for name, density in methods[4:]]
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("alone")
 def test_by_default_all_sparsifiers_that_may_be_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning_sparse.tuning.performance import profiler
@@ -363,7 +365,7 @@ def advise_on_two(package: str) -> tuple[list[Any], str, bool, str]:
     )
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", by_default(PACKAGES))
 def test_all_ranks_are_given_the_same_advice(two_ranks: Ranks, package: str) -> None:
     (first, verdict, put_back, overlap), other = two_ranks(advise_on_two, package)
     assert (first, verdict, put_back, overlap) == other
@@ -385,6 +387,7 @@ print(f"RESULT|{advice.measured.profile.network.ranks}|{seconds}|{advice.verdict
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.usefixtures("not_launched")
 def test_the_usual_launcher(tmp_path: Path) -> None:
@@ -407,6 +410,7 @@ def to_a_file(what: str, done: float) -> None:
         file.write(f"{what}\n")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.usefixtures("alone", "warm_spawn")
 def test_spawned_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

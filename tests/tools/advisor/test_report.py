@@ -20,7 +20,7 @@ from lightning_sparse.tools.advisor.report import (
     write_configs,
     write_csv,
 )
-from tests.covering import covering, in_turns
+from tests.covering import by_default, covering, in_turns
 from tests.tools.advisor.made_up import HERE, advice, measured, predicted
 
 THERE = Scenario(8, 1.0)
@@ -178,7 +178,7 @@ def given(**trainer: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", TRIED)
+@pytest.mark.parametrize("name", by_default(TRIED, 2))
 def test_a_configuration_for_each_grouping(trainer_of: Any, tmp_path: Path, name: str) -> None:
     path = tmp_path / "config.yaml"
     found = advice([predicted("shared_topk", 0.5, 0.003, name)])

@@ -116,6 +116,7 @@ def row(stream: str, n: int, density: float, method: str, **measures: float | No
     return Row(stream, n, density, method, 120, 0, **values)  # type: ignore[arg-type]
 
 
+@pytest.mark.thorough
 def test_the_open_loops_figures(drawn: dict[str, Figure], tmp_path: Path) -> None:
     rows = [
         row(stream, n, density, method, steps_to_target=None if method == "micro" else 7, bytes_sent=1000.0 * n)

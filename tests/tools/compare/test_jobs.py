@@ -127,6 +127,7 @@ def test_at_least_one_process_is_needed() -> None:
         next(execute_all([], 0))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.usefixtures("warm_spawn")
 def test_two_processes_find_what_one_finds() -> None:

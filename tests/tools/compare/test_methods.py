@@ -10,6 +10,7 @@ from torch import Tensor
 import lightning_sparse as ls
 from lightning_sparse.tools.compare.methods import DENSE, METHODS, Method, choose
 from lightning_sparse.tools.compare.tasks import record, text
+from tests.covering import by_default
 
 RANKS, DENSITY = 4, 0.01
 LEARNING = {"union_topk", "union_topk+momentum", "union_topk+early"}
@@ -45,7 +46,9 @@ AS_UNION_TOPK = [method for method in METHODS if method.name in LEARNING - {"uni
 
 @pytest.mark.parametrize(
     "method",
-    [pytest.param(method, marks=[pytest.mark.thorough] * (method in AS_UNION_TOPK)) for method in METHODS],
+    by_default(
+        [pytest.param(method, marks=[pytest.mark.thorough] * (method in AS_UNION_TOPK)) for method in METHODS], 7
+    ),
     ids=lambda method: method.name,
 )
 def test_every_method_sends_as_many_bytes_as_micro(
@@ -58,7 +61,7 @@ def test_every_method_sends_as_many_bytes_as_micro(
         assert share == pytest.approx(1, rel=TOLERANCE.get(method.name, 0.01))
 
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+@pytest.mark.parametrize("method", by_default(METHODS, 2), ids=lambda method: method.name)
 def test_equal_densities_are_densities_and_grow_with_the_budget(method: Method) -> None:
     for n, numel, budgets in ((2, 10, (1e-6, 0.01, 1.0)), (4, 10_000, (1e-6, 0.001, 0.1))):
         densities = [method.equal_density(density, n, numel) for density in budgets]

@@ -10,6 +10,7 @@ from lightning_sparse.core.step import Agreement, Context, Selection
 from lightning_sparse.methods.sparsifiers import TopK
 from lightning_sparse.tools.compare import recorded
 from lightning_sparse.tools.compare.methods import DENSE, METHODS, Method, choose
+from tests.covering import by_default
 from tests.lockstep import Ranks
 from tests.reference import measures
 
@@ -58,7 +59,7 @@ def followed(gradients: list[Tensor], method: Method, density: float) -> list[me
     return steps
 
 
-@pytest.mark.parametrize("method", [*METHODS, DENSE], ids=lambda method: method.name)
+@pytest.mark.parametrize("method", by_default([*METHODS, DENSE], 8), ids=lambda method: method.name)
 def test_measures_are_those_of_the_definitions(method: Method) -> None:
     gradients, density, k = tail(3, 400, 14), 0.05, 20
     if method == DENSE:

@@ -101,6 +101,7 @@ def test_the_memory_takes_part() -> None:
     assert not torch.equal(one.flat, other.flat)
 
 
+@pytest.mark.thorough
 def test_momentum_is_spent_early_where_the_method_says_so() -> None:
     losses = {}
     for name in ("topk", "topk+early"):

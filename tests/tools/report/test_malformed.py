@@ -19,6 +19,7 @@ import pytest
 from lightning_sparse.tools.report.page import write_page
 from lightning_sparse.tools.report.runs import Run, read_runs
 from lightning_sparse.tools.report.summary import totals_table
+from tests.covering import by_default
 from tests.tools.report.made_up import rows, write_csv
 
 for needed in ("plotly", "yaml"):
@@ -343,7 +344,7 @@ LOGGED = ["loss", "sparse/traffic/total_mb", "sparse/traffic/dense_total_mb", "s
 LOGGED += ["sparse/time/exposed_ms", "sparse/group/a/density"]
 
 
-@pytest.mark.parametrize("first", range(len(EXTREMES)))
+@pytest.mark.parametrize("first", by_default(range(len(EXTREMES))))
 def test_extreme_values_are_drawn_or_left_out(tmp_path: Path, first: int) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     from lightning_sparse.tools.report.static import write_figures

@@ -21,7 +21,7 @@ from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.methods.grouping import Group, ParameterSize, make_plan
 from lightning_sparse.tuning.controllers import DenseFallback
 from lightning_sparse.tuning.controllers import dense_fallback as module
-from tests.covering import covering
+from tests.covering import by_default, covering
 from tests.integrations.test_fabric import FABRICS, SPARSE, Run, close
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE
@@ -276,10 +276,13 @@ EXECUTORS = ["inline", "thread"]
 
 @pytest.mark.parametrize(
     ("sparsifier", "rigged", "executor"),
-    covering(
-        product(["topk", "union_topk", "exdyna"], RIGGED, EXECUTORS),
-        together=1,
-        seen_as=lambda sparsifier, rigged, executor: (sparsifier, (rigged, executor)),
+    by_default(
+        covering(
+            product(["topk", "union_topk", "exdyna"], RIGGED, EXECUTORS),
+            together=1,
+            seen_as=lambda sparsifier, rigged, executor: (sparsifier, (rigged, executor)),
+        ),
+        2,
     ),
 )
 def test_no_residual_is_lost_between_sparse_and_dense(
@@ -342,10 +345,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("layout", "rigged", "executor"),
-    covering(
-        product(LAYOUTS, RIGGED, EXECUTORS),
-        together=1,
-        seen_as=lambda layout, rigged, executor: (layout, (rigged, executor)),
+    by_default(
+        covering(
+            product(LAYOUTS, RIGGED, EXECUTORS),
+            together=1,
+            seen_as=lambda layout, rigged, executor: (layout, (rigged, executor)),
+        ),
+        3,
     ),
 )
 def test_density_1_trains_like_plain_ddp(
@@ -405,7 +411,7 @@ def unused_while_dense(cap: float) -> list[tuple[str, bool, Tensor, Tensor, Tens
     return seen
 
 
-@pytest.mark.parametrize(("cap", "goes_direct"), [(25, True), (0.001, False)])
+@pytest.mark.parametrize(("cap", "goes_direct"), by_default([(25, True), (0.001, False)]))
 def test_the_residual_of_an_unused_parameter_waits(two_ranks: Ranks, cap: float, goes_direct: bool) -> None:
     for seen in two_ranks(unused_while_dense, cap):
         kept = seen[3][2]

@@ -173,7 +173,7 @@ def test_what_is_measured_without_help_is_a_profile(two_ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "executor"), covering(in_turns(["optimal", "published"], ["inline", "thread"]), together=1)
+    ("rule", "executor"), by_default(covering(in_turns(["optimal", "published"], ["inline", "thread"]), together=1))
 )
 def test_density_1_trains_like_plain_ddp(two_ranks: Ranks, executor: str, rule: Any) -> None:
     # Bit for bit: with two ranks a sum has one order, and halving is exact.
@@ -593,7 +593,7 @@ def delivered(cap: float | None) -> tuple[list[float], list[int]]:
     return saved["bucket_numels"], seen
 
 
-@pytest.mark.parametrize("cap", [None, 0.5, 1.5])
+@pytest.mark.parametrize("cap", by_default([None, 0.5, 1.5]))
 def test_layers_are_expected_as_ddp_hands_them_over(two_ranks: Ranks, cap: float | None) -> None:
     for (first, others), seen in two_ranks(delivered, cap):
         assert seen[0] == first

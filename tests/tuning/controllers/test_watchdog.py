@@ -158,7 +158,7 @@ def filling(density: Any, watched: bool) -> tuple[list[str], list[float]]:
     return seen, norms
 
 
-@pytest.mark.parametrize("density", [0.02, ls.Warmup(0.9, 0.02, steps=150)], ids=repr)
+@pytest.mark.parametrize("density", by_default([0.02, ls.Warmup(0.9, 0.02, steps=150)]), ids=repr)
 def test_a_residual_may_fill(two_ranks: Ranks, density: Any) -> None:
     for seen, norms in two_ranks(filling, density, True):
         assert not seen
@@ -374,7 +374,7 @@ def healthy(sparsifier: str, executor: str, steps: int) -> list[str]:
 
 @pytest.mark.parametrize(
     ("sparsifier", "steps"),
-    [*((s, 100) for s in QUICK), *(pytest.param(s, 200, marks=pytest.mark.thorough) for s in SPARSIFIERS)],
+    by_default([*((s, 100) for s in QUICK), *(pytest.param(s, 200, marks=pytest.mark.thorough) for s in SPARSIFIERS)]),
 )
 def test_nothing_is_wrong_with_random_gradients(two_ranks: Ranks, sparsifier: str, steps: int) -> None:
     assert two_ranks(healthy, sparsifier, "inline", steps) == [[], []]
@@ -617,6 +617,7 @@ def test_a_short_training_is_judged_while_residuals_fill(two_ranks: Ranks) -> No
     assert "at step 8, of which filling explains a factor of" in message
 
 
+@pytest.mark.thorough
 def test_a_short_training_may_fill(two_ranks: Ranks) -> None:
     assert two_ranks(growing_early, 50, 5.0) == [[], []]
 
@@ -648,6 +649,7 @@ def leaving_a_plateau(seed: int) -> tuple[list[str], float]:
     return [str(w.message) for w in seen if "residual" in str(w.message)], float(loss.detach())
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_leaving_a_plateau_is_no_growth(two_ranks: Ranks) -> None:
     for seen, loss in two_ranks(leaving_a_plateau, 2):
@@ -697,7 +699,7 @@ def trained(optimizer: str, density: float, zero: bool, number: int) -> tuple[li
             ("momentum", 0.001, False, 120),
             *product(OPTIMIZERS, (0.01, 0.001), (False, True), [300]),
         ],
-        2,
+        1,
     ),
 )
 def test_a_calm_training_is_left_alone(

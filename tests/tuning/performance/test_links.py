@@ -35,6 +35,7 @@ def measure(slow: bool) -> Links:
         TorchCollective.send_recv = given  # type: ignore[method-assign]
 
 
+@pytest.mark.thorough
 def test_the_slow_link_is_named_and_its_neighbours_are_not(three_ranks: Ranks) -> None:
     found: Links = three_ranks(measure, True)[0]
     assert found.links[1].round_trip >= SLOW

@@ -133,6 +133,7 @@ def test_sixty_layers_take_as_long_as_by_the_pairs_of_the_slow_algorithm(seed: i
     assert instance.time(instance.optimal()) == pytest.approx(expected, rel=1e-11)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fixed", [0.0, pytest.param(1e-4, marks=pytest.mark.thorough)])
 def test_five_hundred_layers(fixed: float) -> None:
     generator = random.Random(500)
