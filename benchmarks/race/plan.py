@@ -78,6 +78,8 @@ def _entries() -> Iterator[Entry]:
     for method in ("dense", "ours", "ours-300", "turned-300", "averaging-10"):
         yield Entry("shift-300", method, 2, 2)
     yield Entry("shakespeare-alone", "dense", 1, 3)
+    for method in ("dense", "ours", "ours-1000"):
+        yield Entry("shakespeare-pair", method, 1, 3)
     long = ("dense", "ours-300", "turned-300", "averaging-10", "ours", "late", "ours-600", "turned-600", "ours-200")
     for method in long:
         yield Entry("lstm-3000", method, 4)
@@ -85,7 +87,7 @@ def _entries() -> Iterator[Entry]:
 
 
 ENTRIES = tuple(_entries())
-PUBLISHED = ("shakespeare-alone",)
+PUBLISHED = ("shakespeare-alone", "shakespeare-pair")
 """Tasks of a known rate, which is not searched."""
 
 

@@ -19,7 +19,7 @@ SHORT = ("lstm-600", "gpt-300")
 LONG = ("lstm-3000", "gpt-3000")
 NODES = ("lstm-600-nodes", "gpt-300-nodes")
 """Two nodes of two ranks: two ranks with twice the batch, whose exchange is of all coordinates or of parts of them."""
-OTHER = ("shakespeare-2000", "shakespeare-alone", "shift-300")
+OTHER = ("shakespeare-2000", "shakespeare-alone", "shakespeare-pair", "shift-300")
 COMPUTE = 0.02
 """Seconds of computing in a step, for the figure of times: a device that is stated, not the one that trained."""
 ALLOWED = math.log(1.02)

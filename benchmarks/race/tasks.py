@@ -143,6 +143,7 @@ TASKS = {
         replace(GPT_300, name="gpt-3000", steps=3000, every=150, warm_up=50),
         SHAKESPEARE,
         replace(SHAKESPEARE, name="shakespeare-alone", batch=12, ranks=1),
+        replace(SHAKESPEARE, name="shakespeare-pair"),
         replace(SHAKESPEARE, name="shift-300", load=shifted, steps=300, ranks=4, rate=1e-4, warm_up=30, every=30),
         replace(LSTM_600, name="lstm-150", steps=150, every=30, warm_up=15),
     )
