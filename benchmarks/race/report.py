@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.race import counted, figures
+from benchmarks.race import counted, figures, timed
 from benchmarks.race.cells import Cell, cells, distance, shown, steps_to
 from benchmarks.race.configurations import CONFIGURATIONS
 from benchmarks.race.results import ROOT, Results
@@ -46,6 +46,7 @@ def tables(results: Results) -> dict[str, str]:
     found |= {f"search {task}": search(results, task) for task in SHORT}
     found |= {f"pairs {task}": pairs(results, task) for task in (*SHORT, *LONG, *NODES)}
     found |= {f"times {task}": times(results, task) for task in SHORT}
+    found |= {"measured": measured(results)}
     return found | {"bytes": bytes_by_ranks(results), "asks": table(ASKED[0], ASKED[1:]), "machine": machine(results)}
 
 
@@ -168,6 +169,23 @@ def times(results: Results, task: str) -> str:
             row.append("" if seconds is None else f"{seconds:.0f}")
         rows.append(row)
     return table(["method", "steps", *(f"{mbit} Mbit/s" for mbit in (*figures.LINKS, 10_000))], rows)
+
+
+def measured(results: Results) -> str:
+    """Seconds of a step between real ranks, and how often dense's step fits into it the other way round."""
+    known = timed.read(results.folder)
+    heads = [head for mbit in timed.LINKS for head in (f"{mbit} Mbit/s", "of dense")]
+    rows = []
+    for name in timed.METHODS:
+        row = [CONFIGURATIONS[name].title, *[""] * (1 + len(heads))]
+        for place, mbit in enumerate(timed.LINKS):
+            own, dense = known.get((name, mbit)), known.get(("dense", mbit))
+            if own is None or dense is None:
+                continue
+            row[1] = f"{own.compute:.2f}"
+            row[2 + 2 * place : 4 + 2 * place] = [f"{own.exchange:.3f}", f"{sum(own) / sum(dense):.3f}"]
+        rows.append(row)
+    return table(["method", "computing", *heads], rows)
 
 
 def bytes_by_ranks(results: Results) -> str:

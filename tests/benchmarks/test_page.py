@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.race import plan, report
+from benchmarks.race import plan, report, timed
 from benchmarks.race.cells import cells, distance, steps_to
 from benchmarks.race.figures import seconds_to
 from benchmarks.race.plan import Entry
@@ -104,3 +104,16 @@ def test_figures_are_drawn(made_up: Results, tmp_path: Path, monkeypatch: pytest
     assert names == {"bytes.svg", "asks.svg", "time-small.svg"}
     text = (tmp_path / "figures" / "time-small.svg").read_text()
     assert "not reached" in text and "1000 Mbit/s" in text
+
+
+def test_steps_that_were_timed_are_medians_beside_denses(tmp_path: Path) -> None:
+    lines = [("dense", 1.0, 3.0), ("ours", 1.0, 0.2), ("ours", 1.2, 0.9), ("ours", 1.1, 0.1)]
+    texts = (
+        json.dumps({"method": name, "mbit": 50, "compute": compute, "exchange": exchange})
+        for name, compute, exchange in lines
+    )
+    (tmp_path / timed.FILE).write_text("\n".join(texts))
+    assert timed.read(tmp_path)["ours", 50] == (1.1, 0.2)
+    rows = {line.split(" | ")[0]: line for line in report.measured(Results(tmp_path)).splitlines()}
+    assert rows["| ours, 0.01"].startswith("| ours, 0.01 | 1.10 | 0.200 | 0.325 |")
+    assert "| 1.000 |" in rows["| AdamW, dense (DDP)"]
