@@ -114,7 +114,7 @@ def attach_config(
         if config.bucket_cap_mb is None and config.fallback is None and device.type == "cuda":
             cap = max(cap, CUDA_BUCKET_MB)
         config = replace(config, bucket_cap_mb=cap)  # None means this size
-        plan = make_plan(sizes, config.grouping, config.rules, cap)  # which checks rules, too
+        plan = make_plan(sizes, config.grouping, config.rules, cap, frozen=frozen)  # which checks rules, too
         stays_dense = alone and config.single_device == "dense"
         plan = dense_plan(sizes, cap) if stays_dense else plan
         in_parts = config.node_size is not None and not stays_dense

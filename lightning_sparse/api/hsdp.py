@@ -164,7 +164,7 @@ def attach_hsdp_config(
         sizes = [ParameterSize.of(name, p) for name, p in trained.items()]
         cap = DDP_BUCKET_MB if config.bucket_cap_mb is None else float(config.bucket_cap_mb)
         config = replace(config, bucket_cap_mb=cap)
-        plan = make_plan(sizes, config.grouping, config.rules, cap * parts.world_size)
+        plan = make_plan(sizes, config.grouping, config.rules, cap * parts.world_size, frozen=frozen)
         stays_dense = replicas.world_size == 1 and config.single_device == "dense"
         plan = dense_plan(sizes, cap * parts.world_size) if stays_dense else plan
         refuse_two_orders(model, config.executor, device)

@@ -158,7 +158,9 @@ class SparsityMonitor(Callback):
         settings = SparsificationConfig(
             density=self.density, grouping=used.grouping, rules=used.rules, bucket_cap_mb=used.bucket_cap_mb
         )
-        self._shadow = Shadow(trained_parameters(trainer.lightning_module), self.shadow, settings, TorchCollective())
+        model = trainer.lightning_module
+        frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+        self._shadow = Shadow(trained_parameters(model), self.shadow, settings, TorchCollective(), frozen)
         for logger in trainer.loggers if trainer.is_global_zero else ():
             names = [SPARSIFIERS.name_of(one) for one in self.shadow]
             chosen = {"sparsifiers": ",".join(names), "density": settings.as_dict()["density"], "every": self.every}

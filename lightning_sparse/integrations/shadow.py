@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -42,6 +42,7 @@ class Shadow:
         sparsifiers: instances or names.
         settings: density, grouping and rules; other settings are those of each sparsifier.
         comm: the ranks.
+        frozen: names of the other parameters, which rules may name.
 
     Raises:
         ValueError: for an unknown name, or a sparsifier that is named twice.
@@ -53,12 +54,13 @@ class Shadow:
         sparsifiers: Sequence[Sparsifier | str],
         settings: SparsificationConfig,
         comm: TorchCollective,
+        frozen: Iterable[str] = (),
     ) -> None:
         self._comm, self._parameters = comm, dict(parameters)
         self._device = next(iter(self._parameters.values())).device
         sizes = [ParameterSize.of(name, p) for name, p in self._parameters.items()]
         grouping = "bucket" if settings.grouping.needs_profile else settings.grouping
-        plan = make_plan(sizes, grouping, settings.rules, settings.bucket_cap_mb or DDP_BUCKET_MB)
+        plan = make_plan(sizes, grouping, settings.rules, settings.bucket_cap_mb or DDP_BUCKET_MB, frozen=frozen)
         self._methods: dict[str, tuple[SparsificationConfig, list[GroupReducer]]] = {}
         for given in sparsifiers:
             one = SPARSIFIERS.resolve(given)

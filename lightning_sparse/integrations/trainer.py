@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import gc
 import importlib
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,11 @@ TRAINED_ELSEWHERE = (
     "trainer.save_checkpoint in on_train_end. The callback lightning_sparse.FlushResidual sends what is left before."
 )
 """Warning instead of residuals if a fit was forked or spawned: Lightning returns weights and metrics only."""
+FROZEN_WITHIN = (
+    "Parameters were frozen within {}, so that gradients were not averaged. Freeze parameters between two steps, such "
+    "as in on_train_epoch_start, or let DDP look for what a step does not use, with "
+    "strategy=SparseDDPStrategy(find_unused_parameters=True)."
+)
 SECOND_HOOK = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
 """Arguments of Lightning's ``DDPStrategy`` for a communication hook of the user."""
 
@@ -72,6 +78,8 @@ class SparseDDPMixin(SparseTrainerMixin, Base):
     """
 
     host = "Trainer"
+    _in_step = _accumulates = False
+    """Whether a training step is running, and whether the latest one had gradients that are accumulated."""
 
     @keywords_of(TrainerArguments)
     def __init__(self, *given: Any, **keywords: Any) -> None:
@@ -124,12 +132,41 @@ class SparseDDPMixin(SparseTrainerMixin, Base):
             )
         self._follow_optimizers(self._open_engine)
 
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Follow changes of frozen parameters first, outside of ``no_sync()``; then block as Lightning does."""
+        self._follow_frozen()
+        with super().block_backward_sync():
+            yield
+        self._accumulates = not self._in_step
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Follow changes of frozen parameters and of optimizers since the last step, then call Lightning's step."""
-        if self._membership_changed():
-            self._wrap_again()
+        self._follow_frozen()
         self._follow_others()
-        return super().training_step(*args, **kwargs)
+        self._in_step, self._accumulates = True, False
+        try:
+            return super().training_step(*args, **kwargs)
+        finally:
+            self._in_step = False
+
+    def _follow_frozen(self) -> None:
+        """Wrap the model again if parameters were frozen or thawed since the last step.
+
+        Raises:
+            RuntimeError: if that happened within a step or between batches that are accumulated, as DDP raises it.
+        """
+        if self._in_step or not self._membership_changed():
+            return
+        model: Any = self.model
+        try:
+            model._check_reducer_finalized()  # the new wrapper would not know
+        except RuntimeError as error:
+            raise RuntimeError(FROZEN_WITHIN.format("a step")) from error
+        assert self.engine is not None
+        if self._accumulates and not all(p.requires_grad for p in self.engine.parameters.values()):
+            raise RuntimeError(FROZEN_WITHIN.format("batches whose gradients are accumulated"))
+        self._wrap_again()
 
     def _membership_changed(self) -> bool:
         engine = self._open_engine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from typing import Any
 
@@ -63,3 +64,99 @@ def test_a_step_whose_closure_wraps_the_model_again_is_as_any_other(two_ranks: R
     for weights, states in results:
         assert states == expected[1] == [kept] * 4
         assert weights == expected[0]
+
+
+def fit_frozen_within(package: str, case: str) -> str:
+    """The sentence that fit ends with."""
+    base: Any = type(module := make_module(package))
+
+    class Freezing(base):  # type: ignore[misc]
+        automatic_optimization = case != "by hand"
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if case == "accumulated":
+                self.net[0].requires_grad_(batch_idx != 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if case != "accumulated":
+                self.net[0].requires_grad_(batch_idx % 2 == 0)
+                self.net[2].requires_grad_(batch_idx % 2 == 1 or case == "one layer")
+            loss = super().training_step(batch, batch_idx)
+            if case != "by hand":
+                return loss
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            return None
+
+    module.__class__ = Freezing
+    strategy = strategy_class(package)(density=0.1, rules=EVERYTHING_SPARSE, watch=None)
+    options = {"accumulate_grad_batches": 3} if case == "accumulated" else {}
+    trainer = make_trainer(package, strategy=strategy, max_epochs=1, **options)
+    with warnings.catch_warnings(action="ignore"):
+        try:
+            trainer.fit(module, make_data())
+        except RuntimeError as error:
+            return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("case", ["one layer", "by hand", "accumulated"])
+def test_parameters_that_are_frozen_within_a_step_end_fit_on_all_ranks_as_with_ddp(two_ranks: Ranks, case: str) -> None:
+    # The model would be wrapped again, and nobody would learn that ranks have stepped with gradients of their own.
+    for sentence in two_ranks(fit_frozen_within, PACKAGES[0], case):
+        assert sentence.startswith("Parameters were frozen within "), sentence
+        assert ("accumulated" in sentence) == (case == "accumulated")
+
+
+def fit_accumulating(package: str, density: float, delay: int) -> tuple[list[float], list[tuple[int, int]]]:
+    """Weights, and steps and exchanges after each epoch, of a layer that thaws and freezes while batches accumulate."""
+    base: Any = type(module := make_module(package))
+    counts = []
+
+    class Thawing(base):  # type: ignore[misc]
+        def on_train_epoch_start(self) -> None:
+            self.net[0].requires_grad_(self.trainer.current_epoch != 1)
+
+        def on_train_epoch_end(self) -> None:
+            counts.append((self.trainer.global_step, self.trainer.strategy.engine.step))
+
+    module.__class__ = Thawing
+    strategy = strategy_class(package)(density=density, delay=delay, rules=EVERYTHING_SPARSE, watch=None)
+    trainer = make_trainer(package, strategy=strategy, max_epochs=3, accumulate_grad_batches=3)
+    with warnings.catch_warnings(action="ignore"):
+        trainer.fit(module, make_data())
+    return flat(module).tolist(), counts
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_layers_thaw_while_batches_are_accumulated_without_an_exchange_more(two_ranks: Ranks, delay: int) -> None:
+    first, second = two_ranks(fit_accumulating, PACKAGES[1], 0.1, delay)
+    assert first == second
+    assert all(steps - delay <= exchanges <= steps for steps, exchanges in first[1])
+
+
+def fit_with_rules(package: str, rules: ls.Rules) -> list[bool]:
+    """Whether parameters were sparsified, in each epoch; the first layer is frozen in the second one."""
+    module = make_module(package)
+    seen = []
+
+    class Freeze(importlib.import_module(package).Callback):  # type: ignore[misc]
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            module.net[0].requires_grad_(trainer.current_epoch == 1)
+
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            seen.append("net.0.weight" in trainer.strategy.engine.parameters)
+
+    module.net[0].requires_grad_(False)
+    strategy = strategy_class(package)(density=0.1, rules=rules, watch=None)
+    trainer = make_trainer(package, strategy=strategy, callbacks=[Freeze()], max_epochs=3)
+    with warnings.catch_warnings(action="ignore"):
+        trainer.fit(module, make_data())
+    return seen
+
+
+def test_rules_may_name_layers_that_are_frozen(two_ranks: Ranks) -> None:
+    for rules in (ls.Rules(dense=["net.0.*"]), ls.Rules(densities={"net.0.weight": 0.5})):
+        assert two_ranks(fit_with_rules, PACKAGES[0], rules) == [[False, True, False]] * 2

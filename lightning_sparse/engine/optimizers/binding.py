@@ -325,7 +325,8 @@ class OptimizerBinding:
     def go_on(self, state: Mapping[str, Any]) -> None:
         """Follow a state that was loaded: what has waited is what it remembers."""
         self._saved_clippings = list(state["clippings"])
-        self._momentum.go_on({name for name, vectors in state["parameters"].items() if "residual" in vectors})
+        known, late = state["parameters"], self._reducer.settings.delay  # all averages have waited then
+        self._momentum.go_on({name for name, vectors in known.items() if late or "residual" in vectors})
         self._reducer.lengths.load(state["lengths"])
         self._clip_as_before()
 

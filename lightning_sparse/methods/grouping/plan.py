@@ -71,6 +71,7 @@ def make_plan(
     bucket_cap_mb: float = DDP_BUCKET_MB,
     profile: Any = None,
     density: float = 1.0,
+    frozen: Iterable[str] = (),
 ) -> list[Group]:
     """Cut parameters into groups, in the order in which backward is expected to finish them.
 
@@ -89,6 +90,7 @@ def make_plan(
         profile: a :class:`~lightning_sparse.tuning.performance.Profile` of these parameters, for groupings that use
         one.
         density: of groups without a density of their own, for groupings that use a profile.
+        frozen: names of the model's other parameters, which patterns of the rules may mean, too.
 
     Raises:
         ValueError: for an unknown grouping, a pattern that matches no parameter, a parameter that is to be dense and
@@ -106,7 +108,7 @@ def make_plan(
     ordered = list(parameters)[::-1] if isinstance(parameters, Iterable) else []
     sizes = isinstance(parameters, Iterable) and all(isinstance(p, ParameterSize) for p in ordered)
     expect(sizes, "parameters", "a ParameterSize for each parameter", parameters)
-    rules.check([p.name for p in ordered])
+    rules.check([*(p.name for p in ordered), *frozen])
     ordered = [p for p in ordered if p.numel]  # others have nothing to exchange
     apart: dict[tuple[bool, float | None, Hashable], list[ParameterSize]] = {}
     for p in ordered:
@@ -123,9 +125,21 @@ def make_plan(
             cut = rule.cut(members, bucket_cap_mb)
         else:
             cut = rule.cut_by(profile, own or density, members, bucket_cap_mb)
-        for name, group in cut:
-            plan.append(Group(prefix + name, tuple(group), keep_dense, own))
-    return plan
+        plan += [Group(prefix + name, tuple(group), keep_dense, own) for name, group in cut]
+    return _with_names_apart(plan)
+
+
+def _with_names_apart(plan: Sequence[Group]) -> list[Group]:
+    """Lengthen names that another group has: a module may be called as groups are, such as ``dense.bucket0``."""
+    taken: set[str] = set()
+    for place, group in enumerate(plan):
+        name = group.name
+        while name in taken:
+            name += "'"
+        taken.add(name)
+        if name != group.name:
+            plan = [*plan[:place], group._replace(name=name), *plan[place + 1 :]]
+    return list(plan)
 
 
 def dense_plan(parameters: Iterable[ParameterSize], bucket_cap_mb: float) -> list[Group]:

@@ -26,8 +26,7 @@ class Rules:
         dense: patterns of parameters that stay dense.
         sparse: patterns of parameters that are sparsified at any size.
         densities: densities in (0, 1] by pattern, for parameters that do not follow the schedule; the first pattern
-            that matches counts. They are sparsified at any size, also at 1.0, where every coordinate goes through the
-            sparsifier.
+            that matches counts. They are sparsified at any size; at 1.0 they are sent as a whole.
         dense_ndim: parameters with fewer dimensions stay dense, at least 0; 0 switches this off.
         dense_numel: parameters with fewer coordinates stay dense, at least 0; 0 switches this off.
 

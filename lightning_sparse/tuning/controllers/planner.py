@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -95,12 +95,14 @@ class Planner:
         return profiler.profile(costs, self._fingerprint)
 
     def _apply(self, profile: Profile, engine: Engine) -> None:
-        plan, self.profile = self._choose(profile, engine.settings)
+        plan, self.profile = self._choose(profile, engine.settings, engine.frozen)
         engine.regroup(plan, self.profile.messages)
         if engine.comm.rank == 0:
             print_profile(self.profile, plan, engine.settings.density.final)
 
-    def _choose(self, profile: Profile, settings: SparsificationConfig) -> tuple[list[Group], Profile]:
+    def _choose(
+        self, profile: Profile, settings: SparsificationConfig, frozen: Iterable[str]
+    ) -> tuple[list[Group], Profile]:
         """Return groups with their densities, and the profile with the chosen messages.
 
         If the settings allow both kinds of messages, the one with the larger density is chosen; if these are equal, the
@@ -112,7 +114,9 @@ class Planner:
         possible: Sequence[Messages] = ("step", "group") if settings.messages == "auto" else (settings.messages,)
         found, refused = [], []
         assert settings.bucket_cap_mb is not None
-        plan_at = partial(make_plan, self._sizes, settings.grouping, settings.rules, settings.bucket_cap_mb)
+        plan_at = partial(
+            make_plan, self._sizes, settings.grouping, settings.rules, settings.bucket_cap_mb, frozen=frozen
+        )
         for messages in possible:
             tried = replace(profile, messages=messages)
             try:

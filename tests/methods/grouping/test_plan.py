@@ -15,6 +15,7 @@ from lightning_sparse.methods.grouping import (
     Grouping,
     MergeBelow,
     ParameterSize,
+    Rules,
     make_plan,
     merge_below,
 )
@@ -226,3 +227,18 @@ def test_groups_reach_the_threshold_with_their_last_layer() -> None:
     assert merge_below([3, 3, 3], math.inf) == [[0, 1, 2]]
     assert merge_below([0, 3, 0, 3], 3) == [[0, 1], [2, 3]]
     assert merge_below([], 3) == []
+
+
+def test_groups_have_names_of_their_own_whatever_modules_are_called() -> None:
+    sizes = [ParameterSize(name, numel, 2, "float32") for name, numel in
+             [("dense.bucket0.weight", 1600), ("dense.bucket0'.weight", 900), ("bias", 40)]]  # fmt: skip
+    names = [group.name for group in make_plan(sizes, "layer")]
+    assert len(set(names)) == len(names) == 3
+
+
+def test_patterns_may_mean_parameters_that_are_frozen() -> None:
+    sizes = [ParameterSize("head.weight", 1600, 2, "float32")]
+    rules = Rules(dense=["body.*"])
+    with pytest.raises(ValueError, match="matches no parameter"):
+        make_plan(sizes, "layer", rules)
+    assert [group.dense for group in make_plan(sizes, "layer", rules, frozen=["body.weight"])] == [False]
