@@ -213,7 +213,7 @@ class SparsificationConfig:
         watch, size, timeout = self.watch, self.bucket_cap_mb, self.timeout
         fits = watch is None or isinstance(watch, Watch)
         expect(fits, "watch", "a Watch such as Watch(every=1000), or None", watch)
-        fits = size is None or (isinstance(size, (int, float)) and 0 < size < math.inf)
+        fits = size is None or (is_number(size) and 0 < size < math.inf)
         expect(fits, "bucket_cap_mb", "a number above 0, or None", size)
         fits = timeout is None or (isinstance(timeout, timedelta) and timeout > timedelta())
         expect(fits, "timeout", "a timedelta above 0 such as timedelta(seconds=60), or None", timeout)

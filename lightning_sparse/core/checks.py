@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import TypeGuard
 
 
@@ -12,8 +13,10 @@ def is_integer(value: object) -> TypeGuard[int]:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return True if a value is an int or a float and not a bool; nan is a number."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """Return True if a value is an int or a float and not a bool; nan is one, and integers beyond floats are none."""
+    if isinstance(value, int):
+        return not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    return isinstance(value, float)
 
 
 def expect(holds: bool, name: str, what: str, value: object, hint: str = "") -> None:
@@ -33,9 +36,10 @@ def expect(holds: bool, name: str, what: str, value: object, hint: str = "") -> 
 
 
 def check_integer(value: object, name: str, least: int = 1) -> None:
-    """Raise a ValueError unless a setting is an integer of at least ``least``."""
+    """Raise a ValueError unless a setting is an integer of at least ``least``, and of 64 bits."""
     what = "a positive integer" if least == 1 else f"an integer of at least {least}"
-    expect(is_integer(value) and value >= least, name, what, value)
+    hint = " It has to be below 2**63." if is_integer(value) and value >= 1 << 63 else ""
+    expect(is_integer(value) and least <= value < 1 << 63, name, what, value, hint)
 
 
 def check_number(value: float, name: str, what: str = "a finite number of at least 0") -> None:
@@ -44,8 +48,13 @@ def check_number(value: float, name: str, what: str = "a finite number of at lea
 
 
 def check_positive(value: float, name: str) -> None:
-    """Raise a ValueError unless a setting is a number above 0."""
-    expect(is_number(value) and value > 0, name, "a positive number", value)
+    """Raise a ValueError unless a setting is a finite number above 0."""
+    expect(is_number(value) and 0 < value < math.inf, name, "a positive number", value)
+
+
+def check_flag(value: bool, name: str) -> None:
+    """Raise a ValueError unless a setting is a bool: a text such as "False" would count as true."""
+    expect(isinstance(value, bool), name, "True or False", value)
 
 
 def check_share(value: float, name: str, *, zero: bool = False, one: bool = True) -> None:

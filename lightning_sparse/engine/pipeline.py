@@ -37,13 +37,14 @@ def init_group(
     """State of a group before its first step. The accumulator has the gradient's dtype, but at least float32.
 
     Raises:
-        ValueError: if the group is empty or has 2**31 - 1 coordinates or more (indices travel as 32-bit words), or if
-            the sparsifier cannot serve it.
+        ValueError: if the group is empty or has 2**31 - 1 coordinates or more (indices travel as 32-bit words), if the
+            density is outside (0, 1], or if the sparsifier cannot serve the group.
     """
     if not 0 < numel < 2**31 - 1:
         raise ValueError(
             f"Expected a group of 1 to {2**31 - 2} coordinates, but got {numel}. Use a finer grouping such as 'bucket'."
         )
+    count(ctx.density, numel)  # refuses what a schedule may give that is no density
     wide = torch.promote_types(dtype, torch.float32)
     selector = sparsifier.init(numel, ctx.world_size, ctx.density, device)
     return GroupState(memory.init(numel, device, wide), selector, None, candidates=Candidates())

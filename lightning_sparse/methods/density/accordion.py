@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sparse.core.checks import check_integer, is_integer
+from lightning_sparse.core.checks import check_integer, check_positive, is_integer
 from lightning_sparse.core.layout import Gradient
 from lightning_sparse.methods.density.schedules import DensitySchedule, GroupDensity, check_density
 from lightning_sparse.ops import take_from_runs
@@ -74,8 +73,7 @@ class Accordion(DensitySchedule):
             or not all(map(is_integer, self.milestones))
         ):
             raise ValueError(f"Expected milestones to be a sequence of steps, but got {self.milestones!r}.")
-        if not (self.threshold > 0 and math.isfinite(self.threshold)):
-            raise ValueError(f"Expected threshold to be a positive number, but got {self.threshold!r}.")
+        check_positive(self.threshold, "threshold")
 
     def __call__(self, step: int) -> float:
         """Return the density before any update: ``high``."""

@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -47,10 +48,15 @@ def count(density: float, numel: int) -> int:
     together* in exclusive ones (MiCRO, ExDyna), as in the papers. A product that misses an integer by rounding alone
     is taken as that integer.
 
+    Raises:
+        ValueError: unless the density, which a schedule may have given, is in (0, 1].
+
     Example:
         >>> count(0.01, 12_345), count(0.001, 10), count(1.0, 7), count(0.29, 100)
         (123, 1, 7, 29)
     """
+    if not (isinstance(density, Real) and 0 < density <= 1):
+        check_density(density, "the density of a step")
     return max(1, min(numel, math.floor(density * numel * (1 + 1e-12))))
 
 

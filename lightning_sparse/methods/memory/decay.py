@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lightning_sparse.core.checks import check_integer, expect, is_number
+from lightning_sparse.core.checks import check_integer, check_number
 from lightning_sparse.core.layout import Gradient, flattened
 from lightning_sparse.core.step import Context
 from lightning_sparse.methods.memory.base import MEMORIES, Memory
@@ -51,7 +51,7 @@ class WeightDecay(GradientTransform):
     decays = True
 
     def __post_init__(self) -> None:
-        expect(is_number(self.decay) and self.decay >= 0, "decay", "a number of at least 0", self.decay)
+        check_number(self.decay, "decay")
         check_integer(self.min_ndim, "min_ndim", least=0)
         super().__post_init__()
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_sparse.core.checks import check_share
+from lightning_sparse.core.checks import check_flag, check_share
 from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.step import Absorbed, Context, Update
 from lightning_sparse.methods.memory.base import MEMORIES, Feedback, FeedbackState, advance_, pieces
@@ -45,7 +45,7 @@ class MomentumCorrection(Feedback):
         masking: clear the momentum of coordinates that were sent.
 
     Raises:
-        ValueError: if ``momentum`` is outside [0, 1).
+        ValueError: if ``momentum`` is outside [0, 1), or a flag is no bool.
 
     Example:
         >>> import lightning_sparse as ls
@@ -67,6 +67,8 @@ class MomentumCorrection(Feedback):
 
     def __post_init__(self) -> None:
         check_share(self.momentum, "momentum", zero=True, one=False)
+        check_flag(self.nesterov, "nesterov")
+        check_flag(self.masking, "masking")
 
     def absorb_(self, state: MomentumState, grad: Gradient, ctx: Context) -> Absorbed:
         """Update the velocity and add it to the residual."""

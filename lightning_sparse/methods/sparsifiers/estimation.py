@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_sparse.core.candidates import Candidates
-from lightning_sparse.core.checks import expect
+from lightning_sparse.core.checks import expect, is_number
 from lightning_sparse.core.layout import Span
 from lightning_sparse.core.messages import AllGather, Steps
 from lightning_sparse.core.step import Context, Selection
@@ -222,5 +222,5 @@ def check_variant(variant: str) -> None:
 
 def check_controller(beta: float, gamma: float) -> None:
     """Raise a ValueError unless ``beta > 1`` and ``0 < gamma < 1``, for the published controller."""
-    expect(beta > 1, "beta, the width of the density band,", "above 1", beta)
-    expect(0 < gamma < 1, "gamma, the gain per step,", "in (0, 1)", gamma)
+    expect(is_number(beta) and beta > 1, "beta, the width of the density band,", "above 1", beta)
+    expect(is_number(gamma) and 0 < gamma < 1, "gamma, the gain per step,", "in (0, 1)", gamma)

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sparse.core.checks import check_integer, expect
+from lightning_sparse.core.checks import check_integer, expect, is_number
 from lightning_sparse.core.messages import Steps
 from lightning_sparse.core.step import Agreement, Context
 from lightning_sparse.methods.density import count
@@ -105,7 +105,8 @@ class ExDyna(Sparsifier):
     def __post_init__(self) -> None:
         check_variant(self.variant)
         check_controller(self.beta, self.gamma)
-        expect(self.alpha > 1, "alpha, the tolerated imbalance,", "above 1", self.alpha)
+        held = is_number(self.alpha) and self.alpha > 1
+        expect(held, "alpha, the tolerated imbalance,", "above 1", self.alpha)
         for name, value in (("num_blocks", 1 if self.num_blocks is None else self.num_blocks), ("move", self.move)):
             check_integer(value, name)
 

@@ -32,9 +32,9 @@ class HardThreshold(Sparsifier):
     Args:
         threshold: magnitude above 0, in units of the accumulated raw gradient (not multiplied by the learning rate).
             With ``lr_aware`` it is raised for a while after a drop of the rate has made residuals larger.
-            None: ``1 / (2 sqrt(k))`` with k at the target density over all sparsified groups together, the formula of
-            the MiCRO and ExDyna experiments; it does not depend on the gradients' scale. A threshold from each group's
-            own k would be larger for smaller groups.
+            None: ``1 / (2 sqrt(k))`` with k at the density of the step over all sparsified groups together, the formula
+            of the MiCRO and ExDyna experiments; it does not depend on the gradients' scale. A threshold from each
+            group's own k would be larger for smaller groups.
 
     Raises:
         ValueError: if the threshold is not a positive finite number.
@@ -65,12 +65,10 @@ class HardThreshold(Sparsifier):
             )
 
     def select(self, acc: Tensor, state: Tensor | None, ctx: Context) -> tuple[Selection, Tensor]:
-        """Select all coordinates that reach the threshold; it is the state, () float64, set in the first step."""
+        """Select all coordinates that reach the threshold; it is the state, () float64."""
         k = count(ctx.density, acc.numel())
-        if state is None:
-            total = count(ctx.density, ctx.model_numel or acc.numel())
-            magnitude = self.threshold if self.threshold is not None else 1 / (2 * math.sqrt(total))
-            state = torch.full((), magnitude, dtype=torch.float64, device=acc.device)
-        threshold = state * ctx.surplus
+        total = count(ctx.density, ctx.model_numel or acc.numel())
+        magnitude = self.threshold if self.threshold is not None else 1 / (2 * math.sqrt(total))
+        threshold = torch.full((), magnitude, dtype=torch.float64, device=acc.device)
         room = min(acc.numel(), CAPACITY * k)
-        return reaching(acc, threshold, room, ctx.step, candidates=ctx.candidates), state
+        return reaching(acc, threshold * ctx.surplus, room, ctx.step, candidates=ctx.candidates), threshold

@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sparse.core.checks import check_integer, expect
+from lightning_sparse.core.checks import check_integer, expect, is_number
 from lightning_sparse.core.step import Agreement, Context, Selection
 from lightning_sparse.methods.density import count
 from lightning_sparse.methods.scalars import known
@@ -47,7 +47,8 @@ class OkTopK(Sparsifier):
     such an estimate is made from a sample of 65 536 magnitudes. Steps that send all coordinates, at a density of 1 or
     in a flush, leave the threshold as it was: the step after them may select few, and an estimate follows.
 
-    An accumulator with fewer than k nonzero values has no threshold: all of these are selected. On CUDA at most 2 k
+    An accumulator with fewer than k nonzero values has no threshold: all of these are selected, but for
+    subnormal ones. On CUDA at most 2 k
     are selected, more are thinned evenly.
 
     Args:
@@ -78,7 +79,7 @@ class OkTopK(Sparsifier):
 
     def __post_init__(self) -> None:
         check_integer(self.interval, "interval")
-        moves = 1 < self.gain < math.inf
+        moves = is_number(self.gain) and 1 < self.gain < math.inf
         expect(moves, "gain, the factor that moves the threshold,", "above 1 and finite", self.gain)
 
     def init(self, numel: int, world_size: int, density: float, device: torch.device) -> OkTopKState:

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sparse.core.checks import check_integer, expect
+from lightning_sparse.core.checks import check_integer, check_share
 from lightning_sparse.core.step import Agreement, Context, Selection
 from lightning_sparse.methods.density import count
 from lightning_sparse.methods.sparsifiers.base import SPARSIFIERS, Sparsifier
@@ -55,8 +55,7 @@ class _SIDCo(Sparsifier):
 
     def __post_init__(self) -> None:
         for name in ("first_ratio", "tolerance"):
-            value = getattr(self, name)
-            expect(0 < value < 1, name, "in (0, 1)", value)
+            check_share(getattr(self, name), name, one=False)
         check_integer(self.interval, "interval")
         if self.max_stages is not None:
             check_integer(self.max_stages, "max_stages")

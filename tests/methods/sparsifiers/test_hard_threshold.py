@@ -52,9 +52,11 @@ def test_the_default_threshold_comes_from_the_picks_over_the_whole_model(
     ctx = Context(step=0, density=0.01, rank=0, world_size=2, model_numel=model_numel)
     selection, state = ls.HardThreshold().select(torch.zeros(2500), None, ctx)
     assert float(selection.threshold) == threshold
-    # It is kept, whatever the density becomes.
-    later, _ = ls.HardThreshold().select(torch.zeros(2500), state, ctx._replace(step=1, density=0.5))
-    assert float(later.threshold) == threshold
+    # It follows a schedule: that of a warm-up's first step would let nearly everything pass later on.
+    later, _ = ls.HardThreshold().select(torch.zeros(2500), state, ctx._replace(step=1, density=0.04))
+    assert float(later.threshold) == threshold / 2
+    given, _ = ls.HardThreshold(0.5).select(torch.zeros(2500), None, ctx._replace(density=0.04))
+    assert float(given.threshold) == 0.5
 
 
 def test_the_density_follows_the_scale_of_the_gradients() -> None:
