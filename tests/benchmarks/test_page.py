@@ -117,3 +117,16 @@ def test_steps_that_were_timed_are_medians_beside_denses(tmp_path: Path) -> None
     rows = {line.split(" | ")[0]: line for line in report.measured(Results(tmp_path)).splitlines()}
     assert rows["| ours, 0.01"].startswith("| ours, 0.01 | 1.10 | 0.200 | 0.325 |")
     assert "| 1.000 |" in rows["| AdamW, dense (DDP)"]
+
+
+def test_the_readme_says_of_long_trainings_what_the_results_do() -> None:
+    every = {cell.entry.method: cell for cell in cells(Results(FOLDER), "lstm-3000")}
+    dense, text = every["dense"], (ROOT / "README.md").read_text()
+    for method in ("ours", "ours-300"):
+        apart = distance(every[method], dense)
+        assert apart is not None
+        assert f"{report._apart(apart.mean, apart.error, 'lstm-3000')}" in text
+        assert dense.megabytes is not None
+        assert every[method].megabytes is not None
+        share = dense.megabytes[0] / every[method].megabytes[0]
+        assert f"1/{10 * round(share / 10)}" in text
