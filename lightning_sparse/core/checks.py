@@ -47,9 +47,10 @@ def check_number(value: float, name: str, what: str = "a finite number of at lea
     expect(is_number(value) and 0 <= value < math.inf, name, what, value)
 
 
-def check_positive(value: float, name: str) -> None:
-    """Raise a ValueError unless a setting is a finite number above 0."""
-    expect(is_number(value) and 0 < value < math.inf, name, "a positive number", value)
+def check_positive(value: float, name: str, *, infinite: bool = False) -> None:
+    """Raise a ValueError unless a setting is a number above 0, and finite or allowed to be infinite."""
+    held = is_number(value) and value > 0 and (infinite or value < math.inf)
+    expect(held, name, "a positive number", value)
 
 
 def check_flag(value: bool, name: str) -> None:

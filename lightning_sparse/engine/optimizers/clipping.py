@@ -97,7 +97,7 @@ class GradientClipping:
         Raises:
             ValueError: for a limit or an algorithm that cannot be.
         """
-        check_positive(clipping.limit, "limit")
+        check_positive(clipping.limit, "limit", infinite=True)
         expect(clipping.algorithm in ALGORITHMS, "algorithm", "'norm' or 'value'", clipping.algorithm)
         names = frozenset(name for name in names if self._parameters[name].numel())
         if names:

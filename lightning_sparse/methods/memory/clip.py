@@ -52,7 +52,7 @@ class ClipByNorm(GradientTransform):
     memory: Memory = field(default_factory=Residual)
 
     def __post_init__(self) -> None:
-        check_positive(self.max_norm, "max_norm")
+        check_positive(self.max_norm, "max_norm", infinite=True)
         super().__post_init__()
 
     def transform_(self, grad: Gradient, ctx: Context) -> None:

@@ -69,6 +69,7 @@ class HardThreshold(Sparsifier):
         k = count(ctx.density, acc.numel())
         total = count(ctx.density, ctx.model_numel or acc.numel())
         magnitude = self.threshold if self.threshold is not None else 1 / (2 * math.sqrt(total))
-        threshold = torch.full((), magnitude, dtype=torch.float64, device=acc.device)
+        state = torch.full((), magnitude, dtype=torch.float64, device=acc.device)
+        threshold = state if ctx.surplus == 1 else state * ctx.surplus
         room = min(acc.numel(), CAPACITY * k)
-        return reaching(acc, threshold * ctx.surplus, room, ctx.step, candidates=ctx.candidates), threshold
+        return reaching(acc, threshold, room, ctx.step, candidates=ctx.candidates), state

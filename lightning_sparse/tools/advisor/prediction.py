@@ -181,7 +181,7 @@ def scenarios(known: int, ranks: Sequence[int], gbit: Sequence[float]) -> list[S
     for n in ranks:
         check_integer(n, "ranks")
     for rate in gbit:
-        check_positive(rate, "gbit")
+        check_positive(rate, "gbit", infinite=True)
     here = [Scenario(n, None) for n in (known, *([] if gbit else ranks))] if known > 1 else []
     others = [Scenario(n, rate) for n in (ranks or [known]) for rate in gbit]
     found = list(dict.fromkeys(one for one in here + others if one.ranks > 1))

@@ -167,7 +167,7 @@ class Network:
         """
         check_integer(ranks, "ranks")
         check_number(latency, "latency", "a finite number of seconds of at least 0")
-        check_positive(bits_per_second, "bits_per_second")
+        check_positive(bits_per_second, "bits_per_second", infinite=True)
         hops, byte = ranks - 1, 8 / bits_per_second
         return cls(Line(2 * hops * latency, 2 * hops / ranks * byte), Line(hops * latency, hops * byte), ranks)
 
