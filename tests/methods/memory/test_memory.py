@@ -789,7 +789,7 @@ def test_decay_needs_a_model_and_no_second_decay() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"decay": -0.1}, "Expected decay to be a number of at least 0, but got -0.1"),
+        ({"decay": -0.1}, "Expected decay to be a finite number of at least 0, but got -0.1"),
         ({"decay": float("nan")}, "but got nan"),
         ({"decay": True}, "but got True"),
         ({"decay": 0.1, "min_ndim": -1}, "Expected min_ndim to be an integer of at least 0, but got -1"),

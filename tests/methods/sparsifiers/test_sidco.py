@@ -435,9 +435,9 @@ def test_picks_stay_near_the_target_with_error_feedback(name: str, law: str, den
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"first_ratio": 0.0}, r"first_ratio to be in \(0, 1\), but got 0.0"),
+        ({"first_ratio": 0.0}, r"first_ratio to be a number in \(0, 1\), but got 0.0"),
         ({"first_ratio": 1.0}, "first_ratio"),
-        ({"tolerance": 0}, r"tolerance to be in \(0, 1\)"),
+        ({"tolerance": 0}, r"tolerance to be a number in \(0, 1\)"),
         ({"tolerance": 1.5}, "tolerance"),
         ({"interval": 0}, "interval to be a positive integer"),
         ({"interval": 2.0}, "interval to be a positive integer"),
