@@ -46,6 +46,7 @@ def tables(results: Results) -> dict[str, str]:
     found |= {f"search {task}": search(results, task) for task in SHORT}
     found |= {f"pairs {task}": pairs(results, task) for task in (*SHORT, *LONG, *NODES)}
     found |= {f"times {task}": times(results, task) for task in SHORT}
+    found |= {f"ratios {task}": ratios(results, task) for task in ("lstm-600", "lstm-3000")}
     found |= {"measured": measured(results)}
     return found | {"bytes": bytes_by_ranks(results), "asks": table(ASKED[0], ASKED[1:]), "machine": machine(results)}
 
@@ -186,6 +187,27 @@ def measured(results: Results) -> str:
             row[2 + 2 * place : 4 + 2 * place] = [f"{own.exchange:.3f}", f"{sum(own) / sum(dense):.3f}"]
         rows.append(row)
     return table(["method", "computing", *heads], rows)
+
+
+def ratios(results: Results, task: str) -> str:
+    """Time to dense's loss and 2 % as a share of dense training's: steps of the task times measured seconds a step."""
+    every = {cell.entry.method: cell for cell in cells(results, task)}
+    dense, known = every["dense"], timed.read(results.folder)
+    rows = []
+    for name in timed.METHODS:
+        if name not in every or not every[name].lines or not dense.lines:
+            continue
+        target = fmean(dense.losses.values()) + ALLOWED
+        own, least = (steps_to(list(cell.lines.values()), target) for cell in (every[name], dense))
+        row = [CONFIGURATIONS[name].title, "never" if own is None else str(own)]
+        for mbit in timed.LINKS:
+            steps = known.get((name, mbit)), known.get(("dense", mbit))
+            if own is None or least is None or steps[0] is None or steps[1] is None:
+                row.append("")
+            else:
+                row.append(f"{own * sum(steps[0]) / (least * sum(steps[1])):.3f}")
+        rows.append(row)
+    return table(["method", "steps", *(f"{mbit} Mbit/s" for mbit in timed.LINKS)], rows)
 
 
 def bytes_by_ranks(results: Results) -> str:

@@ -130,3 +130,15 @@ def test_the_readme_says_of_long_trainings_what_the_results_do() -> None:
         assert every[method].megabytes is not None
         share = dense.megabytes[0] / every[method].megabytes[0]
         assert f"1/{10 * round(share / 10)}" in text
+
+
+def test_times_to_a_loss_are_steps_times_seconds_beside_denses(made_up: Results, tmp_path: Path) -> None:
+    lines = [("dense", 1.0, 3.0), ("averaging-10", 1.0, 0.2), ("ours", 1.0, 0.1)]
+    texts = (json.dumps({"method": m, "mbit": 100, "compute": a, "exchange": b}) for m, a, b in lines)
+    (tmp_path / timed.FILE).write_text("\n".join(texts))
+    rows = report.ratios(made_up, "small").splitlines()[2:]
+    assert [row.split(" | ")[1:] for row in rows] == [
+        ["25", "", "1.000", " |"],
+        ["25", "", "0.300", " |"],
+        ["never", "", "", " |"],
+    ]
