@@ -10,10 +10,8 @@ from statistics import fmean
 from benchmarks.race.cells import Cell, steps_to
 from benchmarks.race.configurations import CONFIGURATIONS
 from benchmarks.race.tasks import TASKS
+from benchmarks.race.timed import LINKS
 from lightning_sparse.tools.style import INK, PALE, look, panels, save
-
-LINKS = (50, 100, 1000)
-"""Mbit/s."""
 
 
 def looks() -> dict[str, dict]:

@@ -165,15 +165,15 @@ def times(results: Results, task: str) -> str:
             continue
         steps = steps_to(list(cell.lines.values()), target)
         row = [CONFIGURATIONS[cell.entry.method].title, "never" if steps is None else str(steps)]
-        for mbit in (*figures.LINKS, 10_000):
+        for mbit in (*timed.LINKS, 10_000):
             seconds = figures.seconds_to(cell, target, COMPUTE, mbit)
             row.append("" if seconds is None else f"{seconds:.0f}")
         rows.append(row)
-    return table(["method", "steps", *(f"{mbit} Mbit/s" for mbit in (*figures.LINKS, 10_000))], rows)
+    return table(["method", "steps", *(f"{mbit} Mbit/s" for mbit in (*timed.LINKS, 10_000))], rows)
 
 
 def measured(results: Results) -> str:
-    """Seconds of a step between real ranks, and how often dense's step fits into it the other way round."""
+    """Seconds of a step between real ranks, and its share of dense training's."""
     known = timed.read(results.folder)
     heads = [head for mbit in timed.LINKS for head in (f"{mbit} Mbit/s", "of dense")]
     rows = []
@@ -191,21 +191,18 @@ def measured(results: Results) -> str:
 
 def ratios(results: Results, task: str) -> str:
     """Time to dense's loss and 2 % as a share of dense training's: steps of the task times measured seconds a step."""
-    every = {cell.entry.method: cell for cell in cells(results, task)}
-    dense, known = every["dense"], timed.read(results.folder)
-    rows = []
-    for name in timed.METHODS:
-        if name not in every or not every[name].lines or not dense.lines:
+    every = {cell.entry.method: cell for cell in cells(results, task) if cell.lines}
+    known, rows = timed.read(results.folder), []
+    target = fmean(every["dense"].losses.values()) + ALLOWED if "dense" in every else -math.inf
+    steps = {name: steps_to(list(cell.lines.values()), target) for name, cell in every.items()}
+    for name in timed.METHODS if "dense" in every else ():
+        if name not in every:
             continue
-        target = fmean(dense.losses.values()) + ALLOWED
-        own, least = (steps_to(list(cell.lines.values()), target) for cell in (every[name], dense))
-        row = [CONFIGURATIONS[name].title, "never" if own is None else str(own)]
+        row = [CONFIGURATIONS[name].title, "never" if steps[name] is None else str(steps[name])]
         for mbit in timed.LINKS:
-            steps = known.get((name, mbit)), known.get(("dense", mbit))
-            if own is None or least is None or steps[0] is None or steps[1] is None:
-                row.append("")
-            else:
-                row.append(f"{own * sum(steps[0]) / (least * sum(steps[1])):.3f}")
+            times = [(steps[one], known.get((one, mbit))) for one in (name, "dense")]
+            seconds = [count * sum(step) for count, step in times if count is not None and step is not None]
+            row.append(f"{seconds[0] / seconds[1]:.3f}" if len(seconds) == 2 else "")
         rows.append(row)
     return table(["method", "steps", *(f"{mbit} Mbit/s" for mbit in timed.LINKS)], rows)
 

@@ -79,7 +79,7 @@ class SparseDDPMixin(SparseTrainerMixin, Base):
 
     host = "Trainer"
     _in_step = _accumulates = False
-    """Whether a training step is running, and whether the latest one had gradients that are accumulated."""
+    """True while a training step runs; true after one whose gradients are accumulated."""
 
     @keywords_of(TrainerArguments)
     def __init__(self, *given: Any, **keywords: Any) -> None:

@@ -24,6 +24,13 @@ FROZEN = (2, 3)
 """Batches in which the first layer needs no gradient, of six."""
 
 
+def step_by_hand(module: Any, loss: Any) -> None:
+    optimizer = module.optimizers()
+    optimizer.zero_grad()
+    module.manual_backward(loss)
+    optimizer.step()
+
+
 def fit(package: str, kind: str, by_hand: bool, options: dict[str, Any]) -> tuple[list[float], list[set[str]]]:
     """The parameters, and what the optimizer remembers of each after the last step."""
     base: Any = type(module := make_module(package))
@@ -41,11 +48,7 @@ def fit(package: str, kind: str, by_hand: bool, options: dict[str, Any]) -> tupl
             loss = super().training_step(batch, batch_idx)
             if not by_hand:
                 return loss
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-            return None
+            return step_by_hand(self, loss)
 
     module.__class__ = Thawing
     strategy = strategy_class(package)(density=0.1, rules=EVERYTHING_SPARSE, watch=None)
@@ -84,11 +87,7 @@ def fit_frozen_within(package: str, case: str) -> str:
             loss = super().training_step(batch, batch_idx)
             if case != "by hand":
                 return loss
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-            return None
+            return step_by_hand(self, loss)
 
     module.__class__ = Freezing
     strategy = strategy_class(package)(density=0.1, rules=EVERYTHING_SPARSE, watch=None)

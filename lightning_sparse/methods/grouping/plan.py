@@ -132,14 +132,14 @@ def make_plan(
 def _with_names_apart(plan: Sequence[Group]) -> list[Group]:
     """Lengthen names that another group has: a module may be called as groups are, such as ``dense.bucket0``."""
     taken: set[str] = set()
-    for place, group in enumerate(plan):
+    apart = []
+    for group in plan:
         name = group.name
         while name in taken:
             name += "'"
         taken.add(name)
-        if name != group.name:
-            plan = [*plan[:place], group._replace(name=name), *plan[place + 1 :]]
-    return list(plan)
+        apart.append(group._replace(name=name))
+    return apart
 
 
 def dense_plan(parameters: Iterable[ParameterSize], bucket_cap_mb: float) -> list[Group]:

@@ -48,8 +48,7 @@ class OkTopK(Sparsifier):
     in a flush, leave the threshold as it was: the step after them may select few, and an estimate follows.
 
     An accumulator with fewer than k nonzero values has no threshold: all of these are selected, but for
-    subnormal ones. On CUDA at most 2 k
-    are selected, more are thinned evenly.
+    subnormal ones. On CUDA at most 2 k are selected, more are thinned evenly.
 
     Args:
         interval: steps from one estimate to the next, at least 1. Released: 32, and 128 for BERT.
