@@ -14,14 +14,8 @@
 #define AHEAD 48  // elements to prefetch in places all over a vector
 
 // All is compiled once for each set of instructions, see library.py; the compiler says for which one this is.
-#if defined(__AVX512VL__) && defined(__BMI2__)
+#ifdef __AVX2__
 #include <immintrin.h>
-#define X86 1
-#define AVX2
-#define AVX512
-#define PICK(function) function##_avx512
-#else
-#define PICK(function) function##_portable
 #endif
 
 INLINE uint32_t bits_of(float x) { uint32_t b; memcpy(&b, &x, 4); return b; }

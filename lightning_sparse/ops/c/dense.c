@@ -3,9 +3,6 @@
 // equal those in Python bit for bit. Built by library.py, once for each set of instructions: plain C that compilers turn
 // into vectors.
 #include "lanes.h"
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
 
 #define STRIP 64       // elements that are worked on in registers
 #define BLOCK 2048     // and in the first-level cache

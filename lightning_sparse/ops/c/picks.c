@@ -55,8 +55,8 @@ INLINE int32_t level_of(float step) {
 
 // The message of one rank, see packed_union.py. x has a spare slot behind its last coordinate; words is zero; magnitudes
 // have room for n. 1 where an index is outside, 2 where indices do not ascend.
-INLINE int32_t tell(const float *x, int64_t numel, const int64_t *indices, const uint8_t *spare, int64_t n,
-                    int32_t count, float most, int64_t bits, int32_t *words, float *magnitudes) {
+EXPORT int32_t ls_tell(const float *x, int64_t numel, const int64_t *indices, const uint8_t *spare, int64_t n,
+                       int32_t count, float most, int64_t bits, int32_t *words, float *magnitudes) {
   const form f = form_of(numel, n, bits);
   uint32_t largest = 0;
   float bounds[CLASSES];
@@ -100,53 +100,24 @@ INLINE int32_t tell(const float *x, int64_t numel, const int64_t *indices, const
   return 0;
 }
 
-#define VARIANTS(name, target)                                                                                         \
-  target static int32_t tell_##name(const float *x, int64_t numel, const int64_t *indices, const uint8_t *spare,       \
-                                    int64_t n, int32_t count, float most, int64_t bits, int32_t *words,                \
-                                    float *magnitudes) {                                                               \
-    return tell(x, numel, indices, spare, n, count, most, bits, words, magnitudes);                                    \
-  }                                                                                                                    \
-  target static int64_t round_at_##name(const float *x, const float *second, int64_t size, const int64_t *indices,      \
-                                        const int32_t *levels, const uint8_t *tops, int64_t n, int64_t lowest,         \
-                                        int64_t raise_by, const lanes_of by, float offset, int32_t *words,             \
-                                        float *units, int64_t *sent, float *rounded) {                                 \
-    const lanes_of alone = {by.most, 0, 0, 0};                                                                         \
-    if (second)                                                                                                        \
-      return round_in_lanes(x, second, size, indices, levels, tops, n, lowest, raise_by, by, offset, words, units,     \
-                            sent, rounded);                                                                            \
-    return round_in_lanes(x, NULL, size, indices, levels, NULL, n, lowest, raise_by, alone, 0, words, units, sent,     \
-                          rounded);                                                                                    \
-  }                                                                                                                    \
-  target static void average_##name(const int32_t *words, const float *units, const uint8_t *tops, int64_t n,          \
-                                    float ranks, const lanes_of by, float *values, float *seconds) {                   \
-    const lanes_of alone = {0, 0, 0, 0};                                                                               \
-    if (tops)                                                                                                          \
-      average_lanes(words, units, tops, n, ranks, by, values, seconds);                                                \
-    else                                                                                                               \
-      average_lanes(words, units, NULL, n, ranks, alone, values, NULL);                                                \
-  }
-
-VARIANTS(portable, )
-#ifdef X86
-VARIANTS(avx2, AVX2)
-VARIANTS(avx512, AVX512)
-#endif
-
-EXPORT int32_t ls_tell(const float *x, int64_t numel, const int64_t *indices, const uint8_t *spare, int64_t n,
-                       int32_t count, float most, int64_t bits, int32_t *words, float *magnitudes) {
-  return PICK(tell)(x, numel, indices, spare, n, count, most, bits, words, magnitudes);
-}
 // second and tops, what ls_tops gave, are missing where there are no second values.
 EXPORT int64_t ls_round(const float *x, const float *second, int64_t size, const int64_t *indices,
                         const int32_t *levels, const uint8_t *tops, int64_t n, int64_t lowest, int64_t raise_by,
                         float most, int32_t low, int32_t wide, int32_t parts, float offset, int32_t *words,
                         float *units, int64_t *sent, float *rounded) {
-  const lanes_of by = {most, low, wide, parts};
-  return PICK(round_at)(x, second, size, indices, levels, tops, n, lowest, raise_by, by, offset, words, units, sent,
+  const lanes_of by = {most, low, wide, parts}, alone = {most, 0, 0, 0};
+  if (second)
+    return round_in_lanes(x, second, size, indices, levels, tops, n, lowest, raise_by, by, offset, words, units, sent,
+                          rounded);
+  return round_in_lanes(x, NULL, size, indices, levels, NULL, n, lowest, raise_by, alone, 0, words, units, sent,
                         rounded);
 }
+
 EXPORT void ls_average(const int32_t *words, const float *units, const uint8_t *tops, int64_t n, float ranks,
                        int32_t low, int32_t wide, int32_t parts, float *values, float *seconds) {
-  const lanes_of by = {0, low, wide, parts};
-  PICK(average)(words, units, tops, n, ranks, by, values, seconds);
+  const lanes_of by = {0, low, wide, parts}, alone = {0, 0, 0, 0};
+  if (tops)
+    average_lanes(words, units, tops, n, ranks, by, values, seconds);
+  else
+    average_lanes(words, units, NULL, n, ranks, alone, values, NULL);
 }

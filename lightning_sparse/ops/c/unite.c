@@ -16,6 +16,9 @@ typedef struct {
   } of;
 } table;
 
+// Tables have as many bytes as this says, zero, and are left so.
+EXPORT int64_t ls_table(void) { return (int64_t)sizeof(table); }
+
 INLINE uint16_t code_of(int64_t level, int spare) {
   int64_t shorter = level > HIGHEST / 2 ? level - TROUBLE + HIGHEST : level;
   return (uint16_t)((shorter < 0 ? 0 : shorter > HIGHEST ? HIGHEST : shorter) << 1 | (spare ? 0 : FIRST));
@@ -69,25 +72,10 @@ INLINE int64_t sums_in(table *t, int64_t start, int64_t found, int64_t *places, 
   return end;
 }
 
-// Of a union with `all` spare ones, keep `some` of these, evenly, and all others. sum: below `all`.
-typedef int64_t thinner(int64_t found, uint32_t all, uint32_t some, uint32_t sum, int64_t *places, uint16_t *said);
-
-// The spare one of ordinal o stays where (o some + sum) mod all < some.
-INLINE int64_t fewer_portable(int64_t found, uint32_t all, uint32_t some, uint32_t sum, int64_t *places,
-                              uint16_t *said) {
-  int64_t kept = 0, now = sum;
-  for (int64_t i = 0; i < found; i++) {
-    int64_t is_first = said[i] & FIRST, next = now + (some & (is_first - 1)) - all;
-    now = next + (all & (next >> 63));
-    places[kept] = places[i], said[kept] = said[i];
-    kept += is_first | (now < some);
-  }
-  return kept;
-}
-
-#ifdef X86
-AVX512 INLINE int64_t fewer_avx512(int64_t found, uint32_t all, uint32_t some, uint32_t sum, int64_t *places,
-                                   uint16_t *said) {
+// Of a union with `all` spare ones, keep `some` of these, evenly, and all others: the spare one of ordinal o stays where
+// (o some + sum) mod all < some. sum: below `all`.
+INLINE int64_t fewer(int64_t found, uint32_t all, uint32_t some, uint32_t sum, int64_t *places, uint16_t *said) {
+#ifdef __AVX512VL__
   uint32_t steps[17];
   for (uint32_t o = 0; o < 17; o++) steps[o] = (uint32_t)((uint64_t)o * some % all);
   const __m512i ahead = _mm512_loadu_si512(steps + 1);
@@ -110,13 +98,20 @@ AVX512 INLINE int64_t fewer_avx512(int64_t found, uint32_t all, uint32_t some, u
     _mm256_storeu_si256((__m256i *)(said + kept), _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(stay, what)));
     kept += __builtin_popcount(stay);
   }
+#else
+  int64_t kept = 0, now = sum;
+  for (int64_t i = 0; i < found; i++) {
+    int64_t is_first = said[i] & FIRST, next = now + (some & (is_first - 1)) - all;
+    now = next + (all & (next >> 63));
+    places[kept] = places[i], said[kept] = said[i];
+    kept += is_first | (now < some);
+  }
+#endif
   return kept;
 }
-#endif
 
 // Thin a union evenly to a limit, spare ones first; levels as they are told.
-INLINE int64_t thinned(int64_t found, int64_t limit, int64_t phase, int64_t *places, uint16_t *said, int32_t *levels,
-                       thinner *fewer) {
+INLINE int64_t thinned(int64_t found, int64_t limit, int64_t phase, int64_t *places, uint16_t *said, int32_t *levels) {
   int64_t first = 0, kept = found;
   for (int64_t i = 0; found > limit && i < found; i++) first += said[i] & FIRST;
   if (found > limit && first <= limit) {
@@ -151,10 +146,12 @@ INLINE int left_over(const int64_t *places, const int64_t *at, int64_t n, int64_
   return 0;
 }
 
-// See ls_unite.
-INLINE int64_t unite(const int64_t *places, const int64_t *levels, const uint8_t *spare, const int64_t *lengths,
-                     int64_t n, int64_t padding, int64_t limit, int64_t phase, table *t, int64_t *at, int64_t *united,
-                     uint16_t *said, int32_t *united_levels, int64_t *named, thinner *fewer) {
+// The union of n lists that ascend, below padding: coordinates and largest levels; thinned evenly to a limit, spare ones
+// first; -1 where one does not ascend. levels and spare may be missing. named: how many there were. What is written has
+// room for the sum of the lengths and 16 more; at for 2 n.
+EXPORT int64_t ls_unite(const int64_t *places, const int64_t *levels, const uint8_t *spare, const int64_t *lengths,
+                        int64_t n, int64_t padding, int64_t limit, int64_t phase, table *t, int64_t *at,
+                        int64_t *united, uint16_t *said, int32_t *united_levels, int64_t *named) {
   int64_t found = 0;
   begin(lengths, n, at);
   for (int64_t start = 0; start < padding; start += OFFSETS) {
@@ -168,7 +165,7 @@ INLINE int64_t unite(const int64_t *places, const int64_t *levels, const uint8_t
     found = union_in(t, start, found, united, said);
   }
   *named = found;
-  return left_over(places, at, n, padding) ? -1 : thinned(found, limit, phase, united, said, united_levels, fewer);
+  return left_over(places, at, n, padding) ? -1 : thinned(found, limit, phase, united, said, united_levels);
 }
 
 // Whether ls_tell has written a message, as far as it can be seen.
@@ -197,7 +194,7 @@ typedef struct {
 // See ls_meet.
 INLINE int64_t meet(const int32_t *words, int64_t n, int64_t stride, const form f, int32_t spares, int64_t limit,
                     int64_t phase, table *t, speaker *ranks, int64_t *united, uint16_t *said, int32_t *levels,
-                    int64_t *numbers, thinner *fewer) {
+                    int64_t *numbers) {
   int64_t found = 0, lowest = SILENT, top = SILENT;
   for (int64_t r = 0; r < n; r++) {
     const int32_t *row = words + r * stride;
@@ -235,12 +232,29 @@ INLINE int64_t meet(const int32_t *words, int64_t n, int64_t stride, const form 
     if (at.descends) return -1 - wrong_one(words, n, stride, f);
   }
   numbers[0] = found, numbers[1] = lowest, numbers[2] = top == TROUBLE;
-  return thinned(found, limit, phase, united, said, levels, fewer);
+  return thinned(found, limit, phase, united, said, levels);
 }
 
-// See ls_add_up.
-INLINE int64_t add_up(const int64_t *places, const float *values, const int64_t *lengths, int64_t n, int64_t padding,
-                      table *t, int64_t *at, int64_t *united, float *totals) {
+// The same of n messages that ls_tell has written, `stride` words each. spares: whether picks may be spare ones. numbers:
+// how many there were; the largest of all ranks' lowest levels; whether a value is not finite. ranks: n times as many bytes
+// as ls_reader says. -1 - r where ls_tell cannot have written rank r's message.
+EXPORT int64_t ls_meet(const int32_t *words, int64_t n, int64_t stride, int64_t numel, int64_t slots, int64_t bits,
+                       int32_t spares, int64_t limit, int64_t phase, table *t, speaker *ranks, int64_t *united,
+                       uint16_t *said, int32_t *levels, int64_t *numbers) {
+  if (bits == 8)  // which is the most frequent one
+    return meet(words, n, stride, form_of(numel, slots, 8), spares, limit, phase, t, ranks, united, said, levels,
+                numbers);
+  return meet(words, n, stride, form_of(numel, slots, bits), spares, limit, phase, t, ranks, united, said, levels,
+              numbers);
+}
+
+// Bytes for what is known of a rank while its message is read.
+EXPORT int64_t ls_reader(void) { return (int64_t)sizeof(speaker); }
+
+// Sums of n vectors, given at coordinates that ascend, below padding, from zero in the order of the vectors. -1 where
+// some do not ascend. Otherwise as ls_unite.
+EXPORT int64_t ls_add_up(const int64_t *places, const float *values, const int64_t *lengths, int64_t n, int64_t padding,
+                         table *t, int64_t *at, int64_t *united, float *totals) {
   int64_t found = 0;
   begin(lengths, n, at);
   for (int64_t start = 0; start < padding; start += OFFSETS) {
@@ -259,9 +273,10 @@ INLINE int64_t add_up(const int64_t *places, const float *values, const int64_t 
   return left_over(places, at, n, padding) ? -1 : found;
 }
 
-// See ls_average_pairs.
-INLINE int64_t average_pairs(const int32_t *words, int64_t n, int64_t stride, int64_t slots, int64_t padding, table *t,
-                             int64_t *at, int64_t *united, float *means) {
+// Such sums divided by n, of n messages of `stride` words: a count, and as many as `slots` coordinates and values. -1 also
+// where a count or a coordinate cannot be.
+EXPORT int64_t ls_average_pairs(const int32_t *words, int64_t n, int64_t stride, int64_t slots, int64_t padding,
+                                table *t, int64_t *at, int64_t *united, float *means) {
   int64_t found = 0;
   for (int64_t r = 0; r < n; r++) {
     const int32_t *row = words + r * stride;
@@ -288,79 +303,4 @@ INLINE int64_t average_pairs(const int32_t *words, int64_t n, int64_t stride, in
     for (int64_t i = at[2 * r]; i < at[2 * r + 1]; i++)
       if (words[r * stride + 1 + i] < padding) return -1;
   return found;
-}
-
-#define VARIANTS(suffix, target, fewer)                                                                                \
-  target static int64_t unite_##suffix(const int64_t *places, const int64_t *levels, const uint8_t *spare,            \
-                                       const int64_t *lengths, int64_t n, int64_t padding, int64_t limit,             \
-                                       int64_t phase, table *t, int64_t *at, int64_t *united, uint16_t *said,         \
-                                       int32_t *united_levels, int64_t *named) {                                      \
-    return unite(places, levels, spare, lengths, n, padding, limit, phase, t, at, united, said, united_levels, named, \
-                 fewer);                                                                                              \
-  }                                                                                                                   \
-  target static int64_t meet_##suffix(const int32_t *words, int64_t n, int64_t stride, int64_t numel, int64_t slots,  \
-                                      int64_t bits, int32_t spares, int64_t limit, int64_t phase, table *t,           \
-                                      speaker *ranks, int64_t *united, uint16_t *said, int32_t *levels,               \
-                                      int64_t *numbers) {                                                             \
-    if (bits == 8) /* which is the most frequent one */                                                               \
-      return meet(words, n, stride, form_of(numel, slots, 8), spares, limit, phase, t, ranks, united, said, levels,   \
-                  numbers, fewer);                                                                                    \
-    return meet(words, n, stride, form_of(numel, slots, bits), spares, limit, phase, t, ranks, united, said, levels,  \
-                numbers, fewer);                                                                                      \
-  }                                                                                                                   \
-  target static int64_t add_up_##suffix(const int64_t *places, const float *values, const int64_t *lengths,           \
-                                        int64_t n, int64_t padding, table *t, int64_t *at, int64_t *united,           \
-                                        float *totals) {                                                              \
-    return add_up(places, values, lengths, n, padding, t, at, united, totals);                                        \
-  }                                                                                                                   \
-  target static int64_t average_pairs_##suffix(const int32_t *words, int64_t n, int64_t stride, int64_t slots,        \
-                                               int64_t padding, table *t, int64_t *at, int64_t *united,               \
-                                               float *means) {                                                        \
-    return average_pairs(words, n, stride, slots, padding, t, at, united, means);                                     \
-  }
-
-VARIANTS(portable, , fewer_portable)
-#ifdef X86
-VARIANTS(avx2, AVX2, fewer_portable)
-VARIANTS(avx512, AVX512, fewer_avx512)
-#endif
-
-// Tables have as many bytes as this says, zero, and are left so.
-EXPORT int64_t ls_table(void) { return (int64_t)sizeof(table); }
-
-// The union of n lists that ascend, below padding: coordinates and largest levels; thinned evenly to a limit, spare ones
-// first; -1 where one does not ascend. levels and spare may be missing. named: how many there were. What is written has
-// room for the sum of the lengths and 16 more; at for 2 n.
-EXPORT int64_t ls_unite(const int64_t *places, const int64_t *levels, const uint8_t *spare, const int64_t *lengths,
-                        int64_t n, int64_t padding, int64_t limit, int64_t phase, table *t, int64_t *at,
-                        int64_t *united, uint16_t *said, int32_t *united_levels, int64_t *named) {
-  return PICK(unite)(places, levels, spare, lengths, n, padding, limit, phase, t, at, united, said, united_levels,
-                     named);
-}
-
-// The same of n messages that ls_tell has written, `stride` words each. spares: whether picks may be spare ones. numbers:
-// how many there were; the largest of all ranks' lowest levels; whether a value is not finite. ranks: n times as many bytes
-// as ls_reader says. -1 - r where ls_tell cannot have written rank r's message.
-EXPORT int64_t ls_meet(const int32_t *words, int64_t n, int64_t stride, int64_t numel, int64_t slots, int64_t bits,
-                       int32_t spares, int64_t limit, int64_t phase, table *t, speaker *ranks, int64_t *united,
-                       uint16_t *said, int32_t *levels, int64_t *numbers) {
-  return PICK(meet)(words, n, stride, numel, slots, bits, spares, limit, phase, t, ranks, united, said, levels,
-                    numbers);
-}
-
-// Bytes for what is known of a rank while its message is read.
-EXPORT int64_t ls_reader(void) { return (int64_t)sizeof(speaker); }
-
-// Sums of n vectors, given at coordinates that ascend, below padding, from zero in the order of the vectors. -1 where
-// some do not ascend. Otherwise as ls_unite.
-EXPORT int64_t ls_add_up(const int64_t *places, const float *values, const int64_t *lengths, int64_t n, int64_t padding,
-                         table *t, int64_t *at, int64_t *united, float *totals) {
-  return PICK(add_up)(places, values, lengths, n, padding, t, at, united, totals);
-}
-
-// Such sums divided by n, of n messages of `stride` words: a count, and as many as `slots` coordinates and values. -1 also
-// where a count or a coordinate cannot be.
-EXPORT int64_t ls_average_pairs(const int32_t *words, int64_t n, int64_t stride, int64_t slots, int64_t padding,
-                                table *t, int64_t *at, int64_t *united, float *means) {
-  return PICK(average_pairs)(words, n, stride, slots, padding, t, at, united, means);
 }
