@@ -24,6 +24,7 @@ from lightning_sparse.core.console import say
 from lightning_sparse.core.messages import AllGather, AllReduce, Meter, Steps
 from lightning_sparse.core.step import Context, GroupState, Selection, Update
 from lightning_sparse.engine.metrics import measure
+from lightning_sparse.engine.network.drivers import drive_mirrored
 from lightning_sparse.engine.proposal import Proposed
 from lightning_sparse.methods.density import count
 from lightning_sparse.methods.exchanges import Exchange
@@ -246,7 +247,7 @@ def _rehearse(grad: Tensor, memory: Memory, sparsifier: UnionTopK, plain: Plain)
             grads = [given.to(grad.dtype, copy=True) for _ in states]
             of_torch = plain(grads[0], states[0], now, memory=memory, sparsifier=sparsifier, scale=scale)
             own = exchange_group(grads[1], states[1], now, memory=memory, sparsifier=sparsifier, scale=scale)
-            proposed = [_alone(steps, n) for steps in (of_torch, own)]
+            proposed = [drive_mirrored(steps, n)[0] for steps in (of_torch, own)]
             for state, one in zip(states, proposed, strict=True):
                 memory.settle_(state.memory, one.update, one.rounding, one.void)
             expected, found = (
@@ -273,14 +274,3 @@ def _left_behind(memory: Memory, grad: Tensor, proposed: Proposed, skipped: bool
     arrived = {name: x[inside] for name, x in arrived.items()}
     found = {"gradient": grad, **after.selector._asdict(), "counts": after.counts, "union": after.union}
     return remembered | found | arrived
-
-
-def _alone(steps: Steps[Proposed], n: int) -> Proposed:
-    """Run a step where all ranks would say the same."""
-    try:
-        message = next(steps)
-        while True:
-            message = steps.send(torch.stack([message.x] * n) if isinstance(message, AllGather) else n * message.x)
-    except StopIteration as end:
-        proposed: Proposed = end.value
-        return proposed

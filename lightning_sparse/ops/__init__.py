@@ -49,7 +49,7 @@ __all__ = [
     "Span", "Weights", "compiled", "static_shapes", "zeros",
     "accumulate_", "weigh_", "subtract_at_", "all_finite",
     "above", "tail", "top_k", "top_k_of_blocks",
-    "moments", "mean_and_maximum", "excess", "log_sum", "summed",
+    "moments", "mean_and_maximum", "summed",
     "leaders", "reaching_leaders", "ranked_leaders", "pick_leaders",
     "distinct", "add_up", "among", "take", "put_", "sqrt_", "pad",
     "fill_if_", "choose",
@@ -204,29 +204,8 @@ def mean_and_maximum(x: Tensor, candidates: Candidates | None = None) -> tuple[T
     return on_device.mean_and_maximum(x) if static_shapes(x.device) else host_sums.mean_and_maximum(x, candidates)
 
 
-def excess(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Number, sum and sum of squares of what magnitudes have beyond a threshold; zeros are left out.
-
-    Args:
-        x: (numel,) finite values.
-        threshold: () float64 magnitude, at least 0, compared in x's precision.
-
-    Returns:
-        Of ``z = |x| - threshold`` over the x with ``x != 0`` and ``|x| >= threshold``: their number, ``sum z`` and
-        ``sum z ** 2``, each () float64, summed in float64.
-    """
-    if static_shapes(x.device):
-        return on_device.excess(x, threshold)
-    return host_sums.excess(x, float(threshold))
-
-
-def log_sum(x: Tensor) -> Tensor:
-    """() float64: sum of ``ln |x|`` over the x that are not zero."""
-    return on_device.log_sum(x) if static_shapes(x.device) else host_sums.log_sum(x)
-
-
 def tail(x: Tensor, threshold: Tensor | float) -> Tensor:
-    """Something shorter than x that has the same :func:`excess` over this threshold and higher ones.
+    """Something shorter than x that has the same :func:`.reference.excess` over this threshold and higher ones.
 
     On the CPU the magnitudes that reach the threshold, without zeros, maybe in a buffer that the next call writes to;
     elsewhere x itself, since nobody knows how many these are.
@@ -370,7 +349,7 @@ def _on_host(span: Span | None, x: Tensor) -> tuple[int, int]:
 def summed(
     x: Tensor, threshold: Any, logarithms: bool, candidates: Candidates | None = None
 ) -> tuple[Any, Any, Any, Any]:
-    """Return what :func:`excess` does, and the sum of the logarithms if it is wanted, in one pass on the CPU.
+    """Return :func:`.reference.excess`, and the sum of the logarithms if it is wanted, in one pass on the CPU.
 
     Args:
         x: (numel,) finite values.
@@ -382,8 +361,8 @@ def summed(
         Four () float64 on a device; four numbers on the CPU.
     """
     if static_shapes(x.device):
-        number, total, squares = excess(x, threshold)
-        return number, total, squares, log_sum(x) if logarithms else total
+        number, total, squares = on_device.excess(x, threshold)
+        return number, total, squares, on_device.log_sum(x) if logarithms else total
     kind: Summed = "logarithms" if logarithms else "beyond" if threshold else "magnitudes"
     found = sums(x, kind, candidates, level=threshold)
     return found.number, found.total, found.squares, found.logarithms if logarithms else 0.0

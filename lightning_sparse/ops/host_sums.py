@@ -35,12 +35,6 @@ def sums(x: Tensor, summed: Summed, candidates: Candidates | None = None, *, lev
     return _formed(x, summed, level) if known is None else known
 
 
-def excess(x: Tensor, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return number, sum and sum of squares of ``|x| - threshold`` where that is not negative and x is not zero."""
-    made = torch.tensor(sums(x, "beyond", level=threshold)[:3], dtype=torch.float64, device="cpu")
-    return made[0], made[1], made[2]
-
-
 def moments(x: Tensor, candidates: Candidates | None = None) -> tuple[Tensor, Tensor]:
     """Return mean and standard deviation, from sums in float64."""
     made, count = sums(x, "values", candidates), x.numel()
@@ -54,11 +48,6 @@ def mean_and_maximum(x: Tensor, candidates: Candidates | None = None) -> tuple[T
     """Return both of magnitudes, from a sum in float64."""
     made = sums(x, "magnitudes", candidates)
     return _scalar(min(made.total / x.numel(), made.largest)), _scalar(made.largest)  # also where the sum overflows
-
-
-def log_sum(x: Tensor) -> Tensor:
-    """Return the sum of ``ln |x|`` over the x that are not zero."""
-    return _scalar(sums(x, "logarithms").logarithms)
 
 
 def _scalar(x: float) -> Tensor:

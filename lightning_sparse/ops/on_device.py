@@ -111,12 +111,12 @@ def mean_and_maximum(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def excess(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Do the work of :func:`lightning_sparse.ops.excess`."""
+    """Do the work of :func:`.reference.excess`."""
     return _summing(reference.excess, x, threshold)(x, threshold)
 
 
 def log_sum(x: Tensor) -> Tensor:
-    """Do the work of :func:`lightning_sparse.ops.log_sum`."""
+    """Do the work of :func:`.reference.log_sum`."""
     return _summing(reference.log_sum, x)(x)
 
 

@@ -207,7 +207,16 @@ def spread(total: Tensor, slots: int, phase: int) -> Tensor:
 
 
 def excess(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Number, sum and sum of squares of ``|x| - threshold`` where that is not negative and x is not zero."""
+    """Number, sum and sum of squares of what magnitudes have beyond a threshold; zeros are left out.
+
+    Args:
+        x: (numel,) finite values.
+        threshold: () float64 magnitude, at least 0, compared in x's precision.
+
+    Returns:
+        Of ``z = |x| - threshold`` over the x with ``x != 0`` and ``|x| >= threshold``: their number, ``sum z`` and
+        ``sum z ** 2``, each () float64, summed in float64.
+    """
     magnitudes = x.abs()
     count = (magnitudes >= threshold.clamp(min=torch.finfo(x.dtype).tiny)).sum()
     beyond = (magnitudes.double() - threshold).clamp_(min=0)

@@ -112,7 +112,7 @@ def steps_of(one: dict[str, str], steps: int = 20) -> Recording:
     def attach(ddp: Any, optimizer: Any, scaler: Any) -> Any:
         engine = ls.attach(ddp, **keywords(one), scaler=scaler)
         inside.pin_digest()
-        engine.follow([optimizer])
+        engine.bind([optimizer])
         if one["also"] in ("norm", "value"):
             engine.clip_gradients(3.0, one["also"])
         return engine

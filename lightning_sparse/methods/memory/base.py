@@ -21,18 +21,6 @@ from lightning_sparse.core.registry import Registry
 from lightning_sparse.core.step import Absorbed, Context, Update
 from lightning_sparse.ops import all_finite, static_shapes, subtract_at_, zeros
 
-OLD_NAMES = {
-    "accumulate_": "absorb_ adds the gradient to the residual in place and returns Absorbed",
-    "score_": "Absorbed.score",
-    "second": "Absorbed.second",
-    "commit": "a step that counts ends with settle_, a skipped one without",
-    "divisor": "divisors returns one value for each average",
-    "scale": "scale_ works in place",
-    "adapted": "adapt_ works in place",
-    "check_optimizer": "the properties averages and decays say what is averaged over ranks",
-    "has_momentum": "the properties averages and decays say what is averaged over ranks",
-}
-"""Methods of earlier versions, with their replacements."""
 HOST_PIECE, DEVICE_PIECE = 1 << 15, 1 << 24
 """Elements processed at once: temporaries stay in cache on the CPU, and below 64 MiB on a device."""
 
@@ -43,15 +31,6 @@ class Memory(ABC):
     A step calls :meth:`absorb_` and, if it counts, :meth:`settle_`. A skipped step ends after the first: the gradient
     that it has absorbed stays in the residual and is sent later.
     """
-
-    def __init_subclass__(cls, **keywords: Any) -> None:
-        super().__init_subclass__(**keywords)
-        if old := OLD_NAMES.keys() & vars(cls).keys():
-            advice = "; ".join(f"{name}: {OLD_NAMES[name]}" for name in sorted(old))
-            raise TypeError(
-                f"Expected the memory {cls.__name__} not to define {' and '.join(sorted(old))}, which nobody calls any "
-                f"more. {advice}."
-            )
 
     reads_parameters = False
     """True if :meth:`absorb_` needs ``ctx.parameters``."""
@@ -354,7 +333,4 @@ def take_out_(acc: Tensor, update: Update, skipped: Tensor | None = None) -> Non
 
 def put_back_(acc: Tensor, update: Update, rounding: Tensor, skipped: Tensor | None = None) -> None:
     """Add the error of casting the average; see :meth:`Memory.settle_`."""
-    if update.indices is None:
-        acc[:-1].add_(rounding if skipped is None else rounding.masked_fill(skipped, 0))
-        return
-    subtract_at_(acc, update.indices, rounding.neg(), skipped)
+    take_out_(acc, update._replace(sent=update.indices, sent_values=rounding.neg()), skipped)

@@ -24,7 +24,6 @@ from lightning_sparse.methods.sparsifiers.estimation import (
     pick_jointly,
     reaching,
 )
-from lightning_sparse.ops import static_shapes
 
 PUBLISHED_BLOCKS = 1024
 
@@ -172,43 +171,17 @@ class ExDyna(Sparsifier):
         load = torch.empty_like(ctx.counts)
         load[owner] = ctx.counts
         low = round(1 / self.alpha, 5) if self.variant == "published" else 1 / self.alpha  # released: 0.95238
-        if static_shapes(load.device):  # on a CPU ten times as long, a tenth of a millisecond with four ranks
-            moved = self._move_static(state, load, numel, size, low, least)
-        else:
-            moved = self._move_host(state, load.tolist(), numel, size, low, least)
-        return now._replace(blocks=moved[0], first=moved[1])
+        blocks_moved, first = self._move(state, load, numel, size, low, least)
+        return now._replace(blocks=blocks_moved, first=first)
 
-    def _move_host(
-        self, state: Partition, load: list[int], numel: int, size: int, low: float, least: float
-    ) -> tuple[Tensor, Tensor]:
-        blocks, first = state.blocks.tolist(), state.first.tolist()
-        total = sum(load)
-        mean = total // len(load) if self.variant == "published" else total / len(load)
-        if mean == 0:
-            return state.blocks, state.first
-        expected = int(self.move * size * (total / numel))
-        for p in range(len(load) - 1):
-            left, right = load[p] / mean, load[p + 1] / mean
-            if left > self.alpha and right < low and blocks[p] - self.move >= least:
-                shift = -self.move
-            elif left < low and right > self.alpha and blocks[p + 1] - self.move >= least:
-                shift = self.move
-            else:
-                continue
-            blocks[p] += shift
-            blocks[p + 1] -= shift
-            first[p + 1] += shift
-            load[p] += expected if shift > 0 else -expected
-            load[p + 1] -= expected if shift > 0 else -expected
-        return torch.tensor(blocks, device="cpu"), torch.tensor(first, device="cpu")
-
-    def _move_static(
+    def _move(
         self, state: Partition, load: Tensor, numel: int, size: int, low: float, least: float
     ) -> tuple[Tensor, Tensor]:
-        """Move blocks as :meth:`_move_host` does, without a read-back, for all pairs at once.
+        """Move blocks between neighbours, pair after pair in the paper, here all pairs at once.
 
-        The move of a pair depends only on the move of the pair before, which is to the left, none, or to the right. A
-        table has the move for each of these three cases. The tables are then applied one after another.
+        Each move changes what its pair is expected to send by ``floor(move size sum(load) / numel)``. So the move of a
+        pair depends only on the move of the pair before, which is to the left, none, or to the right. A table has the
+        move for each of these three cases. The tables are then applied one after another.
         """
         blocks, load = state.blocks, load.double()
         total = load.sum()

@@ -22,7 +22,6 @@ from lightning_sparse.methods.sparsifiers.estimation import (
     pick_jointly,
     reaching,
 )
-from lightning_sparse.ops import static_shapes
 
 
 @SPARSIFIERS.register
@@ -117,10 +116,6 @@ class MiCRO(Sparsifier):
 
 def _spans(numel: int, ctx: Context, device: torch.device) -> Tensor:
     n = ctx.world_size
-    if not static_shapes(device):  # in a third of the time
-        edges = [part * (numel // n) + min(part, numel % n) for part in range(n + 1)]
-        turns = [(ctx.step + part) % n for part in range(n)]
-        return torch.tensor([edges[turn : turn + 2] for turn in turns], device=device)
     part = torch.arange(n + 1, device=device)
     bounds = part * (numel // n) + part.clamp(max=numel % n)
     return bounds.unfold(0, 2, 1).roll(-ctx.step % n, 0)

@@ -17,7 +17,7 @@ from lightning_sparse.ops.triton.launch import PROGRAMS, TILE, Share, launch
 
 MOMENTS, MAGNITUDES, EXCESS, LOGARITHMS = range(4)
 """Quantities to add up: values and their squares; magnitudes, and the largest; what is beyond a threshold, as in
-:func:`~lightning_sparse.ops.excess`; logarithms of magnitudes."""
+:func:`~lightning_sparse.ops.reference.excess`; logarithms of magnitudes."""
 
 
 @triton.jit(do_not_specialize=["numel", "per"])
@@ -98,11 +98,11 @@ def mean_and_maximum(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def excess(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Do the work of :func:`lightning_sparse.ops.excess`, of float32 and a () float64 threshold."""
+    """Do the work of :func:`~lightning_sparse.ops.reference.excess`, of float32 and a () float64 threshold."""
     total, squares, number = _sums(x, EXCESS, threshold)
     return number, total, squares
 
 
 def log_sum(x: Tensor) -> Tensor:
-    """Do the work of :func:`lightning_sparse.ops.log_sum`, of float32."""
+    """Do the work of :func:`~lightning_sparse.ops.reference.log_sum`, of float32."""
     return _sums(x, LOGARITHMS)[0]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lightning_sparse as ls
-from tests.engine.optimizers.test_adam_rule import Training, loss_of
+from tests.engine.optimizers.test_adam_rule import Training
 from tests.ranks import Ranks
 
 
@@ -38,16 +38,3 @@ def watched(closed: bool) -> int:
 @pytest.mark.parametrize("closed", [False, True])
 def test_watchers_see_the_steps_of_all_optimizers_until_the_engine_ends(two_ranks: Ranks, closed: bool) -> None:
     assert two_ranks(watched, closed) == [0 if closed else 1] * 2
-
-
-def followed() -> tuple[bool, bool]:
-    """The earlier name does the same."""
-    training = Training(follow=False)
-    before = training.engine.takes_steps_of(training.optimizer)
-    training.engine.follow([training.optimizer])
-    loss_of(training.ddp, 0, 0).backward()
-    return before, training.engine.takes_steps_of(training.optimizer)
-
-
-def test_follow_is_the_earlier_name_of_bind(two_ranks: Ranks) -> None:
-    assert two_ranks(followed) == [(False, True)] * 2

@@ -643,21 +643,6 @@ def test_edges_of_the_ranges_are_allowed() -> None:
     assert ls.AdamCorrection(0, 0).beta2 == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "advice"),
-    [
-        ("check_optimizer", "check_optimizer: the properties averages and decays say"),
-        ("has_momentum", "averages and decays"),
-        ("accumulate_", "accumulate_: absorb_ adds the gradient to the residual in place"),
-        ("commit", "a step that counts ends with settle_"),
-        ("adapted", "adapt_ works in place"),
-    ],
-)
-def test_memories_of_earlier_interfaces_are_refused(name: str, advice: str) -> None:
-    with pytest.raises(TypeError, match=f"memory Own not to define {name}, which nobody calls.*{advice}"):
-        type("Own", (Residual,), {name: lambda self, *_: True})
-
-
 def test_as_memory() -> None:
     assert as_memory(None) == Residual()
     assert as_memory(ls.LowPass(0.5)) == ls.LowPass(0.5)
