@@ -171,7 +171,8 @@ def attach_hsdp_config(
         refuse_to_wait(config, device, replicas.world_size)
     facts = {**vars(config), "observers": [type(one).__name__ for one in observers], "groups": plan}
     check_equal_on_ranks(facts, parts, device)
-    shards = {name: shard_of(p) for name, p in trained.items() if p.numel()}
+    sharded = {name: p for name, p in {**trained, **frozen}.items() if p.numel() and hasattr(p, "placements")}
+    shards = {name: shard_of(p) for name, p in sharded.items()}
     check_equal_on_ranks({**facts, "parts of the parameters": shards}, replicas, device)
     without_rows = [group.name for group in plan if not any(shards[p.name].length for p in group.parameters)]
     _refuse_groups_without_rows(without_rows, parts, device)

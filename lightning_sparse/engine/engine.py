@@ -24,7 +24,7 @@ from lightning_sparse.engine.copied import CopiedEngine
 from lightning_sparse.engine.flush import gradients_aside, take_pending
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.binding import OptimizerBinding
-from lightning_sparse.engine.optimizers.kinds import check_is_optimizer, listed
+from lightning_sparse.engine.optimizers.kinds import check_is_optimizer, listed, refuse_closure
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.regrouping import check_covers
 from lightning_sparse.engine.sources.comm_hook import BucketSource
@@ -127,6 +127,11 @@ class Engine(EngineView):
         return self._binding.optimizers
 
     @property
+    def optimizers_in_use(self) -> list[torch.optim.Optimizer]:
+        """:attr:`optimizers`; where there are none, those that have stepped parameters of the engine."""
+        return self._binding.in_use
+
+    @property
     def loads(self) -> int:
         """Number of states that were loaded."""
         return self._state.loads
@@ -185,12 +190,10 @@ class Engine(EngineView):
         Raises:
             ValueError: if one does not go with the memory or with ``lr_aware``, or for what is no list of optimizers.
         """
+        if self.settings.delay:  # the memory may change, and gradients are being absorbed
+            self.router.join()
         self._binding.bind(optimizers)
         self.router.prepare()
-
-    def follow(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Call :meth:`bind`, whose earlier name this is."""
-        self.bind(optimizers)
 
     def takes_steps_of(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return True if Adam's steps for parameters that are sparsified are taken here, see :class:`SecondMoment`."""
@@ -316,12 +319,12 @@ class Engine(EngineView):
             >>> import tempfile, torch, lightning_sparse as ls
             >>> import torch.distributed as dist
             >>> from torch.nn.parallel import DistributedDataParallel
-            >>> from lightning_sparse.methods.grouping import make_plan
+            >>> from lightning_sparse.methods.grouping import ParameterSize, make_plan
             >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(tempfile.mktemp(), 1))
             >>> model = torch.nn.Sequential(torch.nn.Linear(20, 20), torch.nn.Linear(20, 20))
             >>> ddp = DistributedDataParallel(model)
             >>> engine = ls.attach(ddp, grouping="model", single_device="sparse")
-            >>> sizes = [p for group in engine.plan for p in group.parameters][::-1]
+            >>> sizes = [ParameterSize.of(name, p) for name, p in engine.parameters.items()]
             >>> engine.regroup(make_plan(sizes, "layer"))
             >>> [group.name for group in engine.plan]
             ['1', '0', 'dense.bucket0']
@@ -332,11 +335,20 @@ class Engine(EngineView):
         chosen = self.messages if messages is None else messages
         groups = list(plan) if isinstance(plan, Iterable) else plan
         facts = {"settings": self.settings, "groups": groups, "messages": chosen}
-        check_equal_on_ranks(facts, self.comm, self.device)
+        for network in self.networks:
+            with self.failing_together():
+                check_equal_on_ranks(facts, network, self.device)
         expect(chosen in get_args(Messages), "messages", "'group', 'step' or None", messages)
         expect(chosen == "step" or not self.settings.delay, "messages", "'step' or None, with delay=1", messages)
         check_covers(groups, self.router.parameters)
-        self.router.regroup(self._parts_of(groups), chosen)
+        parts = self._parts_of(groups)
+        with self.failing_together():
+            if empty := [group.name for group in parts if not group.numel]:
+                raise ValueError(
+                    f"Expected groups of which each rank has some coordinates, but this one has none of {empty[0]!r}. "
+                    "Choose a coarser grouping, such as 'bucket' or 'model'."
+                )
+        self.router.regroup(parts, chosen)
         if self.optimizers:
             self._binding.suit(self.optimizers)
 
@@ -450,13 +462,15 @@ class Engine(EngineView):
         self._check_between_steps("Averages can only be drained")
         if not isinstance(self.entrance, OneStepLate) or not self._record.left():
             return False
-        chosen = self.optimizers if optimizers is None else listed(optimizers)
+        chosen = self.optimizers_in_use if optimizers is None else listed(optimizers)
         if not chosen:
             raise ValueError(
                 "Expected optimizers to apply the averages of the latest backward, but the engine was bound to none: "
                 "call engine.bind([optimizer]) before training, or engine.drain([optimizer])."
             )
-        with gradients_aside(chosen):
+        for optimizer in chosen:
+            refuse_closure(optimizer)
+        with gradients_aside(chosen, self.parameters.values()):
             for name, average in self.entrance.take().items():
                 self.router.parameters[name].grad = average
             for optimizer in chosen:
@@ -504,8 +518,10 @@ class Engine(EngineView):
             same gradients, and how many these are, or nothing; ``parameters`` and ``counters``: what is remembered of
             each, by name; ``spans``: which coordinates of each parameter, as first one, number, and number of all;
             ``pending``: averages that are not applied; ``late``: those that optimizers get in the next step, with what
-            they are divided by and the number of ranks that they are means over; ``absorbed``: parameters of which a
-            gradient was absorbed that is not exchanged; ``groups``: what sparsifiers and schedules have learned;
+            they are divided by, the number of ranks that they are means over, and whether gradients were clipped;
+            ``late_skipped``: parameters whose gradients are NaN in the next step, because the latest exchange was
+            skipped; ``absorbed``: parameters of which a gradient was absorbed that is not exchanged; ``groups``: what
+            sparsifiers and schedules have learned;
             ``rates``: latest learning rates; ``surplus``: what changes of them have left in residuals; ``clippings``:
             what gradients are clipped to in place of their averages; ``lengths``: see
             :class:`~lightning_sparse.engine.optimizers.scaled.Lengths`.
@@ -560,6 +576,7 @@ class Engine(EngineView):
             ValueError: on all ranks, with nothing changed, if this is no such state on one of them, or if the states of
                 the ranks do not belong together.
         """
+        self._check_between_steps("A state can only be loaded")
         plan = self._state.load(state)
         return plan.misfits + plan.lost
 
@@ -577,6 +594,7 @@ class Engine(EngineView):
         Raises:
             ValueError: as :meth:`load_state_dict`.
         """
+        self._check_between_steps("A state can only be loaded")
         now = {id(p): name for name, p in {**self.router.parameters, **self.frozen}.items()}
         kept, gone = renamed(state, {name: now[id(p)] for name, p in parameters.items() if id(p) in now})
         return gone + self._state.load(kept).lost

@@ -17,9 +17,10 @@ from lightning_sparse.engine.state.record import Averages
 
 
 @contextmanager
-def gradients_aside(optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Let parameters of optimizers have no gradients when the block begins, and those of before when it ends."""
-    parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+def gradients_aside(optimizers: Iterable[Optimizer], more: Iterable[Tensor]) -> Iterator[None]:
+    """Let parameters, also those of optimizers, have no gradients within the block; then those of before again."""
+    held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    parameters = list({id(p): p for p in (*held, *more)}.values())
     before = [parameter.grad for parameter in parameters]
     try:
         for parameter in parameters:
@@ -55,14 +56,17 @@ def take_pending(
     if reducer.settings.lr_aware and reducer.rates.known:
         reducer.rescale()
     with reducer.on_stream.between_steps():
-        groups, made = reducer.groups, list[Averages]()
+        groups, made, rounded = reducer.groups, list[Averages](), list[tuple[Tensor, Tensor]]()
         have = torch.tensor([group.residual is not None for group in groups], dtype=torch.uint8, device=reducer.device)
         anywhere = answer(AllGather(have)).amax(0).tolist()
         for group in (group for group, wanted in zip(groups, anywhere, strict=True) if wanted and not group.empty):
             residual = group.residual
+            kept = residual is not None
             if residual is None:
                 residual = torch.zeros(group.plan.numel, device=reducer.device, dtype=group.wide)
             average = mean(residual)
+            if kept and group.dtype != group.wide:  # each rank keeps the rounding error of the mean
+                rounded.append((residual, average - average.to(group.dtype)))
             by = group.memory.divide_all(group.state.memory, average, mean, group.density(reducer.step))
             whole = group.statistics is not None and group.statistics.indices is None
             delivery = group.delivery(None, by, comm.world_size, whole)
@@ -73,6 +77,8 @@ def take_pending(
             reducer.lengths.begin_step()
             for group in groups:
                 group.scale({name: 0.0 for each in made for name in each.spans})
+            for residual, error in rounded:
+                residual.add_(error)
             record.flush(_by_name(made), {name: one.delivery for name, one in given.items()})
     return {name: _shaped(one, name, reducer.parameters[name]) for name, one in given.items()}
 

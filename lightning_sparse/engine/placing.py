@@ -30,8 +30,8 @@ def place(kept: Kept, places: Mapping[str, Tensor], scale: Tensor | None, mark: 
     if not (host_knows and kept.decision):
         parts: dict[int, tuple[Averages, list[str]]] = {}
         for name, averages in kept.averages.items():
-            assert averages is not None
-            parts.setdefault(id(averages), (averages, []))[1].append(name)
+            if averages is not None:  # of a skipped step that a state holds
+                parts.setdefault(id(averages), (averages, []))[1].append(name)
         for averages, names in parts.values():
             _scatter(averages, {name: places[name] for name in names}, scale)
     if kept.skipped is not None and (not host_knows or kept.skipped):

@@ -342,7 +342,7 @@ class Reducer(Groups):
         for kept in given:
             self.skipped.resolve()
             self.skipped.note(kept.decision, kept.averages.keys())
-            self.clipping.acting = kept.clipped
+            self.clipping.hand_over(kept.averages.keys(), kept.clipped)
         return given
 
     def take_back(self, names: Set[str]) -> None:
@@ -444,9 +444,17 @@ class Reducer(Groups):
             self._send()
 
     def _exchanged(self, name: str) -> Tensor:
-        """Return the coordinates of a parameter that this rank exchanges."""
-        parameter = self.parameters[name].detach()
-        return parameter if self.parts is None else flattened(parameter)[self.parts.of(name)]
+        """Return the coordinates of a parameter that this rank exchanges, with as many dimensions as it has."""
+        parameter = own(self.parameters[name]).detach()
+        if self.parts is not None:
+            part = flattened(parameter)[self.parts.of(name)]
+            parameter = part.view(-1, *[1] * (parameter.dim() - 1)) if parameter.dim() else part.squeeze()
+        if not self.settings.delay:
+            return parameter
+        copy = parameter.clone()  # the optimizer writes to it while the exchange is in flight
+        if self.on_stream.stream is not None:
+            copy.record_stream(self.on_stream.stream)
+        return copy
 
     @property
     def _waits(self) -> bool:

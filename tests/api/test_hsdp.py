@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import lightning_sparse as ls
+from lightning_sparse.integrations.gradients import LocalGradients, trained_parameters
 from tests.covering import by_default, covering
 from tests.hsdp import (
     SHAPES,
@@ -478,3 +480,58 @@ def test_an_error_on_one_rank_ends_the_step_on_all_parts_of_all_replicas(four_ra
     assert last[0] == "ValueError: the last rank has had enough"
     assert all(told.startswith("LostRankError") for told, _ in others)
     assert max(seconds for _, seconds in (*others, last)) < 60  # far from the process group's half an hour
+
+
+# ---- Memories and callbacks that look at parameters
+
+
+def decayed(native: bool) -> dict[str, Tensor]:
+    """Averages at density 1, with a decay that the memory or the optimizer's own formula adds."""
+    mesh = grid(2, 2)
+    model = sharded(made(), mesh["shard"])
+    start = weights(model)
+    engine = engine_of(model, mesh, density=1.0, **({} if native else {"memory": ls.WeightDecay(0.5, min_ndim=2)}))
+    gradients = LocalGradients(trained_parameters(model))
+    gradients.start()
+    backward(model, next(iter(batches(1))), engine)
+    copied = gradients.take()
+    assert {name: x.shape for name, x in copied.items()} == {
+        n: part(p).flatten().shape for n, p in model.named_parameters()
+    }
+    found = {name: whole(p.grad) for name, p in model.named_parameters()}
+    engine.close()
+    return {name: x + 0.5 * start[name] * (native and x.dim() > 1) for name, x in found.items()}
+
+
+def test_memories_and_callbacks_see_this_ranks_part_of_parameters(four_ranks: Ranks) -> None:
+    for ours, formula in zip(four_ranks(decayed, False), four_ranks(decayed, True), strict=True):
+        assert all(torch.allclose(ours[name], formula[name], rtol=1e-5, atol=1e-7) for name in ours)
+
+
+def parked(folder: str) -> tuple[float, float]:
+    """The norm of a residual before its layer is frozen, saved, thawed and loaded, and after that."""
+    mesh = grid(2, 2)
+    model, engine, optimizer = summing(mesh)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(given(step, dist.get_rank())).backward()
+        optimizer.step()
+    before, state = engine.residual("first.weight").clone(), engine.state_dict()
+    engine.close()
+    sparse = {"sparsifier": "topk", "rules": ls.Rules(dense_ndim=0, dense_numel=0)}
+    model.get_submodule("first").weight.requires_grad_(False)
+    engine = engine_of(model, mesh, **sparse)
+    engine.load_state_dict(state)
+    ls.save_sharded(engine, folder)
+    engine.close()
+    model.get_submodule("first").weight.requires_grad_(True)
+    engine = engine_of(model, mesh, **sparse)
+    ls.load_sharded(engine, folder)
+    after = engine.residual("first.weight").clone()
+    engine.close()
+    return float(before.norm()), float((after - before).norm())
+
+
+def test_residuals_of_frozen_layers_are_saved(four_ranks: Ranks, tmp_path: Path) -> None:
+    for before, lost in four_ranks(parked, str(tmp_path / "sparse")):
+        assert before > 0 and lost == 0

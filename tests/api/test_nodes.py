@@ -20,7 +20,7 @@ import lightning_sparse as ls
 from lightning_sparse.api.attach import sizes_of
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.state.checkpoint import SideFiles, restore
-from lightning_sparse.methods.grouping import make_plan
+from lightning_sparse.methods.grouping import Group, ParameterSize, make_plan
 from tests.covering import by_default
 from tests.nodes import (
     SHAPES,
@@ -695,3 +695,67 @@ def test_the_watchdog_sees_weights_that_differ_within_a_node_and_between_nodes(f
     for [told] in four_ranks(diverged, rank):
         assert "1 of 4 parameters are no longer equal on all ranks. The first is 'wide', by up to 2" in told
         assert f"rank(s) [{rank}] differ" in told
+
+
+# ---- What belongs to whole parameters
+
+
+def decayed(size: int | None) -> dict[str, Tensor]:
+    """Averages at density 1 of gradients with a decay of matrices alone."""
+    ddp, engine = wrapped(size, density=1.0, memory=ls.WeightDecay(0.5, min_ndim=2))
+    ddp(here(0, integers)).backward()
+    engine.close()
+    return {name: ddp.module.get_parameter(name).grad.clone() for name in NAMES}
+
+
+def test_parts_have_as_many_dimensions_as_their_parameters(four_ranks: Ranks) -> None:
+    for nodes, flat in zip(four_ranks(decayed, 2), four_ranks(decayed, None), strict=True):
+        assert all(torch.equal(nodes[name], flat[name]) for name in NAMES)
+
+
+def parked() -> list[bool]:
+    """Whether the residual of a parameter is there again when it thaws, and room is held for each part once."""
+    ddp, engine = wrapped(2, sparsifier="topk")
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.125)
+    for step in range(3):
+        optimizer.zero_grad()
+        ddp(here(step)).backward()
+        optimizer.step()
+    held = sum(x.numel() for parts in engine.entrance._own.values() for x in parts.values())
+    before, state, parameters = engine.residual("long").clone(), engine.state_dict(), dict(engine.parameters)
+    numel = sum(p.numel for group in engine.plan for p in group.parameters)
+    engine.close()
+    for trains in (False, True):
+        ddp.module.long.requires_grad_(trains)
+        ddp, engine = wrapped(2, ddp.module, sparsifier="topk")
+        assert engine.take_over(state, parameters) == []
+        state, parameters = engine.state_dict(), {**engine.parameters, **engine.frozen}
+        after = engine.residual("long").clone() if trains else None
+        engine.close()
+    return [torch.equal(before, after), held == numel]
+
+
+def test_residuals_of_parts_wait_for_frozen_parameters(four_ranks: Ranks) -> None:
+    assert four_ranks(parked) == [[True, True]] * 4
+
+
+def regrouped_by(size: int, alike: bool) -> str:
+    """The error of groups of single parameters, on all ranks or on every other one."""
+    ddp, engine = wrapped(size)
+    sizes = [ParameterSize.of(name, p) for name, p in engine.parameters.items()]
+    single = alike or dist.get_rank() % 2
+    groups = [Group(p.name, (p,), dense=False) for p in sizes] if single else [Group("all", tuple(sizes), dense=False)]
+    try:
+        engine.regroup(groups)
+        ddp(here(0)).backward()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    finally:
+        engine.close()
+    return "followed"
+
+
+def test_plans_that_nodes_cannot_follow_are_refused_on_all_ranks(four_ranks: Ranks) -> None:
+    assert four_ranks(regrouped_by, 2, True) == ["followed"] * 4
+    assert all("The ranks disagree" in told for told in four_ranks(regrouped_by, 2, False))
+    assert all("this one has none of 'few'" in told for told in four_ranks(regrouped_by, 4, True))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -708,3 +710,210 @@ def test_states_of_ranks_that_are_alone_belong_together_whoever_has_settled(two_
         counts = [2 + (name in one["absorbed"]) for one in (state, other)]
         given = sum(count * gradient(name, rank).double() for rank, count in enumerate(counts))
         assert torch.equal(kept, given), name
+
+
+# ---- Between backwards: states, steps that are left out, other uses of gradients
+
+
+def rolled_back() -> bool:
+    """Whether an engine that loads an earlier state goes on as a new one that loads it."""
+    ends = []
+    for again in (False, True):
+        ddp, engine = wrapped(delay=1)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        engine.bind([optimizer])
+        step_of(ddp, optimizer, range(3))
+        state, before = engine.state_dict(), weights(ddp.module)
+        if again:
+            step_of(ddp, optimizer, range(3, 6))
+            ddp.module.load_state_dict(before)
+        else:
+            engine.close()
+            ddp, engine = wrapped(ddp.module, delay=1)
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+            engine.bind([optimizer])
+        assert engine.load_state_dict(state) == []
+        step_of(ddp, optimizer, range(3, 7))
+        steps = engine.state_dict()["step"]
+        engine.drain()
+        ends.append((steps, weights(ddp.module)))
+        engine.close()
+    return ends[0][0] == ends[1][0] == 7 and same(ends[0][1], ends[1][1])
+
+
+def step_of(ddp: nn.Module, optimizer: torch.optim.Optimizer, steps: Sequence[int]) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        ddp(step).backward()
+        optimizer.step()
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_state_is_loaded_while_an_exchange_is_in_flight(two_ranks: Ranks) -> None:
+    assert two_ranks(rolled_back) == [True, True]
+
+
+def left_out() -> str:
+    """A step is left out before batches add up, and gradients are measured apart; then one meets an average."""
+    ddp, engine = wrapped(delay=1)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+    engine.bind([optimizer])
+    for step in range(5):
+        optimizer.zero_grad()
+        with ddp.no_sync():
+            ddp(2 * step).backward()
+        ddp(2 * step + 1).backward()
+        torch.autograd.grad(ddp.module(0), list(ddp.module.parameters()))
+        if step != 2:
+            optimizer.step()
+    ddp(10).backward()
+    try:
+        ddp(11).backward()
+    except RuntimeError as error:
+        return str(error)[:80]
+    finally:
+        engine.close()
+    return ""
+
+
+def test_gradients_are_refused_on_top_of_averages_and_of_nothing_else(two_ranks: Ranks) -> None:
+    assert all("gets a new gradient on top of an average" in told for told in two_ranks(left_out))
+
+
+def clipped_and_resumed(kind: str) -> bool:
+    """Whether a run that is resumed leaves averages alone whose gradients were clipped before the exchange."""
+    ends = []
+    for resumed in (False, True):
+        ddp, engine = wrapped(delay=1)
+        optimizer = OPTIMIZERS[kind](ddp.parameters())
+        engine.bind([optimizer])
+        engine.clip_in_place_of_averages(1.0, "norm", optimizer, known=True)
+        for step in range(8):
+            if step == 6 and resumed:
+                state, of_optimizer = engine.state_dict(), copy.deepcopy(optimizer.state_dict())
+                engine.close()
+                ddp, engine = wrapped(ddp.module, delay=1)
+                optimizer = OPTIMIZERS[kind](ddp.parameters())
+                optimizer.load_state_dict(of_optimizer)
+                engine.bind([optimizer])
+                assert engine.load_state_dict(state) == []
+            optimizer.zero_grad()
+            (ddp(0) + 0.01 * ddp(step)).backward()  # gradients that nearly agree, so that averages are long
+            if not engine.clip_in_place_of_averages(1.0, "norm", optimizer):
+                assert step == 0
+                torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
+            optimizer.step()
+        engine.drain()
+        ends.append(weights(ddp.module))
+        engine.close()
+    return same(*ends)
+
+
+@pytest.mark.parametrize("kind", by_default(["adamw", "momentum"], 1))
+def test_a_resumed_run_clips_no_average_whose_gradients_were_clipped(two_ranks: Ranks, kind: str) -> None:
+    assert two_ranks(clipped_and_resumed, kind) == [True, True]
+
+
+def loaded_twice() -> bool:
+    """Whether a state that is loaded twice is the same the second time, though averages were changed in between."""
+    ddp, engine = wrapped(delay=1)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
+    engine.bind([optimizer])
+    step_of(ddp, optimizer, range(4))
+    state = engine.state_dict()
+    before = copy.deepcopy(state)
+    engine.close()
+    ddp, engine = wrapped(ddp.module, delay=1)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
+    engine.bind([optimizer])
+    engine.load_state_dict(state)
+    for step in range(4, 6):
+        optimizer.zero_grad()
+        ddp(step).backward()
+        for p in ddp.parameters():
+            p.grad.mul_(0.3)
+        optimizer.step()
+    engine.drain()
+    engine.close()
+    late = [(before["late"][name], state["late"][name]) for name in before["late"]]
+    return bool(late) and all(torch.equal(a[key], b[key]) for a, b in late for key in ("values", "divisor") if key in a)
+
+
+def test_loading_leaves_a_state_as_it_is(two_ranks: Ranks) -> None:
+    assert two_ranks(loaded_twice) == [True, True]
+
+
+def decayed(in_a_hurry: bool) -> dict[str, Tensor]:
+    """Weights after steps that follow the backward at once, or when its exchange is over."""
+    ddp, engine = wrapped(delay=1, memory=ls.WeightDecay(0.5))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
+    engine.bind([optimizer])
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = ddp(step)
+        engine.router.submit(partial(time.sleep, 0.1), "in a test")  # the exchange begins behind the optimizer's step
+        loss.backward()
+        if not in_a_hurry:
+            engine.router.join()
+        optimizer.step()
+    engine.drain()
+    engine.close()
+    return weights(ddp.module)
+
+
+def test_weight_decay_is_that_of_the_weights_of_the_backward(two_ranks: Ranks) -> None:
+    for hurried, waited in zip(two_ranks(decayed, True), two_ranks(decayed, False), strict=True):
+        assert same(hurried, waited)
+
+
+def frozen_since() -> float:
+    """What is missing of a parameter's averages on their way, once it is frozen; on all ranks together."""
+    ddp, engine = wrapped(delay=1, sparsifier="topk")
+    step_of(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), range(3))
+    state, parameters = engine.state_dict(), dict(engine.parameters)
+    engine.close()
+    ddp.module.long.requires_grad_(False)
+    late = _dense(state["late"]["long"], 800).double() * (2 if dist.get_rank() == 0 else 0)
+    expected = state["parameters"]["long"]["residual"].double() + late
+    ddp, engine = wrapped(ddp.module, delay=1, sparsifier="topk")
+    assert engine.take_over(state, parameters) == []
+    missing = expected - engine.state_dict()["parameters"]["long"]["residual"].double()
+    dist.all_reduce(missing)
+    engine.close()
+    return float(missing.abs().max())
+
+
+def test_averages_on_their_way_to_a_frozen_parameter_go_back_into_its_residual(two_ranks: Ranks) -> None:
+    assert max(two_ranks(frozen_since)) < 1e-5
+
+
+def scales(resumed: bool) -> list[float]:
+    """The scale of the loss after each step; the gradient of step 3 is infinite on rank 1, and arrives in step 4."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    ddp, engine = wrapped(delay=1, scaler=scaler)
+    found = []
+    for step in range(6):
+        if step == 4 and resumed:
+            state, saved = engine.state_dict(), scaler.state_dict()
+            engine.close()
+            scaler = torch.amp.GradScaler("cpu", growth_interval=1000)
+            scaler.load_state_dict(saved)
+            ddp, engine = wrapped(ddp.module, delay=1, scaler=scaler)
+            engine.load_state_dict(state)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        loss = scaler.scale(ddp(step))
+        (loss * math.inf if step == 3 and dist.get_rank() == 1 else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        found.append(scaler.get_scale())
+    engine.drain([optimizer])
+    engine.close()
+    return found
+
+
+def test_a_loss_scaler_hears_of_a_skipped_exchange_that_a_state_holds(two_ranks: Ranks) -> None:
+    assert two_ranks(scales, False) == two_ranks(scales, True) == [[1024.0] * 4 + [512.0] * 2] * 2

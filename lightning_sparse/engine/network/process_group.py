@@ -69,7 +69,7 @@ class TorchCollective:
         self._beside: Sequence[Sequence[int]] = ()
         """Ranks of the groups that are made at the same time, see :meth:`of_its_own`."""
         self._owned = self._given_back = False
-        self._keys = ""
+        self._keys, self._left = "", 0
         self._averages: bool | None = None
         alone = not (dist.is_available() and dist.is_initialized())
         self.rank: int = 0 if alone else dist.get_rank(group)
@@ -271,7 +271,8 @@ class TorchCollective:
         store = self._store
         if store is None or self.world_size == 1:
             return [fact]
-        keys = [f"{self._keys}/left/{rank}" for rank in range(self.world_size)]
+        self._left += 1  # a search for a learning rate ends a training, too
+        keys = [f"{self._keys}/left/{self._left}/{rank}" for rank in range(self.world_size)]
         try:
             store.set(keys[self.rank], fact)
             store.wait(keys, LEAVE)

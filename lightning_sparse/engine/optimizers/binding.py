@@ -6,11 +6,11 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -35,6 +35,7 @@ from lightning_sparse.engine.optimizers.kinds import (
     refusal,
     rehearses,
     stepping,
+    with_settings,
 )
 from lightning_sparse.engine.optimizers.momentum import has_velocities
 from lightning_sparse.engine.optimizers.momentum_rule import MomentumRule
@@ -81,6 +82,8 @@ class OptimizerBinding:
         """Parameters whose averages come with what Adam divides them by: for which groups, and their ids."""
         self._settings: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
         """Of each parameter group in an optimizer's latest step; where averages come late."""
+        self._seen: WeakSet[Optimizer] = WeakSet()
+        """Optimizers that have stepped, of those that hold parameters of the engine."""
         self._told: set[str] = set()
         self._rehearsing = False
         """True if the step that an optimizer is taking only makes its state."""
@@ -101,6 +104,8 @@ class OptimizerBinding:
         record = self._reducer.record
         held = record.hold(optimizer)
         mine = any(self._name_of(key) for key in ids_of(optimizer) & self._names.keys())
+        if mine:
+            self._seen.add(optimizer)
         self._rehearsing = held.isdisjoint(record.without) and rehearses(optimizer)
         if self._rehearsing:
             if self.takes(optimizer):
@@ -130,17 +135,9 @@ class OptimizerBinding:
                 if self._name_of(id(parameter)) in self._reducer.record.without:
                     parameter.grad = None
 
-    @contextmanager
-    def as_before(self, optimizer: Optimizer) -> Iterator[None]:
+    def as_before(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Give an optimizer the settings of its latest step within the block: a schedule may have ended at 0."""
-        now, then = [dict(group) for group in optimizer.param_groups], self._settings.get(optimizer, [])
-        try:
-            for group, settings in zip(optimizer.param_groups, then, strict=False):
-                group.update(settings)
-            yield
-        finally:
-            for group, settings in zip(optimizer.param_groups, now, strict=True):
-                group.update(settings)
+        return with_settings(optimizer, self._settings.get(optimizer, []))
 
     def after(self, optimizer: Optimizer) -> None:
         """Act after an optimizer's step."""
@@ -212,7 +209,9 @@ class OptimizerBinding:
 
     def bind(self, optimizers: Iterable[Optimizer]) -> None:
         """See :meth:`.Engine.bind`."""
-        chosen, reducer = listed(optimizers), self._reducer
+        reducer = self._reducer
+        # Lightning has an optimizer of nothing where configure_optimizers returns None.
+        chosen = [optimizer for optimizer in listed(optimizers) if reducer.record.hold(optimizer)]
         self.suit(chosen)
         # Where nobody has told processes their ranks, each of them counts as rank zero and would warn.
         with warnings.catch_warnings(action="ignore") if not self._reducer.speaks else nullcontext():
@@ -224,9 +223,14 @@ class OptimizerBinding:
         for key in reducer.clipping.keys_in_place - set(map(id, chosen)):
             reducer.clipping.stop_in_place(key)
         for optimizer in chosen:
-            reducer.record.hold(optimizer)
             self._spends(stepping(optimizer))
         self._clip_as_before()
+
+    @property
+    def in_use(self) -> list[Optimizer]:
+        """The optimizers that were bound; else those that have stepped, but for those within another one."""
+        inner = {id(stepping(one)) for one in self._seen if stepping(one) is not one}
+        return self.optimizers or [one for one in self._seen if id(one) not in inner]
 
     def begin_step(self) -> None:
         """Choose the memory by optimizers as they are now; where none is bound, by those of this package.
@@ -355,7 +359,7 @@ class OptimizerBinding:
             return False
         self.clip(limit, algorithm, optimizer, in_place=True)
         reducer.clipping.note_asked(key)
-        return not reducer.direct and bool(reducer.clipping.acting & {None, key})
+        return not reducer.direct and not reducer.clipping.acting.isdisjoint(reducer.record.hold(optimizer))
 
     def _clip_as_before(self) -> None:
         """Clip what a state says was clipped, from the first step on: nobody asks before it is over."""

@@ -75,10 +75,10 @@ class GradientClipping:
         parameters can wait: averages are clipped then."""
         self._asked: set[int] = set()
         """Keys of optimizers for which clipping in place of averages was asked since their latest step."""
-        self.beginning: Set[int | None] = frozenset()
-        """Keys of those that the latest step began with."""
-        self.acting: Set[int | None] = frozenset()
-        """Keys of those that acted on the gradients whose averages optimizers have now."""
+        self.beginning: Set[str] = frozenset()
+        """Names of the parameters whose gradients are clipped in the latest step that has begun."""
+        self.acting: Set[str] = frozenset()
+        """Names of those whose averages optimizers have now, and whose gradients were clipped before."""
 
     @property
     def in_place(self) -> list[tuple[Clipping, Set[str]]]:
@@ -101,6 +101,9 @@ class GradientClipping:
         expect(clipping.algorithm in ALGORITHMS, "algorithm", "'norm' or 'value'", clipping.algorithm)
         names = frozenset(name for name in names if self._parameters[name].numel())
         if names:
+            taken_over = [old for old, (_, others) in self.limits.items() if None not in (old, key) and others <= names]
+            for old in taken_over:  # of an optimizer that another one has replaced
+                del self.limits[old]
             self.limits[key] = clipping, names
         if in_place and key is not None:
             self.keys_in_place |= {key}
@@ -135,5 +138,9 @@ class GradientClipping:
             for key, (clipping, names) in self.limits.items()
             if key not in self.keys_in_place or names & waiting
         }
-        self.beginning = acting.keys()
+        self.beginning = frozenset().union(*(names for _, names in acting.values()))
         return list(acting.values())
+
+    def hand_over(self, names: Set[str], clipped: Set[str]) -> None:
+        """Note that optimizers got the averages of these parameters, and of which of them gradients were clipped."""
+        self.acting = (self.acting - names) | (names & clipped)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -72,9 +74,32 @@ def listed(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
     return chosen
 
 
+def refuse_closure(optimizer: Optimizer) -> None:
+    """Raise a ValueError for an optimizer whose step evaluates the loss, such as LBFGS: a flush has none."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"Expected optimizers that step with the gradients that are there, but the step of "
+            f"{type(optimizer).__name__} evaluates the loss: it cannot apply what has waited at the end of training."
+        )
+
+
 def check_is_optimizer(given: Any) -> None:
     """Raise a ValueError unless this is an optimizer, or made like one."""
     expect(hasattr(given, "param_groups"), "optimizer", "an optimizer", given)
+
+
+@contextmanager
+def with_settings(optimizer: Optimizer, settings: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+    """Give the groups of an optimizer other settings within the block, such as rates of an earlier step."""
+    before = [dict(group) for group in optimizer.param_groups]
+    try:
+        for group, others in zip(optimizer.param_groups, settings, strict=False):
+            group.update(others)
+        yield
+    finally:
+        for group, others in zip(optimizer.param_groups, before, strict=True):
+            group.update(others)
 
 
 def ids_of(optimizer: Optimizer) -> set[int]:

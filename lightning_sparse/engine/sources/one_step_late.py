@@ -9,8 +9,8 @@ gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -23,7 +23,6 @@ from lightning_sparse.engine.executor import ExchangeStream
 from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.placing import Mark, place
 from lightning_sparse.engine.reducer import Reducer
-from lightning_sparse.engine.state.record import Averages
 
 
 class OneStepLate:
@@ -42,6 +41,7 @@ class OneStepLate:
         self._router = router
         self.on_stream = ExchangeStream(torch.device("cpu"))
         """Where averages are in their places: on no stream but the source's own."""
+        self.failing_together, self.put_together = router.failing_together, router.put_together
         self.names = router.names
         """Of parameters, by id."""
         self.unused: Set[str] = frozenset()
@@ -52,17 +52,18 @@ class OneStepLate:
         """True while observers look at a step that begins: nothing is in flight then, and nothing has arrived."""
         self._copies: dict[GroupReducer, Tensor] = {}
         """(numel,) of each group, which its exchange works in."""
-        self._looking: list[RemovableHandle] = [
-            p.register_hook(partial(self._look, name))  # type: ignore[no-untyped-call]
-            for name, p in router.parameters.items()
-        ]
+        self._cleared: set[str] = set()
+        """Names of the parameters whose gradients were cleared since averages took their places."""
+        self._meets: set[str] = set()
+        """Names of the parameters whose new gradient would be added to an average."""
+        self._looking: list[RemovableHandle] = []
+        for name, p in router.parameters.items():
+            looks = partial(self._look, name), partial(self._refuse, name)
+            self._looking += [p.register_hook(looks[0])]  # type: ignore[no-untyped-call]
+            self._looking += [p.register_post_accumulate_grad_hook(looks[1])]  # type: ignore[no-untyped-call]
 
     def begin_step(self) -> None:
         """Do nothing: a step begins when the one before has settled, in :meth:`finish`."""
-
-    def failing_together(self, where: str) -> AbstractContextManager[None]:
-        """See :meth:`.Reducer.failing_together`."""
-        return self._router.failing_together(where)
 
     @property
     def busy(self) -> bool:
@@ -101,11 +102,8 @@ class OneStepLate:
                 for kept in given:
                     place(kept, places, router.loss_scale(), mark)
                 router.without_average += not given
+                self._cleared.clear()
                 router.start(copies.items())
-
-    def put_together(self, own: Sequence[Averages]) -> Sequence[Averages]:
-        """See :meth:`.Reducer.put_together`."""
-        return self._router.put_together(own)
 
     def take(self) -> dict[str, Tensor]:
         """Hand over all that is left, between two steps: averages by name of the parameter, in its shape."""
@@ -148,9 +146,16 @@ class OneStepLate:
         return copies
 
     def _look(self, name: str, _: Tensor) -> None:
-        """Look at what a gradient is added to."""
+        """Look at what a gradient would be added to; ``torch.autograd.grad`` adds it to nothing."""
         grad = self._router.parameters[name].grad
-        if grad is not None and self._router.record.is_left(name) and bool(grad.any()):
+        self._meets.discard(name)
+        if grad is None:
+            self._cleared.add(name)
+        elif name not in self._cleared and self._router.record.is_left(name):
+            (self._meets if bool(grad.any()) else self._cleared).add(name)
+
+    def _refuse(self, name: str, _: Tensor) -> None:
+        if name in self._meets:
             self.refuse_sum(name)
 
     def refuse_sum(self, name: str) -> None:

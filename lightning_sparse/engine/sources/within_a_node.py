@@ -12,7 +12,6 @@ so that a signal handler can run on the thread that trains, which may need other
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,6 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.core.messages import Message, Steps
-from lightning_sparse.engine.executor import ExchangeStream
 from lightning_sparse.engine.network import TorchCollective, drive, drive_together, send
 from lightning_sparse.engine.parts import Parts
 from lightning_sparse.engine.placing import Mark, place
@@ -52,6 +50,10 @@ class WithinANode:
         """Of settings and groups, and of which ones it is."""
         self.names = router.names
         """Of parameters, by id."""
+        self.on_stream = router.on_stream
+        """Where averages are in their places."""
+        self.begin_step, self.failing_together = router.begin_step, router.failing_together
+        self.refuse_sum = router.refuse_sum
         self._places: dict[str, Tensor] = {}
         """Flat gradients of this backward, where they lie."""
         self._mark: Mark = lambda skipped, unused: None
@@ -59,26 +61,9 @@ class WithinANode:
         """Room for this rank's parts of gradients that come together."""
 
     @property
-    def on_stream(self) -> ExchangeStream:
-        """Where averages are in their places."""
-        return self._router.on_stream
-
-    @property
     def unused(self) -> set[str]:
         """Names of the parameters that no rank used in the latest backward."""
         return set(self._router.unused)
-
-    def begin_step(self) -> None:
-        """See :meth:`.Reducer.begin_step`."""
-        self._router.begin_step()
-
-    def failing_together(self, where: str) -> AbstractContextManager[None]:
-        """See :meth:`.Reducer.failing_together`."""
-        return self._router.failing_together(where)
-
-    def refuse_sum(self, name: str) -> None:
-        """See :meth:`.Reducer.refuse_sum`."""
-        self._router.refuse_sum(name)
 
     @property
     def busy(self) -> bool:
@@ -107,7 +92,8 @@ class WithinANode:
     def _parts_of(self, gradients: dict[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
         """Return this rank's parts of gradients, which are there when jobs run that are submitted from now on."""
         names = tuple(gradients)
-        if names not in self._own:
+        if names not in self._own:  # gradients come together in other ways after DDP's first step
+            self._own = {other: parts for other, parts in self._own.items() if gradients.keys().isdisjoint(other)}
             self._own[names] = self._parts.empty(gradients)
         own = self._own[names]
         self._places.update(gradients)

@@ -92,7 +92,7 @@ def join_parts(states: Iterable[State]) -> State:
     Raises:
         ValueError: if these are not the parts of one node at one step.
     """
-    parts = sorted((give_back(state) for state in states), key=lambda state: state["part"])
+    parts = sorted((give_back(state, state["late"]) for state in states), key=lambda state: state["part"])
     first, facts = parts[0], [(state["rank"], state["step"], state["world_size"]) for state in parts]
     expected = [[number, len(parts)] for number in range(len(parts))] if first["part"] else [[]]
     if [state["part"] for state in parts] != expected or len(set(facts)) > 1:

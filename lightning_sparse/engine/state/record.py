@@ -102,8 +102,8 @@ class Kept(NamedTuple):
     """True if it was skipped."""
     skipped: Tensor | None
     """() the same as a flag where gradients live; None: it counted."""
-    clipped: Set[int | None]
-    """Keys of the optimizers whose gradients were clipped before it, see :class:`.GradientClipping`."""
+    clipped: Set[str]
+    """Names of the parameters whose gradients were clipped before it, see :class:`.GradientClipping`."""
     averages: dict[str, Averages | None]
     """By parameter; None: nobody can take them back, or ask where they arrived."""
     sent: Sequence[Averages] = ()
@@ -318,7 +318,7 @@ class Record:
         decision: Decision,
         averages: Mapping[str, Averages | None],
         skipped: Tensor | None = None,
-        clipped: Set[int | None] = frozenset(),
+        clipped: Set[str] = frozenset(),
         sent: Sequence[Averages] = (),
     ) -> None:
         """Count an exchange that has settled, and keep its averages, within :meth:`changing`. See :class:`Kept`."""
@@ -474,6 +474,11 @@ class Record:
     def kept_names(self) -> Set[str]:
         """Names of the parameters of which averages are kept, also of exchanges that were skipped."""
         return {name for kept in self.kept for name in kept.averages}
+
+    @property
+    def clipped(self) -> Set[str]:
+        """Names of the parameters of which averages are kept, and whose gradients were clipped before the exchange."""
+        return {name for kept in self.kept for name in kept.averages.keys() & kept.clipped}
 
     @property
     def taken(self) -> dict[str, tuple[Tensor | None, Tensor]]:

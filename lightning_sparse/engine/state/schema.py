@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -99,8 +99,9 @@ LATER: dict[str, Any] = {
     "part": [COUNT],
     "spans": {str: SPAN},
     "pending": {str: {"values": VECTOR, "indices?": INDICES}},
-    "late": {str: {"values": VECTOR, "indices?": INDICES, "divisor?": VECTOR, "ranks": SIZE}},
+    "late": {str: {"values": VECTOR, "indices?": INDICES, "divisor?": VECTOR, "ranks": SIZE, "clipped?": FLAG}},
     "sent": {str: {"values": VECTOR, "indices?": INDICES}},
+    "late_skipped": [TEXT],
     "absorbed": [TEXT],
     "lengths": {str: LENGTH},
     "clippings": [{"limit": RATE, "algorithm": ALGORITHM, "parameters": [TEXT]}],
@@ -197,17 +198,18 @@ def with_pending(state: Mapping[str, Any], world_size: int) -> State:
     return {**state, "parameters": parameters, "pending": {}}
 
 
-def give_back(state: State) -> State:
-    """Return a state for an engine without a delay: averages that were to come late are pending.
+def give_back(state: State, names: Collection[str]) -> State:
+    """Return a state in which averages of these parameters that were to come late are pending.
 
     Args:
         state: checked; not modified.
+        names: of parameters that do not train now, or of all that an engine without a delay has.
     """
     pending = dict(state["pending"])
-    for name, late in state["late"].items() if state["rank"] == 0 else ():
-        own = {key: late[key] for key in ("values", "indices") if key in late}
+    for name in state["late"].keys() & names if state["rank"] == 0 else ():
+        own = {key: state["late"][name][key] for key in ("values", "indices") if key in state["late"][name]}
         pending[name] = own if name not in pending else _sum(state["spans"][name][1], own, pending[name])
-    return {**state, "pending": pending, "late": {}}
+    return {**state, "pending": pending, "late": {n: late for n, late in state["late"].items() if n not in names}}
 
 
 def revoke(state: State) -> State:
@@ -233,7 +235,8 @@ def dense(average: Mapping[str, Tensor], numel: int) -> Tensor:
 
 def _sum(numel: int, *averages: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the sum of averages of one parameter."""
-    total = torch.zeros(numel, dtype=averages[0]["values"].dtype, device="cpu")
+    wide = torch.promote_types(averages[0]["values"].dtype, torch.float32)
+    total = torch.zeros(numel, dtype=wide, device="cpu")
     for each in averages:
         where = each["indices"].long() if "indices" in each else torch.arange(numel, device="cpu")
         total.index_add_(0, where, each["values"].to(total.dtype))
@@ -286,7 +289,9 @@ def renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> tuple[State, 
         for old in state["parameters"]
         if old not in names and old in remembered
     ]
-    return {**state, **changed, "absorbed": new(state["absorbed"])}, gone
+    for field in ("absorbed", "late_skipped"):
+        changed[field] = new(state[field])
+    return {**state, **changed}, gone
 
 
 def second_moment_in(settings: object) -> SecondMoment | None:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from lightning_sparse.config import Resize
 from lightning_sparse.core.layout import own, sharded_as
@@ -131,8 +132,8 @@ def save_sharded(engine: Engine, folder: str | Path, save: str = "") -> State:
         state = with_pending(engine.state_dict(newest.cpu()), engine.comm.world_size)
         rest = {**{name: value for name, value in state.items() if name not in APART}, "save": save}
         content[f"ranks{engine.comm.rank}.{_place(engine)}"] = _bytes_of(rest)
-        for name, parameter in engine.parameters.items():
-            for key, vector in state["parameters"][name].items():
+        for name, parameter in _known(engine).items():
+            for key, vector in state["parameters"].get(name, {}).items():
                 content[f"replica{engine.comm.rank}/{name}/{key}"] = _as_parameter(vector, parameter)
         for name, late in state["late"].items():
             content[f"{LATE}/{name}"] = _as_parameter(dense(late, state["spans"][name][1]), engine.parameters[name])
@@ -191,6 +192,16 @@ def remove_others(folder: Path) -> None:
             shutil.rmtree(other, ignore_errors=True)
 
 
+def _known(engine: Engine) -> dict[str, Parameter]:
+    """Return parameters of which something may be remembered, also frozen ones, by name."""
+    return {name: p for name, p in {**engine.parameters, **engine.frozen}.items() if name in engine.shards}
+
+
+def _wide(parameter: Tensor) -> torch.dtype:
+    """Return the dtype of what is remembered of a parameter."""
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
 def _place(engine: Engine) -> int:
     """Return the number of this rank within its replica."""
     return 0 if engine.router.within is None else engine.router.within.rank
@@ -246,7 +257,7 @@ def _state_for(engine: Engine, saved: Saved, resize: Resize, notes: list[str]) -
         state["groups"], state["late"] = [], {}
     if not alike and resize == "zero":
         return check_state({**state, "counters": {}})
-    here, wanted = engine.parameters, list[tuple[str, str]]()
+    here, wanted = _known(engine), list[tuple[str, str]]()
     for name, key in _vectors_in(saved):
         if name not in here:
             notes.append(f"There is no parameter {name} any more.")
@@ -256,18 +267,18 @@ def _state_for(engine: Engine, saved: Saved, resize: Resize, notes: list[str]) -
             wanted.append((name, key))
     replicas = [comm.rank] if alike else range(saved.replicas)
     for replica in replicas:
-        empty = {f"replica{replica}/{n}/{key}": _like(here[n], engine.router.group_of[n].wide) for n, key in wanted}
+        empty = {f"replica{replica}/{n}/{key}": _like(here[n], _wide(here[n])) for n, key in wanted}
         read = saved.read(empty) if empty else {}
         for name, key in wanted:
             found = own(read[f"replica{replica}/{name}/{key}"]).flatten()
             so_far = state["parameters"][name].get(key, 0.0)
             state["parameters"][name][key] = found if alike else so_far + found.double()
     for name, key in wanted:
-        total, wide = state["parameters"][name][key], engine.router.group_of[name].wide
-        state["parameters"][name][key] = (total / len(replicas)).to(device="cpu", dtype=wide)
+        total = state["parameters"][name][key] / len(replicas)
+        state["parameters"][name][key] = total.to(device="cpu", dtype=_wide(here[name]))
     for name, average in [] if same else _late_in(saved, engine):  # in each of n residuals: their mean is the average
-        vectors, wide = state["parameters"][name], engine.router.group_of[name].wide
-        vectors["residual"] = vectors.get("residual", 0.0) + average.to(device="cpu", dtype=wide)
+        vectors = state["parameters"][name]
+        vectors["residual"] = vectors.get("residual", 0.0) + average.to(device="cpu", dtype=_wide(here[name]))
     return check_state(state)
 
 

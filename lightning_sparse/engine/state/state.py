@@ -69,6 +69,8 @@ class LoadPlan(NamedTuple):
     """Sentences about what was learned of groups and does not fit."""
     lost: list[str]
     """Sentences about what was remembered of gradients and does not fit."""
+    whole: State
+    """The state, with averages that nobody has applied in the residuals again."""
 
 
 class EngineState:
@@ -100,7 +102,7 @@ class EngineState:
         """The moment of the latest state that was taken."""
         self._reducer, self._binding, self._names, self._frozen = reducer, binding, names, frozen
         self._comm, self._device, self._shards = comm, device, shards
-        self._parked: State = {"parameters": {}, "counters": {}}
+        self._parked: State = {"parameters": {}, "counters": {}, "spans": {}}
         """Remembered of frozen parameters."""
 
     @property
@@ -131,7 +133,7 @@ class EngineState:
             }
             if self._comm.rank == 0 and record.revocable is not None:
                 pending = {name: _plain(*each) for name, each in record.pending(latest).items()}
-                late = {name: _plain_averages(name, each) for name, each in record.left(latest).items()}
+                late = self._late(record.left(latest))
                 return revoke({**state, "pending": pending, "late": late})
             return state
 
@@ -160,11 +162,13 @@ class EngineState:
             "settings": reducer.settings.algorithm,
             "parameters": {name: parameters[name] for name in self._names} | self._parked["parameters"],
             "counters": {name: counters[name] for name in self._names} | self._parked["counters"],
-            "spans": {name: list(self._shard(reducer.group_of[name], name)) for name in self._names},
+            "spans": {name: list(self._shard(reducer.group_of[name], name)) for name in self._names}
+            | self._parked["spans"],
             "pending": {  # of rank 0, whose weights are saved
                 name: _plain(*each) for name, each in (pending.items() if rank == 0 else ())
             },
-            "late": {name: _plain_averages(name, averages) for name, averages in record.left().items()},
+            "late": self._late(record.left()),
+            "late_skipped": sorted({name for kept in record.kept if kept.decision for name in kept.averages}),
             "absorbed": sorted(record.absorbed),
             "groups": [_plain_learned(group) for group in reducer.groups if not group.empty],
             "rates": dict(reducer.rates.latest),
@@ -174,6 +178,11 @@ class EngineState:
             ],
             "lengths": reducer.lengths.state(pending.keys()),
         }
+
+    def _late(self, averages: Mapping[str, Averages]) -> dict[str, dict[str, Any]]:
+        """Return averages that optimizers have not been given, as plain data and tensors on the CPU."""
+        clipped = self._reducer.record.clipped
+        return {name: {**_plain_averages(name, each), "clipped": name in clipped} for name, each in averages.items()}
 
     def load(self, given: Mapping[str, Any]) -> LoadPlan:
         """Go on with a state, between two steps; collective. See :meth:`.Engine.load_state_dict`.
@@ -193,8 +202,7 @@ class EngineState:
         state, plan, filled = None, None, set[str]()
         try:
             state = check_state(given)
-            if not self._reducer.settings.delay:
-                state = give_back(state)
+            state = give_back(state, self._frozen if self._reducer.settings.delay else state["late"])
             note, filled = Note(outline(state), ""), remembering(state)
         except Exception as error:  # whatever a damaged state makes of a check
             note = Note("", reason(error, ValueError))
@@ -240,13 +248,13 @@ class EngineState:
         reducer, world_size = self._reducer, self._comm.world_size
         settings = self._binding.settings_for(state)
         alike = state["settings"] == settings.algorithm
-        plan = LoadPlan(state, settings, [], [], [], [])
+        whole = with_pending(state, world_size) if self._comm.rank == 0 else state
+        plan = LoadPlan(state, settings, [], [], [], [], whole)
         if not alike and (state["groups"] or any(state["parameters"].values())):  # one device may have left nothing
             plan.misfits.append(f"The settings were {state['settings']}, and are {settings.algorithm}.")
         given = {one["name"]: one for one in state["groups"] if alike and state["world_size"] == world_size}
         # Of dense groups nothing is learned that others could use, and fallback="dense" begins with sparse ones again.
         known_of = {name for one in state["groups"] if not one.get("dense", False) for name in one["parameters"]}
-        whole = with_pending(state, world_size) if self._comm.rank == 0 else state
         with reducer.on_stream.between_steps():
             for cut in [group.plan for group in reducer.groups]:
                 names = [p.name for p in cut.parameters]
@@ -288,11 +296,18 @@ class EngineState:
         late: dict[str, Averages | None] = {
             name: self._averages(name, one) for name, one in state["late"].items() if self._has(name, state)
         }
+        skipped = {name for name in state["late_skipped"] if name in reducer.group_of and reducer.settings.delay}
+        if skipped:  # gradients become NaN in the next step, for a loss scaler
+            flag = torch.ones((), dtype=torch.bool, device=self._device)
+            decision = Decision(flag, reducer.on_stream.stream, self._comm.wait_until)
+            reducer.record.keep(Kept(decision, flag, frozenset(), dict.fromkeys(skipped)))
         if late:
             decision = Decision(None, None, self._comm.wait_until)
-            reducer.record.keep(Kept(decision, None, reducer.clipping.beginning, late))
+            clipped = {name for name in late if state["late"][name].get("clipped")}
+            reducer.record.keep(Kept(decision, None, clipped, late))
         self._parked = {
-            field: {name: one for name, one in state[field].items() if name in self._frozen} for field in self._parked
+            field: {name: one for name, one in plan.whole[field].items() if name in self._frozen}
+            for field in self._parked
         }
         self.loads += 1
         self._binding.go_on(state)
@@ -310,10 +325,11 @@ class EngineState:
         spans = {name: slice(0, span.stop - span.start)}
         indices, by = given.get("indices"), given.get("divisor")
         indices = None if indices is None else indices.long().to(device)
-        by = None if by is None else by.to(device, group.wide)
+        by = None if by is None else by.to(device, group.wide, copy=True)
         like = torch.empty((), dtype=group.wide, device=device)
         delivery = Delivery(spans, indices, by, group.memory, given["ranks"], bounds_of(spans, device), like)
-        return Averages(spans, indices, given["values"].to(device), delivery, group.residual is not None)
+        values = given["values"].to(device, copy=True)
+        return Averages(spans, indices, values, delivery, group.residual is not None)
 
     def _shard(self, group: GroupReducer, name: str) -> Shard:
         """Return the part of a parameter that the engine has: as a rule all of it."""

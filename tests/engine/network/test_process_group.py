@@ -263,3 +263,18 @@ def test_the_module_is_imported_where_torch_has_no_collectives(monkeypatch: pyte
     spec = find_spec("lightning_sparse.engine.network.process_group")
     assert spec is not None and spec.loader is not None
     spec.loader.exec_module(module_from_spec(spec))
+
+
+def facts() -> list[list[str]]:
+    """Facts of two departures, to the second of which rank 1 comes later."""
+    comm = TorchCollective.of_its_own()
+    comm.listen("twice")
+    found = [comm.leave(f"{dist.get_rank()} first")]
+    time.sleep(0.5 * dist.get_rank())
+    found.append(comm.leave(f"{dist.get_rank()} second"))
+    comm.close()
+    return found
+
+
+def test_each_departure_has_facts_of_its_own(two_ranks: Ranks) -> None:
+    assert two_ranks(facts) == [[["0 first", "1 first"], ["0 second", "1 second"]]] * 2
