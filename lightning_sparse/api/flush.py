@@ -7,13 +7,14 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_sparse.core.interrupts import uninterrupted
 from lightning_sparse.core.layout import own
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.flush import gradients_aside
-from lightning_sparse.engine.optimizers.kinds import listed
+from lightning_sparse.engine.optimizers.kinds import ids_of, listed, refuse_closure
 
 
 def flush(what: Any, optimizers: Iterable[Optimizer] | None = None) -> float:
@@ -37,8 +38,8 @@ def flush(what: Any, optimizers: Iterable[Optimizer] | None = None) -> float:
         Euclidean norm of the pending update; 0 if there was none.
 
     Raises:
-        ValueError: if ``what`` has no engine, if an engine comes without optimizers, or if they are no list of
-            optimizers.
+        ValueError: if ``what`` has no engine, if an engine comes without optimizers, if they are no list of optimizers,
+            or for one whose step needs a closure.
         RuntimeError: if an engine is closed.
 
     Example:
@@ -66,6 +67,7 @@ def flush(what: Any, optimizers: Iterable[Optimizer] | None = None) -> float:
         )
     strategy = None if isinstance(what, Engine) else getattr(what, "strategy", None)
     engines = [what] if isinstance(what, Engine) else engines_of(strategy)
+    parameters = [p for engine in engines for p in engine.parameters.values()]
     given: list[Any] = list(getattr(strategy, "optimizers", ())) if optimizers is None else listed(optimizers)
     # Without Lightning's wrapper, which would unscale gradients and count steps.
     chosen = [o.optimizer if hasattr(o, "_strategy") else o for o in given]
@@ -74,15 +76,31 @@ def flush(what: Any, optimizers: Iterable[Optimizer] | None = None) -> float:
             "Expected an engine and its optimizers, or a Trainer or Fabric whose strategy sparsifies, but got "
             f"{type(what).__name__} with {len(engines)} engines and {len(chosen)} optimizers."
         )
+    if optimizers is None and all(ids_of(one).isdisjoint(map(id, parameters)) for one in chosen):
+        chosen = [one for engine in engines for one in engine.optimizers_in_use] or chosen
     if any(engine.closed for engine in engines):
         raise RuntimeError(
             "The engine is closed: flush before the end of fit, in on_train_end at the latest. The callback "
             "FlushResidual does."
         )
+    for optimizer in chosen:
+        refuse_closure(optimizer)
     for engine in engines:
         engine.drain(chosen)
+    held = {key for optimizer in chosen for key in ids_of(optimizer)}
+    left = [
+        name
+        for engine in engines
+        for name, p in engine.parameters.items()
+        if id(p) not in held and p.requires_grad and engine.residual(name) is not None
+    ]
+    if left:
+        rank_zero_warn(
+            f"No optimizer of the flush holds the parameter {left[0]}{f' and {len(left) - 1} more' * (len(left) > 1)}: "
+            "what waited of them is dropped. Give all optimizers: flush(engine, [...])."
+        )
     square = 0.0
-    with gradients_aside(chosen):
+    with gradients_aside(chosen, parameters):
         for engine in engines:
             pending = engine.take_pending()
             found = [float(own(average).double().square().sum()) for average in pending.values()]

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
+from torchmetrics import MeanMetric, Metric
 
 from lightning_sparse.core.checks import expect
 from lightning_sparse.engine.metrics import MB, QUANTITIES, Step
@@ -14,43 +14,25 @@ from lightning_sparse.engine.metrics import MB, QUANTITIES, Step
 __all__ = ["BuildUp", "DensityError", "PaddingRatio", "Traffic"]
 
 
-class _MeanOverSteps(Metric):
-    """The mean of a quantity over the given steps, and over ranks.
+class _MeanOverSteps(MeanMetric):
+    """The mean of a quantity over the given steps, and over ranks; NaN without a step.
 
     ``update`` takes the result of :meth:`Engine.latest_step <lightning_sparse.Engine.latest_step>`, and waits for the
     device; ``metric(step)`` also returns the value of that step. The rest is as in ``torchmetrics``: keywords,
     ``reset``, ``plot``, use as an attribute of a module or in a ``MetricCollection``.
     """
 
-    is_differentiable = False
-    full_state_update = False
-    higher_is_better = False
+    higher_is_better = False  # type: ignore[assignment]
     plot_lower_bound = 0.0
     quantity: ClassVar[str]
     """Its name in :data:`~lightning_sparse.engine.metrics.QUANTITIES`."""
-    total: Tensor
-    steps: Tensor
 
-    def __init__(self, **keywords: Any) -> None:
-        super().__init__(**keywords)
-        self.add_state("total", torch.zeros((), device="cpu"), dist_reduce_fx="sum")
-        self.add_state("steps", torch.zeros((), device="cpu"), dist_reduce_fx="sum")
-
-    def update(self, step: Step) -> None:
+    def update(self, step: Step) -> None:  # type: ignore[override]
         """Count a step."""
         _check_step(step)
         value = QUANTITIES[self.quantity].compute(step)
         if value is not None:
-            self.total += value
-            self.steps += 1
-
-    def compute(self) -> Tensor:
-        """Return the mean, (); NaN without a step."""
-        return self.total / self.steps
-
-    def plot(self, val: Any = None, ax: Any = None) -> Any:
-        """Return a figure and axes with the mean, or with given values; needs matplotlib."""
-        return self._plot(val, ax)
+            super().update(value)
 
 
 class DensityError(_MeanOverSteps):

@@ -32,6 +32,8 @@ class GradientDistribution(Callback):
     JSON in ``sparse/gradient_distribution/`` of their folder. At most 131,072 coordinates of a group are sampled,
     without zeros. With a strategy that does not sparsify, the gradients of the whole model are shown.
 
+    With ``node_size`` and with sharded parameters, the part of rank zero is shown, with this rank's own gradient.
+
     Other steps cost nothing; a shown step copies this rank's gradients and residuals of these groups.
 
     Args:
@@ -92,7 +94,10 @@ class GradientDistribution(Callback):
             return
         found = self._gradients.take(self.loss_scale(trainer))
         self._gradients = None
-        thresholds = _thresholds(self.engine_of(trainer))
+        engine = self.engine_of(trainer)
+        thresholds = _thresholds(engine)
+        if engine is not None and (exchanged := engine.router.parts) is not None:
+            found = {name: gradient[exchanged.of(name)] for name, gradient in found.items()}
         for group, names in self._groups.items():
             parts = [found[name] + self._residuals.get(name, 0) for name in names if name in found]
             magnitudes = sample_of(torch.cat(parts)) if parts else torch.empty(0, device="cpu")

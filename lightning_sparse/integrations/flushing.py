@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 from lightning_sparse.api.flush import engines_of, flush
 from lightning_sparse.core.checks import expect, is_integer
+from lightning_sparse.engine.optimizers.kinds import refuse_closure, with_settings
 from lightning_sparse.integrations.callback import Callback
 
 
@@ -21,6 +21,9 @@ class FlushResidual(Callback):
     ``on_train_end``, if the stop was decided later. A checkpoint from before a flush does not contain it: the residuals
     are beside it, and a run that is resumed from it loses nothing. After an exception, nothing is flushed.
 
+    Averages of weights, as EMA and SWA form them, hold nothing of the last flush, and weights that SWA has replaced by
+    their average are not changed by it.
+
     The step uses the learning rates of the latest step, because schedulers that end at 0 have reached it by then. It is
     no step of the Trainer: ``global_step`` does not count it, and nothing is clipped.
 
@@ -28,7 +31,7 @@ class FlushResidual(Callback):
         every_n_epochs: also flush after the last batch of every n-th epoch, at least 1; None: only at the end.
 
     Raises:
-        ValueError: for other values.
+        ValueError: for other values; at the start of fit, for an optimizer whose step needs a closure, such as LBFGS.
 
     Example:
         >>> import lightning_sparse as ls
@@ -41,28 +44,34 @@ class FlushResidual(Callback):
         given = every_n_epochs is None or (is_integer(every_n_epochs) and every_n_epochs >= 1)
         expect(given, "every_n_epochs", "an integer from 1 on, or None", every_n_epochs)
         self.every_n_epochs = every_n_epochs
-        self._rates: dict[int, list[Any]] = {}
+        self._rates: dict[int, list[dict[str, Any]]] = {}
         self._flushed: list[tuple[int, int]] = []
+        self._averaged = False
+        """True if the weights are an average, of which StochasticWeightAveraging measures the BatchNorm statistics."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Warn if there is nothing to flush."""
-        self._rates, self._flushed = {}, []
+        self._rates, self._flushed, self._averaged = {}, [], False
         if not engines_of(trainer.strategy):
             self.warn_that_nothing_is_sparse(trainer, "do")
+            return
+        for optimizer in trainer.optimizers:
+            refuse_closure(optimizer)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Record the learning rates of this step."""
-        self._rates[id(optimizer)] = [copy.deepcopy(group["lr"]) for group in optimizer.param_groups]
+        self._rates[id(optimizer)] = [{"lr": copy.deepcopy(group["lr"])} for group in optimizer.param_groups]
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """Flush after the last batch, before validation."""
+        self._averaged = self._averaged or getattr(trainer.fit_loop, "_skip_backward", False)
         steps_are_over = trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
         if steps_are_over or (trainer.is_last_batch and self._ends_with_this_epoch(trainer)):
             self._flush(trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Flush if training is stopped, before checkpoints are written."""
-        if trainer.should_stop:
+        if trainer.should_stop and trainer.fit_loop._can_stop_early:
             self._flush(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -75,24 +84,12 @@ class FlushResidual(Callback):
         return at_the_end or (self.every_n_epochs is not None and epochs % self.every_n_epochs == 0)
 
     def _flush(self, trainer: Any) -> None:
+        if self._averaged:
+            return
         now = [(engine.step, engine.loads) for engine in engines_of(trainer.strategy)]
         if now != self._flushed:  # else residuals are empty: nothing was exchanged or loaded since
-            with self._latest_rates(trainer.optimizers):
+            with ExitStack() as latest:
+                for optimizer in trainer.optimizers:
+                    latest.enter_context(with_settings(optimizer, self._rates.get(id(optimizer), [])))
                 flush(trainer)
             self._flushed = now
-
-    @contextmanager
-    def _latest_rates(self, optimizers: list[Any]) -> Iterator[None]:
-        groups = [
-            (group, rate)
-            for optimizer in optimizers
-            for group, rate in zip(optimizer.param_groups, self._rates.get(id(optimizer), ()), strict=False)
-        ]
-        now = [group["lr"] for group, _ in groups]
-        for group, rate in groups:
-            group["lr"] = rate
-        try:
-            yield
-        finally:
-            for (group, _), rate in zip(groups, now, strict=True):
-                group["lr"] = rate

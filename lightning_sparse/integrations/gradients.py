@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from lightning_sparse.core.layout import flattened
+from lightning_sparse.core.layout import flattened, own
 
 
 class LocalGradients:
     """Copies gradients as backward finishes them, between :meth:`start` and :meth:`take`; costs nothing otherwise.
 
     The copy is made before DDP or a communication hook sees the gradient, and changes nothing for them. With
-    accumulated gradients, the last backward's copies count: they are the sums.
+    accumulated gradients, the last backward's copies count: they are the sums. Of sharded parameters, this rank's part
+    is copied.
 
     Args:
         parameters: by name.
@@ -41,7 +42,7 @@ class LocalGradients:
 
     def _copy(self, name: str, parameter: Tensor) -> None:
         if parameter.grad is not None:
-            self._found[name] = flattened(parameter.grad).clone()
+            self._found[name] = flattened(own(parameter.grad)).clone()
 
     def take(self, scale: Tensor | None = None) -> dict[str, Tensor]:
         """Stop copying and return the copies, flat, by name, without parameters that had no gradient.

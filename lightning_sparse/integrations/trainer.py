@@ -103,6 +103,7 @@ class SparseDDPMixin(SparseTrainerMixin, Base):
         """Load the residuals of the checkpoint that was loaded last into the engine, once."""
         resume, self._resume = self._resume, None
         if resume is not None and (engine := self._open_engine):
+            self._take_totals()  # of a checkpoint that is loaded within fit
             self._restore(engine, *resume)
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:

@@ -13,6 +13,7 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.engine.network import LostRankError
 from lightning_sparse.engine.network.process_group import BATCHES, is_loss
 from lightning_sparse.integrations.base import SparseStrategy, profile_of
+from lightning_sparse.integrations.callback import Callback
 from lightning_sparse.integrations.earlier import Left, checksums
 from lightning_sparse.integrations.telling import Telling
 
@@ -34,6 +35,16 @@ def _has_own_clipping(module: Any) -> bool:
     name = "configure_gradient_clipping"
     of_lightning = next(vars(kind)[name] for kind in reversed(type(module).__mro__) if name in vars(kind))
     return getattr(getattr(module, name), "__func__", None) is not of_lightning
+
+
+class _DrainFirst(Callback):
+    """Applies averages that are on their way when training ends, before other callbacks save or replace weights."""
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Apply them; the strategy's own hook comes behind those of all callbacks."""
+        engine = self.engine_of(trainer)
+        if engine is not None:
+            engine.drain()
 
 
 class SparseTrainerMixin(SparseStrategy, Base):
@@ -67,11 +78,15 @@ class SparseTrainerMixin(SparseStrategy, Base):
         self._close_engine()
         self.engine = self._earlier = None  # frees their buffers
         self.engine = attach(profile)
-        totals, self._totals = self._totals, None
-        if totals is not None:
-            self._telling.totals.load_state_dict(totals)
+        self._take_totals()
         self._telling.follow(self.engine, self._trainer)
         self._go_on(self.engine, left)
+
+    def _take_totals(self) -> None:
+        """Go on with the totals of the checkpoint that was loaded last, once; its profile is in use or of no use."""
+        totals, self._totals, self._profile = self._totals, None, None
+        if totals is not None:
+            self._telling.totals.load_state_dict(totals)
 
     @property
     def engines(self) -> list[Engine]:
@@ -99,6 +114,8 @@ class SparseTrainerMixin(SparseStrategy, Base):
         super().on_train_start()
         if self.engine is not None:
             self._telling.start(self.engine, self.config)
+            if self.engine.settings.delay and not any(isinstance(one, _DrainFirst) for one in self._trainer.callbacks):
+                self._trainer.callbacks.insert(0, _DrainFirst())
 
     def on_validation_start(self) -> None:
         """Call Lightning's hook; then pause the clock of training."""
@@ -116,6 +133,7 @@ class SparseTrainerMixin(SparseStrategy, Base):
         if self.engine is not None:
             self.engine.drain()
             self._telling.end(self.engine)
+        self._trainer.callbacks[:] = [one for one in self._trainer.callbacks if not isinstance(one, _DrainFirst)]
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Take a step as Lightning does; skip it after non-finite gradients if no loss scaler does so.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -239,3 +240,92 @@ def test_bad_settings_fail_at_construction(every: Any) -> None:
     with pytest.raises(ValueError, match=f"every_n_epochs to be an integer from 1 on, or None, but got {every!r}"):
         ls.FlushResidual(every_n_epochs=every)
     assert ls.FlushResidual().every_n_epochs is None
+
+
+def fit_beside(package: str, case: str) -> tuple[int, bool]:
+    """The number of flushes, and whether weights are those of a run without them."""
+    base = importlib.import_module(package)
+    callbacks = {
+        "asked to stop before min_epochs": lambda: [type("Stops", (StopsIn, base.Callback), {})(0)],
+        "an average with BatchNorm": lambda: [base.callbacks.StochasticWeightAveraging(0.05, swa_epoch_start=1)],
+    }[case]
+    ends = []
+    for flushing in (False, True):
+        module = make_module(package, "norm")
+        strategy = own(package, "SparseDDPStrategy")(sparsifier="topk", density=0.05, rules=EVERYTHING_SPARSE)
+        trainer = make_trainer(
+            package,
+            strategy=strategy,
+            callbacks=[*callbacks(), *([ls.FlushResidual()] if flushing else [])],
+            max_epochs=3 if "average" in case else 9,
+            min_epochs=4 if "stop" in case else None,
+        )
+        take = ls.Engine.take_pending
+        with (
+            warnings.catch_warnings(action="ignore"),
+            patch.object(ls.Engine, "take_pending", autospec=True, side_effect=take) as taken,
+        ):
+            trainer.fit(module, make_data(96), make_data(16))
+        ends.append(flat(module))
+    return taken.call_count, torch.equal(*ends)
+
+
+def test_it_flushes_when_training_ends_and_no_average_of_weights(two_ranks: Ranks) -> None:
+    assert two_ranks(fit_beside, PACKAGES[0], "asked to stop before min_epochs") == [(1, False)] * 2
+    assert two_ranks(fit_beside, PACKAGES[1], "an average with BatchNorm") == [(0, True)] * 2
+
+
+def fit_by_own_optimizer(package: str, kind: str) -> tuple[str, bool, bool]:
+    """The memory; whether the flush moves weights; whether it leaves gradients behind."""
+    base = make_module(package).__class__
+    make = {"sgd": torch.optim.SGD, "ls.AdamW": ls.AdamW}[kind]
+
+    class Own(base):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.own = make(self.parameters(), lr=0.01)
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            self.own.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            self.own.step()
+
+        def configure_optimizers(self) -> None:
+            return None
+
+    class Looking(importlib.import_module(package).Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            module.zero_grad()
+            self.before = flat(module)
+
+    strategy = own(package, "SparseDDPStrategy")(density=0.05, rules=EVERYTHING_SPARSE, watch=None)
+    looking, module = Looking(), Own()
+    trainer = make_trainer(package, strategy=strategy, callbacks=[looking, ls.FlushResidual()], max_epochs=1)
+    with warnings.catch_warnings(action="ignore"):
+        trainer.fit(module, make_data(96))
+    memory = type(strategy.engine.settings.memory).__name__
+    left = any(p.grad is not None for p in module.parameters())
+    return memory, not torch.equal(flat(module), looking.before), left
+
+
+def test_optimizers_that_lightning_was_not_shown_take_the_step(two_ranks: Ranks) -> None:
+    assert two_ranks(fit_by_own_optimizer, PACKAGES[0], "sgd") == [("Residual", True, False)] * 2
+    assert two_ranks(fit_by_own_optimizer, PACKAGES[1], "ls.AdamW") == [("SecondMoment", True, False)] * 2
+
+
+def fit_with_a_closure(package: str) -> None:
+    module = make_module(package)
+    module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters(), lr=0.1)
+    strategy = own(package, "SparseDDPStrategy")(density=0.05, rules=EVERYTHING_SPARSE)
+    trainer = make_trainer(package, strategy=strategy, callbacks=[ls.FlushResidual()])
+    with (
+        warnings.catch_warnings(action="ignore"),
+        pytest.raises(ValueError, match="the step of LBFGS evaluates the loss"),
+    ):
+        trainer.fit(module, make_data(96))
+    assert trainer.global_step == 0
+
+
+def test_optimizers_that_evaluate_the_loss_are_refused_before_training(two_ranks: Ranks) -> None:
+    two_ranks(fit_with_a_closure, PACKAGES[0])

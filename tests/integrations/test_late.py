@@ -187,3 +187,23 @@ def test_fabric_applies_all_averages_when_it_is_drained(two_ranks: Ranks) -> Non
         assert torch.equal(weight, now[name])
         given = 4 * (gradient(name, 0) + gradient(name, 1))
         assert torch.equal(one + other - 2 * weight.flatten(), given)
+
+
+def averaged(package: str) -> tuple[bool, list[Any]]:
+    """Whether the weights at the end of fit are their average, and which callbacks are left."""
+    base = importlib.import_module(package)
+    averaging = base.callbacks.EMAWeightAveraging(decay=0.9)
+    strategy = strategy_of(package, {**SPARSE, "delay": 1})
+    trainer = make_trainer(package, strategy=strategy, callbacks=[averaging])
+    module = make_module(package)
+    trainer.fit(module, make_data(96))
+    return torch.equal(flat(averaging._average_model.module), flat(module)), [
+        type(x).__name__ for x in trainer.callbacks
+    ]
+
+
+@pytest.mark.parametrize("package", by_default(PACKAGES))
+def test_the_last_average_is_applied_before_weights_are_replaced_by_their_average(
+    two_ranks: Ranks, package: str
+) -> None:
+    assert two_ranks(averaged, package) == [(True, ["EMAWeightAveraging"])] * 2

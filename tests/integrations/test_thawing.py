@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,3 +161,32 @@ def fit_with_rules(package: str, rules: ls.Rules) -> list[bool]:
 def test_rules_may_name_layers_that_are_frozen(two_ranks: Ranks) -> None:
     for rules in (ls.Rules(dense=["net.0.*"]), ls.Rules(densities={"net.0.weight": 0.5})):
         assert two_ranks(fit_with_rules, PACKAGES[0], rules) == [[False, True, False]] * 2
+
+
+def traffic(package: str, folder: str, searching: bool) -> list[float]:
+    """Bytes sent so far, after each batch; a layer thaws in the second epoch; a search may come before the first."""
+    module = make_module(package)
+    module.lr = 0.1
+    module.net[0].requires_grad_(False)
+    base, found = importlib.import_module(package), []
+
+    class Thaws(base.Callback):  # type: ignore[misc, name-defined]
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            module.net[0].requires_grad_(trainer.current_epoch > 0)
+
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            found.append(trainer.strategy.engine.totals.sent_bytes)
+
+    search = base.callbacks.LearningRateFinder(num_training_steps=20, early_stop_threshold=None, update_attr=False)
+    strategy = strategy_class(package)(sparsifier="topk", density=0.1, rules=EVERYTHING_SPARSE, watch=None)
+    callbacks = [search, Thaws()] if searching else [Thaws()]
+    trainer = make_trainer(package, strategy=strategy, callbacks=callbacks, default_root_dir=folder)
+    with warnings.catch_warnings(action="ignore"):
+        trainer.fit(module, make_data())
+    return found
+
+
+def test_totals_are_those_of_training_after_a_search_and_a_thaw(two_ranks: Ranks, tmp_path: Path) -> None:
+    plain, searched = (two_ranks(traffic, PACKAGES[0], str(tmp_path), searching) for searching in (False, True))
+    assert plain == searched
+    assert all(0 < one < next_one for row in plain for one, next_one in itertools.pairwise(row))
