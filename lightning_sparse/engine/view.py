@@ -130,7 +130,7 @@ class EngineView:
 
     @property
     def plan(self) -> list[Group]:
-        """The groups, in the order in which backward is expected to finish them."""
+        """The groups, in the order in which backward should finish them; sizes are of what this rank exchanges."""
         return [group.plan for group in self.groups]
 
     @property
@@ -197,7 +197,7 @@ class EngineView:
     def residual(self, name: str) -> Tensor | None:
         """Return the (numel,) of a parameter that this rank has not sent yet, or None where nothing is remembered.
 
-        A view, which is valid until the next step begins.
+        With ``node_size`` and with sharded parameters, of this rank's part. A view, valid until the next step begins.
 
         Raises:
             ValueError: for another name than those of :attr:`parameters`.
