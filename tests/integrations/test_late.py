@@ -196,7 +196,7 @@ def averaged(package: str) -> tuple[bool, list[Any]]:
     strategy = strategy_of(package, {**SPARSE, "delay": 1})
     trainer = make_trainer(package, strategy=strategy, callbacks=[averaging])
     module = make_module(package)
-    trainer.fit(module, make_data(96))
+    trainer.fit(module, make_data(96), make_data(16))
     return torch.equal(flat(averaging._average_model.module), flat(module)), [
         type(x).__name__ for x in trainer.callbacks
     ]
