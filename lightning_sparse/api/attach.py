@@ -147,7 +147,7 @@ def attach_config(
             usage = bool(ddp.find_unused_parameters or ddp.static_graph)
             exchanged = {name: p for name, p in parameters.items() if p.numel()}
             if in_parts:
-                shards = nodes.shards(exchanged)
+                shards = nodes.shards({**exchanged, **{name: p for name, p in frozen.items() if p.numel()}})
             given: dict[str, Any] = {"watch_usage": usage, "frozen": frozen, "shards": shards, "within": within}
             engine = Engine(plan, exchanged, config, comm, device, **given)
             undo.callback(engine.close)

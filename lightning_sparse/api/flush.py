@@ -28,11 +28,12 @@ def flush(what: Any, optimizers: Iterable[Optimizer] | None = None) -> float:
     their way are applied before, see :meth:`.Engine.drain`.
 
     Call this between two steps, for example before a model is exported. A parameter without a pending update is left
-    alone, so that at density 1 there is no step.
+    alone, so that at density 1 there is no step. Residuals of 16-bit parameters keep what the cast rounds off.
 
     Args:
         what: an engine, or a Trainer or Fabric with one of this package's strategies.
-        optimizers: all that apply the averages; None: those of the Trainer or Fabric.
+        optimizers: all that apply the averages; None: those of the Trainer or Fabric, or, where these hold none of the
+            parameters, those that have stepped them.
 
     Returns:
         Euclidean norm of the pending update; 0 if there was none.
@@ -77,7 +78,7 @@ def flush(what: Any, optimizers: Iterable[Optimizer] | None = None) -> float:
             f"{type(what).__name__} with {len(engines)} engines and {len(chosen)} optimizers."
         )
     if optimizers is None and all(ids_of(one).isdisjoint(map(id, parameters)) for one in chosen):
-        chosen = [one for engine in engines for one in engine.optimizers_in_use] or chosen
+        chosen = list({id(one): one for engine in engines for one in engine.optimizers_in_use}.values()) or chosen
     if any(engine.closed for engine in engines):
         raise RuntimeError(
             "The engine is closed: flush before the end of fit, in on_train_end at the latest. The callback "
@@ -94,10 +95,11 @@ def flush(what: Any, optimizers: Iterable[Optimizer] | None = None) -> float:
         for name, p in engine.parameters.items()
         if id(p) not in held and p.requires_grad and engine.residual(name) is not None
     ]
-    if left:
+    if left and all(engine.speaks for engine in engines):
+        more = f", and {len(left) - 1} more" if len(left) > 1 else ""
         rank_zero_warn(
-            f"No optimizer of the flush holds the parameter {left[0]}{f' and {len(left) - 1} more' * (len(left) > 1)}: "
-            "what waited of them is dropped. Give all optimizers: flush(engine, [...])."
+            f"No optimizer of the flush holds the parameter {left[0]}{more}: what has waited is dropped there. Give "
+            "all optimizers: flush(engine, [...])."
         )
     square = 0.0
     with gradients_aside(chosen, parameters):

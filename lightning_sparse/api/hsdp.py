@@ -171,8 +171,8 @@ def attach_hsdp_config(
         refuse_to_wait(config, device, replicas.world_size)
     facts = {**vars(config), "observers": [type(one).__name__ for one in observers], "groups": plan}
     check_equal_on_ranks(facts, parts, device)
-    sharded = {name: p for name, p in {**trained, **frozen}.items() if p.numel() and hasattr(p, "placements")}
-    shards = {name: shard_of(p) for name, p in sharded.items()}
+    also = {name: p for name, p in frozen.items() if _is_cut_over(p, dist.get_process_group_ranks(networks.within))}
+    shards = {name: shard_of(p) for name, p in {**trained, **also}.items() if p.numel()}
     check_equal_on_ranks({**facts, "parts of the parameters": shards}, replicas, device)
     without_rows = [group.name for group in plan if not any(shards[p.name].length for p in group.parameters)]
     _refuse_groups_without_rows(without_rows, parts, device)
@@ -323,6 +323,13 @@ def _parameters_of(model: Module) -> tuple[dict[str, Parameter], dict[str, Param
         if p.is_meta:
             raise ValueError(f"The parameter {name} is on the meta device: give the model its weights first.")
     return trained_and_frozen(known)
+
+
+def _is_cut_over(parameter: Any, ranks: Sequence[int]) -> bool:
+    """Return True if a parameter is sharded over these ranks, as those that are trained are."""
+    placements: Any = getattr(parameter, "placements", ())
+    alone = len(placements) == 1 and placements[0].is_shard()
+    return bool(alone and parameter.device_mesh.mesh.flatten().tolist() == list(ranks))
 
 
 def shard_of(parameter: Any) -> Shard:

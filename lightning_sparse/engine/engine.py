@@ -123,12 +123,12 @@ class Engine(EngineView):
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers that :meth:`bind` was given last."""
+        """The optimizers that :meth:`bind` was given last, but for those that hold no parameter of the engine."""
         return self._binding.optimizers
 
     @property
     def optimizers_in_use(self) -> list[torch.optim.Optimizer]:
-        """:attr:`optimizers`; where there are none, those that have stepped parameters of the engine."""
+        """:attr:`optimizers`; where there are none, those that have stepped the engine's parameters last."""
         return self._binding.in_use
 
     @property
@@ -312,7 +312,7 @@ class Engine(EngineView):
 
         Raises:
             ValueError: on all ranks, if these are no groups or not the parameters of this engine, each once, if names
-                of groups repeat, or for other ``messages``.
+                of groups repeat, if a rank has nothing of a group, or for other ``messages``.
             RuntimeError: within a backward; on all ranks, if their plans differ.
 
         Example:
@@ -335,7 +335,7 @@ class Engine(EngineView):
         chosen = self.messages if messages is None else messages
         groups = list(plan) if isinstance(plan, Iterable) else plan
         facts = {"settings": self.settings, "groups": groups, "messages": chosen}
-        for network in self.networks:
+        for network in self.networks:  # one after the other: what differs in one network is an error for all of them
             with self.failing_together():
                 check_equal_on_ranks(facts, network, self.device)
         expect(chosen in get_args(Messages), "messages", "'group', 'step' or None", messages)
@@ -447,7 +447,7 @@ class Engine(EngineView):
         the end of fit, and :func:`~lightning_sparse.flush` before it sends residuals.
 
         Args:
-            optimizers: all that apply averages; None: those that the engine was bound to.
+            optimizers: all that apply averages; None: :attr:`optimizers_in_use`.
 
         Returns:
             Whether there was anything to apply.
@@ -465,8 +465,8 @@ class Engine(EngineView):
         chosen = self.optimizers_in_use if optimizers is None else listed(optimizers)
         if not chosen:
             raise ValueError(
-                "Expected optimizers to apply the averages of the latest backward, but the engine was bound to none: "
-                "call engine.bind([optimizer]) before training, or engine.drain([optimizer])."
+                "Expected optimizers to apply the averages of the latest backward, but none was bound to the engine and "
+                "none has stepped: call engine.bind([optimizer]) before training, or engine.drain([optimizer])."
             )
         for optimizer in chosen:
             refuse_closure(optimizer)
@@ -613,7 +613,7 @@ class Engine(EngineView):
 
     def _warn_of_what_is_left(self) -> None:
         """Warn of averages that nobody will apply, unless an error is the news, or a state holds them."""
-        flying, broken = self.router.in_flight or bool(self._record.kept), self.router.failed
+        flying, broken = self.router.in_flight or bool(self._record.left()), self.router.failed
         if flying and not broken and not self._state.is_taken and sys.exc_info()[0] is None and self.speaks:
             rank_zero_warn(
                 "The engine is closed, and the averages of the latest backward were not applied to the weights. With "

@@ -27,6 +27,11 @@ class _MeanOverSteps(MeanMetric):
     quantity: ClassVar[str]
     """Its name in :data:`~lightning_sparse.engine.metrics.QUANTITIES`."""
 
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        # A state of its own keeps a MetricCollection from taking two of these for one, where they begin alike.
+        self.add_state(self.quantity, torch.zeros((), device="cpu"), dist_reduce_fx="sum")
+
     def update(self, step: Step) -> None:  # type: ignore[override]
         """Count a step."""
         _check_step(step)

@@ -32,7 +32,8 @@ class GradientDistribution(Callback):
     JSON in ``sparse/gradient_distribution/`` of their folder. At most 131,072 coordinates of a group are sampled,
     without zeros. With a strategy that does not sparsify, the gradients of the whole model are shown.
 
-    With ``node_size`` and with sharded parameters, the part of rank zero is shown, with this rank's own gradient.
+    With ``node_size``, the part of rank zero is shown, with its own gradient; with sharded parameters, its part of the
+    mean over the replica.
 
     Other steps cost nothing; a shown step copies this rank's gradients and residuals of these groups.
 

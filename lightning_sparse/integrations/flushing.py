@@ -21,8 +21,8 @@ class FlushResidual(Callback):
     ``on_train_end``, if the stop was decided later. A checkpoint from before a flush does not contain it: the residuals
     are beside it, and a run that is resumed from it loses nothing. After an exception, nothing is flushed.
 
-    Averages of weights, as EMA and SWA form them, hold nothing of the last flush, and weights that SWA has replaced by
-    their average are not changed by it.
+    Weights that SWA has replaced by their average are not changed by a flush. With EMA, place this callback before that
+    of the average, so that the last flush enters it.
 
     The step uses the learning rates of the latest step, because schedulers that end at 0 have reached it by then. It is
     no step of the Trainer: ``global_step`` does not count it, and nothing is clipped.

@@ -40,10 +40,16 @@ def _has_own_clipping(module: Any) -> bool:
 class _DrainFirst(Callback):
     """Applies averages that are on their way when training ends, before other callbacks save or replace weights."""
 
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Apply them before SWA puts its average in place, to measure BatchNorm statistics in an epoch more."""
+        measuring = any(getattr(one, "_model_contains_batch_norm", False) for one in trainer.callbacks)
+        if measuring and trainer.current_epoch + 1 == trainer.max_epochs:
+            self.on_train_end(trainer, pl_module)
+
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Apply them; the strategy's own hook comes behind those of all callbacks."""
         engine = self.engine_of(trainer)
-        if engine is not None:
+        if engine is not None and engine.optimizers_in_use:
             engine.drain()
 
 
@@ -114,8 +120,7 @@ class SparseTrainerMixin(SparseStrategy, Base):
         super().on_train_start()
         if self.engine is not None:
             self._telling.start(self.engine, self.config)
-            if self.engine.settings.delay and not any(isinstance(one, _DrainFirst) for one in self._trainer.callbacks):
-                self._trainer.callbacks.insert(0, _DrainFirst())
+            self._drain_first(bool(self.engine.settings.delay))
 
     def on_validation_start(self) -> None:
         """Call Lightning's hook; then pause the clock of training."""
@@ -128,12 +133,18 @@ class SparseTrainerMixin(SparseStrategy, Base):
         self._telling.totals.go_on()
 
     def on_train_end(self) -> None:
-        """Call Lightning's hook, and apply averages that are on their way; then log the last line and the totals."""
+        """Call Lightning's hook; then log the last line and the totals."""
         super().on_train_end()
+        self._drain_first(False)
         if self.engine is not None:
-            self.engine.drain()
             self._telling.end(self.engine)
-        self._trainer.callbacks[:] = [one for one in self._trainer.callbacks if not isinstance(one, _DrainFirst)]
+
+    def _drain_first(self, wanted: bool) -> None:
+        """Let averages be applied before other callbacks act at the end of training, or no more."""
+        callbacks = self._trainer.callbacks
+        callbacks[:] = [one for one in callbacks if not isinstance(one, _DrainFirst)]
+        if wanted:
+            callbacks.insert(0, _DrainFirst())
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Take a step as Lightning does; skip it after non-finite gradients if no loss scaler does so.
@@ -201,6 +212,8 @@ class SparseTrainerMixin(SparseStrategy, Base):
         Lightning has a collective in each step for signals to end: if a rank has gone, that may fail first.
         """
         super().on_exception(exception)
+        if self.lightning_module is not None:
+            self._drain_first(False)
         if is_loss(exception) and not isinstance(exception, LostRankError):
             exception.add_note(f"sparse_ddp: another rank has ended or failed. {BATCHES}")
         exception.args = tuple(

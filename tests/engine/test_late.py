@@ -869,25 +869,49 @@ def test_weight_decay_is_that_of_the_weights_of_the_backward(two_ranks: Ranks) -
         assert same(hurried, waited)
 
 
-def frozen_since() -> float:
-    """What is missing of a parameter's averages on their way, once it is frozen; on all ranks together."""
-    ddp, engine = wrapped(delay=1, sparsifier="topk")
+def frozen_since(name: str) -> float:
+    """What is missing of a parameter's averages on their way once it is frozen and thawed; on all ranks together."""
+    options = {"delay": 1, "sparsifier": "topk", "rules": ls.Rules(dense=["bias"], dense_ndim=0, dense_numel=0)}
+    ddp, engine = wrapped(**options)
     step_of(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), range(3))
     state, parameters = engine.state_dict(), dict(engine.parameters)
     engine.close()
-    ddp.module.long.requires_grad_(False)
-    late = _dense(state["late"]["long"], 800).double() * (2 if dist.get_rank() == 0 else 0)
-    expected = state["parameters"]["long"]["residual"].double() + late
-    ddp, engine = wrapped(ddp.module, delay=1, sparsifier="topk")
-    assert engine.take_over(state, parameters) == []
-    missing = expected - engine.state_dict()["parameters"]["long"]["residual"].double()
+    p = ddp.module.get_parameter(name)
+    late = _dense(state["late"][name], p.numel()).double() * (2 if dist.get_rank() == 0 else 0)
+    expected = state["parameters"][name].get("residual", torch.zeros(p.numel())).double() + late
+    for trains in (False, True):
+        p.requires_grad_(trains)
+        ddp, engine = wrapped(ddp.module, **options)
+        assert engine.take_over(state, parameters) == []
+        state, parameters = engine.state_dict(), {**engine.parameters, **engine.frozen}
+        engine.close()
+    missing = expected - state["parameters"][name]["residual"].double()
     dist.all_reduce(missing)
-    engine.close()
     return float(missing.abs().max())
 
 
 def test_averages_on_their_way_to_a_frozen_parameter_go_back_into_its_residual(two_ranks: Ranks) -> None:
-    assert max(two_ranks(frozen_since)) < 1e-5
+    assert max(*two_ranks(frozen_since, "long"), *two_ranks(frozen_since, "bias")) < 1e-5
+
+
+def drained_by_the_latest() -> bool:
+    """Whether the optimizer that has stepped last applies the last averages, and no earlier one that is still there."""
+    ends = []
+    for bound in (False, True):
+        ddp, engine = wrapped(delay=1)
+        first, second = (torch.optim.SGD(ddp.parameters(), lr=rate) for rate in (0.5, 0.1))
+        step_of(ddp, first, range(2))
+        if bound:
+            engine.bind([second])
+        step_of(ddp, second, range(2, 4))
+        engine.drain()
+        ends.append(weights(ddp.module))
+        engine.close()
+    return same(*ends)
+
+
+def test_optimizers_that_nobody_bound_apply_the_last_averages(two_ranks: Ranks) -> None:
+    assert two_ranks(drained_by_the_latest) == [True, True]
 
 
 def scales(resumed: bool) -> list[float]:

@@ -71,3 +71,15 @@ def test_they_plot() -> None:
         figure, _ = metric.plot()
         assert figure is not None
         matplotlib.pyplot.close(figure)
+
+
+def test_quantities_that_begin_alike_stay_apart_in_a_collection() -> None:
+    metrics = MetricCollection([ls.PaddingRatio(), ls.BuildUp()])
+    for sparsifier in ("shared_topk", "topk"):  # 1.0 of both on one rank, then not
+        stream = torch.randn(
+            2, 1 if sparsifier == "shared_topk" else 4, 400, generator=torch.Generator().manual_seed(0)
+        )
+        for trace in ls.simulate(stream, sparsifier=sparsifier, density=0.05):
+            metrics.update(trace.ranks[0])
+    found = metrics.compute()
+    assert found["PaddingRatio"] == 1.0 < found["BuildUp"]

@@ -207,3 +207,24 @@ def test_the_last_average_is_applied_before_weights_are_replaced_by_their_averag
     two_ranks: Ranks, package: str
 ) -> None:
     assert two_ranks(averaged, package) == [(True, ["EMAWeightAveraging"])] * 2
+
+
+def measured(package: str) -> list[bool]:
+    """Whether an average is on its way at the start of each epoch, of which SWA measures its weights in the last."""
+    base = importlib.import_module(package)
+    seen: list[bool] = []
+
+    class Looking(base.Callback):  # type: ignore[misc, name-defined]
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            seen.append(bool(trainer.strategy.engine.state_dict()["late"]))
+
+    callbacks = [base.callbacks.StochasticWeightAveraging(0.05, swa_epoch_start=1), Looking()]
+    trainer = make_trainer(package, strategy=strategy_of(package, {**SPARSE, "delay": 1}), callbacks=callbacks)
+    module = make_module(package, "norm")
+    with warnings.catch_warnings(action="ignore"):
+        trainer.fit(module, make_data(96), make_data(16))
+    return seen
+
+
+def test_the_last_average_is_applied_before_swa_measures_its_weights(two_ranks: Ranks) -> None:
+    assert two_ranks(measured, PACKAGES[0]) == [[False, True, False]] * 2

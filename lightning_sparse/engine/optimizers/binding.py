@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -33,6 +34,7 @@ from lightning_sparse.engine.optimizers.kinds import (
     listed,
     made_for,
     refusal,
+    refuse_closure,
     rehearses,
     stepping,
     with_settings,
@@ -70,7 +72,7 @@ class OptimizerBinding:
         left_open: bool,
     ) -> None:
         self.optimizers: list[Optimizer] = []
-        """Those that :meth:`bind` was given last."""
+        """Those that :meth:`bind` was given last, but for those that hold no parameter of the engine."""
         self.left_open = left_open
         self.watchers: list[Callable[[Optimizer], None]] = []
         """Called before each step."""
@@ -82,8 +84,10 @@ class OptimizerBinding:
         """Parameters whose averages come with what Adam divides them by: for which groups, and their ids."""
         self._settings: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
         """Of each parameter group in an optimizer's latest step; where averages come late."""
-        self._seen: WeakSet[Optimizer] = WeakSet()
-        """Optimizers that have stepped, of those that hold parameters of the engine."""
+        self._stepped_by: dict[str, weakref.ref[Optimizer]] = {}
+        """The optimizer that has stepped each parameter last; of nested ones, the outermost."""
+        self._outermost: Optimizer | None = None
+        """The optimizer that is taking a step, of nested ones the outermost."""
         self._told: set[str] = set()
         self._rehearsing = False
         """True if the step that an optimizer is taking only makes its state."""
@@ -104,13 +108,14 @@ class OptimizerBinding:
         record = self._reducer.record
         held = record.hold(optimizer)
         mine = any(self._name_of(key) for key in ids_of(optimizer) & self._names.keys())
-        if mine:
-            self._seen.add(optimizer)
         self._rehearsing = held.isdisjoint(record.without) and rehearses(optimizer)
         if self._rehearsing:
             if self.takes(optimizer):
                 self._adam.rehearse(optimizer, self._served(optimizer))
             return
+        if mine and self._outermost is None:
+            self._outermost = optimizer
+            self._stepped_by.update(dict.fromkeys(held, weakref.ref(optimizer)))
         if mine and self._reducer.settings.nonfinite == "skip" and self._reducer.loss_scale() is None:
             self.skip_void(optimizer)
         self.leave_out(optimizer)
@@ -143,12 +148,15 @@ class OptimizerBinding:
         """Act after an optimizer's step."""
         if not self._rehearsing:
             self._reducer.record.applied(optimizer)
+        if self._outermost is optimizer:
+            self._outermost = None
         self._reducer.skipped.take_back(optimizer)
         self._adam.after()
         self._momentum.after()
 
     def forget(self) -> None:
         """Undo what :meth:`before` has done, if a step has failed since."""
+        self._outermost = None
         self._adam.after()
         self._momentum.forget()
 
@@ -212,6 +220,8 @@ class OptimizerBinding:
         reducer = self._reducer
         # Lightning has an optimizer of nothing where configure_optimizers returns None.
         chosen = [optimizer for optimizer in listed(optimizers) if reducer.record.hold(optimizer)]
+        for optimizer in chosen if reducer.settings.delay else ():
+            refuse_closure(stepping(optimizer))
         self.suit(chosen)
         # Where nobody has told processes their ranks, each of them counts as rank zero and would warn.
         with warnings.catch_warnings(action="ignore") if not self._reducer.speaks else nullcontext():
@@ -228,9 +238,9 @@ class OptimizerBinding:
 
     @property
     def in_use(self) -> list[Optimizer]:
-        """The optimizers that were bound; else those that have stepped, but for those within another one."""
-        inner = {id(stepping(one)) for one in self._seen if stepping(one) is not one}
-        return self.optimizers or [one for one in self._seen if id(one) not in inner]
+        """The optimizers that were bound; else those that have stepped parameters last, in the order of these."""
+        seen = [self._stepped_by[name]() for name in self._parameters if name in self._stepped_by]
+        return self.optimizers or list({id(one): one for one in seen if one is not None}.values())
 
     def begin_step(self) -> None:
         """Choose the memory by optimizers as they are now; where none is bound, by those of this package.

@@ -101,9 +101,10 @@ class GradientClipping:
         expect(clipping.algorithm in ALGORITHMS, "algorithm", "'norm' or 'value'", clipping.algorithm)
         names = frozenset(name for name in names if self._parameters[name].numel())
         if names:
-            taken_over = [old for old, (_, others) in self.limits.items() if None not in (old, key) and others <= names]
-            for old in taken_over:  # of an optimizer that another one has replaced
+            replaced = [old for old, (_, others) in self.limits.items() if None not in (old, key) and others == names]
+            for old in replaced:  # another optimizer holds the same parameters now
                 del self.limits[old]
+            self.keys_in_place = self.keys_in_place - set(replaced)
             self.limits[key] = clipping, names
         if in_place and key is not None:
             self.keys_in_place |= {key}

@@ -92,13 +92,14 @@ def check_is_optimizer(given: Any) -> None:
 @contextmanager
 def with_settings(optimizer: Optimizer, settings: Sequence[Mapping[str, Any]]) -> Iterator[None]:
     """Give the groups of an optimizer other settings within the block, such as rates of an earlier step."""
-    before = [dict(group) for group in optimizer.param_groups]
+    pairs = list(zip(optimizer.param_groups, settings, strict=False))
+    before = [{name: group[name] for name in others if name in group} for group, others in pairs]
     try:
-        for group, others in zip(optimizer.param_groups, settings, strict=False):
+        for group, others in pairs:
             group.update(others)
         yield
     finally:
-        for group, others in zip(optimizer.param_groups, before, strict=True):
+        for (group, _), others in zip(pairs, before, strict=True):
             group.update(others)
 
 

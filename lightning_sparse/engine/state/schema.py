@@ -199,17 +199,24 @@ def with_pending(state: Mapping[str, Any], world_size: int) -> State:
 
 
 def give_back(state: State, names: Collection[str]) -> State:
-    """Return a state in which averages of these parameters that were to come late are pending.
+    """Return a state in which averages of these parameters that were to come late are pending, on rank 0.
+
+    All ranks have a residual for them afterwards, also where the group was dense: states of ranks have equal vectors.
 
     Args:
         state: checked; not modified.
         names: of parameters that do not train now, or of all that an engine without a delay has.
     """
-    pending = dict(state["pending"])
-    for name in state["late"].keys() & names if state["rank"] == 0 else ():
-        own = {key: state["late"][name][key] for key in ("values", "indices") if key in state["late"][name]}
-        pending[name] = own if name not in pending else _sum(state["spans"][name][1], own, pending[name])
-    return {**state, "pending": pending, "late": {n: late for n, late in state["late"].items() if n not in names}}
+    pending, parameters = dict(state["pending"]), dict(state["parameters"])
+    for name in state["late"].keys() & names:
+        late, numel = state["late"][name], state["spans"][name][1]
+        wide = torch.promote_types(late["values"].dtype, torch.float32)
+        parameters[name] = {"residual": torch.zeros(numel, dtype=wide, device="cpu"), **parameters.get(name, {})}
+        if state["rank"] == 0:
+            own = {key: late[key] for key in ("values", "indices") if key in late}
+            pending[name] = own if name not in pending else _sum(numel, own, pending[name])
+    late = {name: one for name, one in state["late"].items() if name not in names}
+    return {**state, "parameters": parameters, "pending": pending, "late": late}
 
 
 def revoke(state: State) -> State:
@@ -289,8 +296,7 @@ def renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> tuple[State, 
         for old in state["parameters"]
         if old not in names and old in remembered
     ]
-    for field in ("absorbed", "late_skipped"):
-        changed[field] = new(state[field])
+    changed |= {field: new(state[field]) for field in ("absorbed", "late_skipped")}
     return {**state, **changed}, gone
 
 

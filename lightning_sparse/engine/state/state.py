@@ -188,8 +188,8 @@ class EngineState:
         """Go on with a state, between two steps; collective. See :meth:`.Engine.load_state_dict`.
 
         All ranks make a plan of their states first. What has been learned about a group is taken where it fits on all
-        ranks. Clippings, lengths and averages that come late are those of rank 0: others that saved in the middle of a
-        step may not have been asked for theirs yet, or not have known the step's factors.
+        ranks. Clippings, lengths and averages that come late, or are skipped, are those of rank 0: others that saved in
+        the middle of a step may not have been asked for theirs yet, or not have known the step's factors.
 
         Args:
             given: the state of this rank, which may be anything.
@@ -215,7 +215,8 @@ class EngineState:
         except Exception as error:  # whatever a damaged state makes of a memory
             note = Note("", reason(error, ValueError))
         fits = [] if plan is None else [known is not None for known in plan.learned]
-        shared = [] if plan is None else [plan.state["clippings"], plan.state["lengths"], checksum(plan.state["late"])]
+        fields = "clippings", "lengths", "late_skipped"
+        shared = [] if plan is None else [[plan.state[field] for field in fields], checksum(plan.state["late"])]
         on_ranks = self._comm.all_gather_object((note, fits, shared), self._device)
         trouble = by_reason([note for note, *_ in on_ranks])
         if not trouble and len({note.fact for note, *_ in on_ranks}) > 1:
@@ -231,11 +232,11 @@ class EngineState:
             elif known is not None:
                 group.state = group.state._replace(selector=known.selector, counts=known.counts, union=known.union)
                 group.density = known.density
-        clippings, lengths, _ = on_ranks[0][2]
         late = plan.state["late"]
         if len({late_of for _, _, (*_, late_of) in on_ranks}) > 1:  # others may know more than the weights of rank 0
             late = self._comm.broadcast_object(late, 0, self._device)
-        self._apply(plan._replace(state={**plan.state, "clippings": clippings, "lengths": lengths, "late": late}))
+        of_rank_0 = dict(zip(fields, on_ranks[0][2][0], strict=True))
+        self._apply(plan._replace(state={**plan.state, **of_rank_0, "late": late}))
         return plan
 
     def _plan(self, state: State, filled: Set[str]) -> LoadPlan:
@@ -298,20 +299,30 @@ class EngineState:
         }
         skipped = {name for name in state["late_skipped"] if name in reducer.group_of and reducer.settings.delay}
         if skipped:  # gradients become NaN in the next step, for a loss scaler
-            flag = torch.ones((), dtype=torch.bool, device=self._device)
-            decision = Decision(flag, reducer.on_stream.stream, self._comm.wait_until)
-            reducer.record.keep(Kept(decision, flag, frozenset(), dict.fromkeys(skipped)))
+            flag = torch.ones((), dtype=torch.bool, device="cpu")
+            decision = Decision(flag, None, self._comm.wait_until)
+            reducer.record.keep(Kept(decision, flag.to(self._device), frozenset(), dict.fromkeys(skipped)))
         if late:
             decision = Decision(None, None, self._comm.wait_until)
             clipped = {name for name in late if state["late"][name].get("clipped")}
             reducer.record.keep(Kept(decision, None, clipped, late))
-        self._parked = {
-            field: {name: one for name, one in plan.whole[field].items() if name in self._frozen}
-            for field in self._parked
-        }
+        self._parked = self._parked_of(plan.whole)
         self.loads += 1
         self._binding.go_on(state)
         reducer.on_stream.synchronize()
+
+    def _parked_of(self, state: State) -> State:
+        """Return what a state remembers of frozen parameters, of the part that the engine has, if that is in it."""
+        parked = {field: {n: one for n, one in state[field].items() if n in self._frozen} for field in self._parked}
+        for name, vectors in parked["parameters"].items():
+            whole = Shard.whole(max((len(vector) for vector in vectors.values()), default=0))
+            start, length, numel = state["spans"].get(name) or whole
+            part = self._shards.get(name, whole)
+            first = part.start - start
+            if numel == part.numel and 0 <= first <= length - part.length:
+                cut = {key: vector[first : first + part.length].clone() for key, vector in vectors.items()}
+                parked["parameters"][name], parked["spans"][name] = cut, list(part)
+        return parked
 
     def _has(self, name: str, state: State) -> bool:
         """Return True if a parameter of a state is here, with as many coordinates."""
