@@ -465,8 +465,8 @@ class Engine(EngineView):
         chosen = self.optimizers_in_use if optimizers is None else listed(optimizers)
         if not chosen:
             raise ValueError(
-                "Expected optimizers to apply the averages of the latest backward, but none was bound to the engine and "
-                "none has stepped: call engine.bind([optimizer]) before training, or engine.drain([optimizer])."
+                "Expected optimizers to apply the averages of the latest backward, but none was bound to the engine, "
+                "and none has stepped: call engine.bind([optimizer]) before training, or engine.drain([optimizer])."
             )
         for optimizer in chosen:
             refuse_closure(optimizer)
