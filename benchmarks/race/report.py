@@ -43,7 +43,7 @@ def page(results: Results) -> str:
 def tables(results: Results) -> dict[str, str]:
     """By the name of their place in the template."""
     found = {f"table {task}": ends(results, task) for task in (*SHORT, *LONG, *NODES, *OTHER)}
-    found |= {f"search {task}": search(results, task) for task in SHORT}
+    found |= {f"search {task}": search(results, task) for task in (*SHORT, *LONG)}
     found |= {f"pairs {task}": pairs(results, task) for task in (*SHORT, *LONG, *NODES)}
     found |= {f"times {task}": times(results, task) for task in SHORT}
     found |= {f"ratios {task}": ratios(results, task) for task in ("lstm-600", "lstm-3000")}
