@@ -133,7 +133,7 @@ def _in_torch(ones: Sequence[Moved], by: Step) -> None:
 
 
 def _at_once(ones: Sequence[Moved], by: Step) -> None:
-    """The same, with vectors on the way as large as all of them together."""
+    """Take the steps with vectors on the way as large as all parameters together."""
     wide = ones[0].divisor.dtype
     parameters = [one.parameter for one in ones]
     steps = [one.grad.to(wide) for one in ones]

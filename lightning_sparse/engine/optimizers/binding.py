@@ -85,7 +85,7 @@ class OptimizerBinding:
         self._settings: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
         """Of each parameter group in an optimizer's latest step; where averages come late."""
         self._stepped_by: dict[str, weakref.ref[Optimizer]] = {}
-        """The optimizer that has stepped each parameter last; of nested ones, the outermost."""
+        """The optimizer that has stepped each parameter last, while none was bound; of nested ones, the outermost."""
         self._outermost: Optimizer | None = None
         """The optimizer that is taking a step, of nested ones the outermost."""
         self._told: set[str] = set()
@@ -115,7 +115,8 @@ class OptimizerBinding:
             return
         if mine and self._outermost is None:
             self._outermost = optimizer
-            self._stepped_by.update(dict.fromkeys(held, weakref.ref(optimizer)))
+            if not self.optimizers:
+                self._stepped_by.update(dict.fromkeys(held, weakref.ref(optimizer)))
         if mine and self._reducer.settings.nonfinite == "skip" and self._reducer.loss_scale() is None:
             self.skip_void(optimizer)
         self.leave_out(optimizer)

@@ -141,7 +141,7 @@ class GroupDensity:
 
 @dataclass(frozen=True)
 class Constant(DensitySchedule):
-    """The same density at every step.
+    """Keep one density at every step.
 
     Args:
         density: share of coordinates that is sent, in (0, 1].
