@@ -201,6 +201,7 @@ def images(train: Sequence[Path], valid: Path) -> Data:
 
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    x, y = (batch.to(next(model.parameters()).device) for batch in (x, y))
     logits = model(x)
     return functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), y.reshape(-1))
 

@@ -42,8 +42,10 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def processor() -> str:
-    """The model's name, as the system gives it."""
+def processor(device: torch.device | str = "cpu") -> str:
+    """The model's name, as the system gives it; of a GPU as CUDA does."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
     found = [line for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
     return found[0].split(":")[1].strip() if found else platform.processor()
 

@@ -40,6 +40,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, default=data, help="folder of the texts (default: RACE_DATA, or data)")
     parser.add_argument("--results", type=Path, default=FOLDER, help="folder of the results")
     parser.add_argument("--scratch", type=Path, default=SCRATCH, help="folder of trainings that were interrupted")
+    parser.add_argument("--device", default="cpu", help="of the trainings (default: cpu); results tell devices apart")
     parser.add_argument("--nice", type=int, default=10, help="niceness of the workers (default: 10)")
     parser.add_argument("--quick", action="store_true", help="train three methods on a short task; nothing is kept")
     parser.add_argument("--report", action="store_true", help="write tables and figures, and train nothing")
@@ -59,9 +60,10 @@ def main() -> None:
     elif chosen.quick:
         look(chosen.data)
     else:
-        results = Results(chosen.results, on=processor())
+        results = Results(chosen.results, on=processor(chosen.device))
         entries = chosen_entries(chosen.tasks, chosen.methods)
-        race(results, entries, chosen.minutes, chosen.workers, chosen.data, chosen.scratch, chosen.nice)
+        given = chosen.minutes, chosen.workers, chosen.data, chosen.scratch, chosen.nice, chosen.device
+        race(results, entries, *given)
 
 
 if __name__ == "__main__":

@@ -21,11 +21,11 @@ FOLDER = ROOT / "benchmarks" / "results"
 
 
 class Results:
-    """What is known of all trainings, by key, of one kind of processor: cells never mix them.
+    """What is known of all trainings, by key, each task by one kind of processor: cells never mix them.
 
     Args:
         folder: of the files.
-        on: the processor; None: that of most trainings.
+        on: the processor; None: for each task that of most of its trainings.
     """
 
     def __init__(self, folder: Path = FOLDER, on: str | None = None) -> None:
@@ -35,11 +35,11 @@ class Results:
 
     def read(self) -> None:
         """Know what has been added, here or by others."""
-        paths = sorted(self.folder.glob("race-*.jsonl"))
-        lines = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
-        counts = Counter(line["processor"] for line in lines if "key" in line)
-        on = self.on or max(sorted(counts), key=counts.__getitem__, default="")
-        self.known |= {line["key"]: line for line in lines if line.get("processor") == on and "key" in line}
+        for path in sorted(self.folder.glob("race-*.jsonl")):
+            lines = [line for line in map(json.loads, path.read_text().splitlines()) if "key" in line]
+            counts = Counter(line["processor"] for line in lines)
+            on = self.on or max(sorted(counts), key=counts.__getitem__, default="")
+            self.known |= {line["key"]: line for line in lines if line["processor"] == on}
 
     def add(self, line: dict[str, Any]) -> None:
         """Keep a finished training."""
@@ -71,7 +71,7 @@ def line_of(simulation: Simulation) -> dict[str, Any]:
         "seconds": round(simulation.seconds, 1),
         "commit": commit(),
         "torch": torch.__version__,
-        "processor": processor(),
+        "processor": processor(simulation.device),
     }
 
 

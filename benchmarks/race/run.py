@@ -24,6 +24,7 @@ from lightning_sparse.engine.network import drive_ranks
 
 EVERY = 200
 """Steps between two states on disk."""
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,10 @@ class Rank:
 
     def __init__(self, run: Run, task: Task, loaded: Loaded, rank: int) -> None:
         self.task, self.loaded, self.run, self.rank = task, loaded, run, rank
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]), CPU:
             torch.manual_seed(run.seed)
-            self.model = loaded.model()
+            model = loaded.model()
+        self.model = model.to(torch.get_default_device())
         self.flat = Flat(self.model)
         make = CONFIGURATIONS[run.method].make
         at = Place(rank, task.ranks, task.steps, task.betas, task.decay, task.clip_of_averages)
@@ -78,7 +80,8 @@ class Rank:
 
     def step(self, step: int) -> Steps[float]:
         """Take a step; return this rank's loss before it."""
-        batches = [self.loaded.draw(self.generator, self.task.batch) for _ in range(self.task.ranks)]
+        with CPU:
+            batches = [self.loaded.draw(self.generator, self.task.batch) for _ in range(self.task.ranks)]
         self.flat.zero_()
         loss = loss_of(self.model, *batches[self.rank])
         loss.backward()
@@ -100,11 +103,15 @@ class Rank:
 
 
 class Simulation:
-    """A training with all its ranks in this process."""
+    """A training with all its ranks in this process, on torch's default device.
+
+    Parameters begin, and batches are drawn, on a CPU, so that a seed means the same everywhere.
+    """
 
     def __init__(self, run: Run, loaded: Loaded) -> None:
         self.run, self.task = run, TASKS[run.task]
         self.ranks = [Rank(run, self.task, loaded, rank) for rank in range(self.task.ranks)]
+        self.device = self.ranks[0].flat.matrices.device
         self.done, self.seconds = 0, 0.0
         self.curve: list[list[float]] = []
 

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.race.plan import Entry, wanted
 from benchmarks.race.results import Results, commit, line_of
-from benchmarks.race.run import Run, Simulation
+from benchmarks.race.run import CPU, Run, Simulation
 from benchmarks.race.tasks import CACHE, TASKS, Loaded
 
 SCRATCH = CACHE
@@ -25,7 +25,8 @@ SCRATCH = CACHE
 
 @functools.cache
 def _loaded(task: str, data: Path) -> Loaded:
-    return TASKS[task].load(data)
+    with CPU:
+        return TASKS[task].load(data)
 
 
 def train(run: Run, data: Path, scratch: Path, deadline: float) -> dict[str, Any] | None:
@@ -48,12 +49,13 @@ def race(
     data: Path,
     scratch: Path,
     niceness: int,
+    device: str = "cpu",
 ) -> None:
     """Train what is missing; results are kept as they come."""
     deadline = time.time() + 60 * minutes
     context = multiprocessing.get_context("spawn")
     running: dict[Future[Any], Run] = {}
-    with ProcessPoolExecutor(workers, context, initializer=_prepare, initargs=(niceness,)) as pool:
+    with ProcessPoolExecutor(workers, context, initializer=_prepare, initargs=(niceness, device)) as pool:
         while True:
             results.read()
             busy = {run.key for run in running.values()}
@@ -72,9 +74,11 @@ def race(
     print(f"{left} trainings wait for more time." if left else "All of these trainings are done.")
 
 
-def _prepare(niceness: int) -> None:
+def _prepare(niceness: int, device: str) -> None:
     os.nice(niceness)
     torch.set_num_threads(1)
+    if device != "cpu":  # torch then looks at each call, which takes time on a CPU
+        torch.set_default_device(device)
     commit()
 
 

@@ -82,7 +82,8 @@ class Turned:
     def __init__(self, shape: tuple[int, ...], seed: int) -> None:
         self.shape = shape[0], math.prod(shape[1:])
         generator = torch.Generator().manual_seed(seed)
-        self._signs = [torch.randint(2, (n,), generator=generator).float() * 2 - 1 for n in self.shape]
+        signs = [torch.randint(2, (n,), generator=generator, device="cpu").float() * 2 - 1 for n in self.shape]
+        self._signs = [each.to(torch.get_default_device()) for each in signs]
 
     def turn(self, x: Tensor) -> Tensor:
         """Into the new basis, (numel,)."""

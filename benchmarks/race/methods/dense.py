@@ -76,7 +76,8 @@ class PowerSGD(Method):
         if self.qs is None:
             seed = random.Random(self.at.seed).randint(0, 1_000_000_000)
             generator = torch.Generator().manual_seed(seed)
-            self.qs = [torch.randn(x.shape[1], min(self.rank, *x.shape), generator=generator) for x in low]
+            drawn = [torch.randn(x.shape[1], min(self.rank, *x.shape), generator=generator, device="cpu") for x in low]
+            self.qs = [each.to(self.error.device) for each in drawn]
         for q in self.qs:
             orthonormalize_(q)
         if high:

@@ -54,7 +54,7 @@ class Exchanged(Method):
         numel = flat.matrices.numel() + (flat.vectors.numel() if whole else 0)
         self._places: list[Any] = [slice(None)] if parts == 1 else row_parts(flat.shapes, parts)
         sizes = [numel if parts == 1 else len(place) for place in self._places]
-        self._states = [init_group(n, torch.float32, torch.device("cpu"), self.ctx, **self.parts) for n in sizes]
+        self._states = [init_group(n, torch.float32, flat.matrices.device, self.ctx, **self.parts) for n in sizes]
 
     @property
     def groups(self) -> list[GroupState]:
