@@ -6,10 +6,11 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from benchmarks.race.configurations import CONFIGURATIONS
-from benchmarks.race.run import Rank, Run
+from benchmarks.race.run import Rank, Run, take
 from benchmarks.race.tasks import TASKS
-from lightning_sparse.engine.network import drive_ranks
 
 FILE = "race-bytes.jsonl"
 STEPS = 30
@@ -25,11 +26,11 @@ def count(task: str, data: Path, folder: Path) -> None:
         for method in CONFIGURATIONS:
             ranks = [Rank(Run(task, method, 1.0), known, loaded, rank) for rank in range(n)]
             meters = ranks[0].method.matrices, ranks[0].method.vectors
-            before = [0.0, 0.0]
+            before, generator = [0.0, 0.0], torch.Generator().manual_seed(1)
             for step in range(2 * STEPS):
                 if step == STEPS:
                     before = [meter.bytes_sent for meter in meters]
-                drive_ranks([rank.step(step) for rank in ranks])
+                take(ranks, step, known.rate_at(step, 1.0), [loaded.draw(generator, 1) for _ in ranks])
             sent = [round((m.bytes_sent - b) / STEPS, 1) for m, b in zip(meters, before, strict=True)]
             lines.append({"task": task, "method": method, "ranks": n, "matrices": sent[0], "vectors": sent[1]})
             print(json.dumps(lines[-1]), flush=True)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.adam import loss_of
 from benchmarks.race.configurations import CONFIGURATIONS
 from benchmarks.race.flat import Flat
-from benchmarks.race.methods.base import Method, Place
+from benchmarks.race.methods.base import Method, Place, Rate
+from benchmarks.race.replay import Batches, Replay, Step, graphs
 from benchmarks.race.tasks import TASKS, Loaded, Task
 from lightning_sparse.core.messages import Steps
 from lightning_sparse.engine.network import drive_ranks
@@ -66,7 +68,7 @@ class Rank:
     """One rank of a training."""
 
     def __init__(self, run: Run, task: Task, loaded: Loaded, rank: int) -> None:
-        self.task, self.loaded, self.run, self.rank = task, loaded, run, rank
+        self.loaded, self.rank = loaded, rank
         with torch.random.fork_rng(devices=[]), CPU:
             torch.manual_seed(run.seed)
             model = loaded.model()
@@ -76,19 +78,16 @@ class Rank:
         at = Place(rank, task.ranks, task.steps, task.betas, task.decay, task.clip_of_averages)
         self.method: Method = make(self.flat, at, **run.settings)
         self.clip = task.clip_of_ranks(self.method.clips_averages, self.method.local)
-        self.generator = torch.Generator().manual_seed(run.seed + 1)
 
-    def step(self, step: int) -> Steps[float]:
-        """Take a step; return this rank's loss before it."""
-        with CPU:
-            batches = [self.loaded.draw(self.generator, self.task.batch) for _ in range(self.task.ranks)]
+    def step(self, step: int, rate: Rate, x: Tensor, y: Tensor) -> Steps[Tensor]:
+        """Take a step; return this rank's loss before it, ()."""
         self.flat.zero_()
-        loss = loss_of(self.model, *batches[self.rank])
+        loss = loss_of(self.model, x, y)
         loss.backward()
         if self.clip is not None:
             nn.utils.clip_grad_norm_(self.flat.both, self.clip)
-        yield from self.method.step(self.task.rate_at(step, self.run.rate), step)
-        return float(loss.detach())
+        yield from self.method.step(rate, step)
+        return loss.detach()
 
     def validate(self) -> float:
         """Loss of the parameters that all ranks agree on, on what is not trained on."""
@@ -102,6 +101,11 @@ class Rank:
         return found
 
 
+def take(ranks: Sequence[Rank], number: int, rate: Rate, batches: Batches) -> list[Tensor]:
+    """Take a step of all ranks; return their losses before it."""
+    return drive_ranks([rank.step(number, rate, *batch) for rank, batch in zip(ranks, batches, strict=True)])
+
+
 class Simulation:
     """A training with all its ranks in this process, on torch's default device.
 
@@ -112,6 +116,11 @@ class Simulation:
         self.run, self.task = run, TASKS[run.task]
         self.ranks = [Rank(run, self.task, loaded, rank) for rank in range(self.task.ranks)]
         self.device = self.ranks[0].flat.matrices.device
+        self.generator = torch.Generator().manual_seed(run.seed + 1)
+        self._draw = functools.partial(loaded.draw, self.generator, self.task.batch)
+        self._step: Step = functools.partial(take, self.ranks)
+        if self.device.type == "cuda":
+            self._step = Replay(self._step, [rank.method for rank in self.ranks], self.task.steps, graphs())
         self.done, self.seconds = 0, 0.0
         self.curve: list[list[float]] = []
 
@@ -119,10 +128,12 @@ class Simulation:
         """Train to the end, or until somebody says stop; return whether it has ended."""
         begin, before = time.process_time(), self.seconds
         while self.done < self.task.steps and not self._diverged:
-            losses = drive_ranks([rank.step(self.done) for rank in self.ranks])
+            with CPU:
+                batches = [self._draw() for _ in self.ranks]
+            losses = self._step(self.done, self.task.rate_at(self.done, self.run.rate), batches)
             self.done += 1
             self.seconds = before + time.process_time() - begin
-            mean = sum(losses) / len(losses)
+            mean = float(sum(losses)) / len(losses)
             if not math.isfinite(mean):
                 self.curve.append([self.done, *self._megabytes(), math.inf])
             elif self.done % self.task.every == 0 or self.done == self.task.steps:
@@ -150,15 +161,16 @@ class Simulation:
             "done": self.done,
             "seconds": self.seconds,
             "curve": self.curve,
-            "ranks": [(rank.method.state(), rank.generator.get_state()) for rank in self.ranks],
+            "ranks": [rank.method.state() for rank in self.ranks],
+            "generator": self.generator.get_state(),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
         self.done, self.seconds, self.curve = state["done"], state["seconds"], state["curve"]
-        for rank, (method, generator) in zip(self.ranks, state["ranks"], strict=True):
+        self.generator.set_state(state["generator"])
+        for rank, method in zip(self.ranks, state["ranks"], strict=True):
             rank.method.load(method)
-            rank.generator.set_state(generator)
 
 
 def _save(state: dict[str, Any], path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from benchmarks.race.methods.dense import PowerSGD
 from benchmarks.race.methods.local import Local
 from benchmarks.race.run import Rank, Run
 from benchmarks.race.tasks import TASKS, Loaded, Task
+from lightning_sparse.core.messages import Steps
 from lightning_sparse.engine.network import TorchCollective, drive, drive_ranks
 
 SHAPES = [(64, 32), (32, 80), (10,), (96, 65)]
@@ -98,14 +99,22 @@ def small_task(**changes: Any) -> str:
     return "small"
 
 
+def steps_of(ranks: Sequence[Rank]) -> Iterator[list[Steps[Tensor]]]:
+    """Ten steps of some of the ranks."""
+    task, generator = TASKS["small"], torch.Generator().manual_seed(1)
+    for step in range(10):
+        batches = [load(Path()).draw(generator, task.batch) for _ in range(task.ranks)]
+        yield [rank.step(step, task.rate_at(step, 4.0), *batches[rank.rank]) for rank in ranks]
+
+
 def trained_between_processes(names: Sequence[str]) -> list[tuple[list[Tensor], float]]:
     """Parameters and bytes of each method after ten steps on this rank."""
     small_task(ranks=dist.get_world_size(), steps=10)
     found = []
     for name in names:
         rank = Rank(Run("small", name, 4.0), TASKS["small"], load(Path()), dist.get_rank())
-        for step in range(10):
-            drive(rank.step(step), TorchCollective())
+        for (step,) in steps_of([rank]):
+            drive(step, TorchCollective())
         sent = rank.method.matrices.bytes_sent + rank.method.vectors.bytes_sent
         found.append((rank.method.shared(), sent))
     return found
@@ -200,8 +209,8 @@ def simulated(names: Sequence[str], n: int) -> list[tuple[list[Tensor], float]]:
     found = []
     for name in names:
         ranks = [Rank(Run("small", name, 4.0), TASKS["small"], load(Path()), rank) for rank in range(n)]
-        for step in range(10):
-            drive_ranks([rank.step(step) for rank in ranks])
+        for steps in steps_of(ranks):
+            drive_ranks(steps)
         sent = ranks[0].method.matrices.bytes_sent + ranks[0].method.vectors.bytes_sent
         found.append((ranks[0].method.shared(), sent))
     return found

@@ -8,16 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
-from benchmarks.race import plan, runner
+from benchmarks.race import plan, replay, runner
 from benchmarks.race.configurations import CONFIGURATIONS
+from benchmarks.race.methods.base import Rate
 from benchmarks.race.plan import Entry, chosen_entries, fresh, searched, wanted
 from benchmarks.race.results import Results
-from benchmarks.race.run import Run, Simulation
+from benchmarks.race.run import Run, Simulation, take
 from benchmarks.race.tasks import TASKS
 from tests.benchmarks import small
 from tests.benchmarks.small import ALL, load
 from tests.covering import by_default, covering
+from tests.static_path import static_path
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +54,30 @@ def test_a_training_goes_on_where_it_was_interrupted(name: str, tmp_path: Path) 
     for rank in whole.ranks[1:]:
         for own, other in zip(rank.method.shared(), whole.ranks[0].method.shared(), strict=True):
             assert torch.equal(own, other)
+
+
+@pytest.mark.parametrize("name", by_default(["ours-300", "late-ahead", "averaging-10", "dense", "topk"], 3))
+def test_repeated_steps_go_on_from_where_the_one_before_ended(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with CUDA graphs, whose recorded steps read and write the same tensors each time."""
+    monkeypatch.setattr(replay, "CYCLE", 10)
+    run, loaded = Run("small", name, 4.0), load(Path())
+    plain, repeated = Simulation(run, loaded), Simulation(run, loaded)
+    numbers: list[int] = []
+
+    def step(number: int, rate: Rate, batches: replay.Batches) -> list[Tensor]:
+        assert isinstance(rate, Tensor)
+        numbers.append(number)
+        return take(repeated.ranks, number, float(rate), batches)
+
+    methods = [rank.method for rank in repeated.ranks]
+    repeated._step = replay.Replay(step, methods, 25, record=lambda once: once)
+    with static_path():  # shapes that do not depend on data, as on CUDA
+        assert plain.train(lambda: False, None) and repeated.train(lambda: False, None)
+    assert numbers == [*range(20), *range(10, 14), 24]
+    for (*counted, loss), (*others, other) in zip(repeated.curve, plain.curve, strict=True):
+        assert counted == others
+        # Rates are float32 here; steps after 20 take turns of steps before.
+        assert loss == pytest.approx(other, abs=1e-4 if counted[0] <= 20 else 0.02)
 
 
 def test_a_training_that_diverges_ends() -> None:

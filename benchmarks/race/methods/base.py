@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from benchmarks.race.flat import Flat
 from lightning_sparse.core.messages import AllReduce, Meter, Steps
 
+Rate = float | Tensor
+"""A learning rate; () on a device, where steps are recorded."""
+
 
 class Place(NamedTuple):
     """Where a method runs, and how the task trains."""
@@ -38,6 +41,8 @@ class Method(ABC):
     """Raise it when results change; older ones are then not shown any more."""
     kept: ClassVar[tuple[str, ...]] = ()
     """Names of attributes that an interrupted training needs, beside parameters and optimizers."""
+    renewed: ClassVar[tuple[str, ...]] = ()
+    """Names of attributes that a step sets to new tensors; all others change in place."""
     clips_averages: ClassVar[bool] = False
     """Whether norms are those of averages, as in DDP, and not of each rank's gradients."""
     local: ClassVar[bool] = False
@@ -49,7 +54,7 @@ class Method(ABC):
         self.optimizers: list[torch.optim.Optimizer] = []
 
     @abstractmethod
-    def step(self, rate: float, step: int) -> Steps[None]:
+    def step(self, rate: Rate, step: int) -> Steps[None]:
         """Exchange what the gradients ask for, and move the parameters."""
 
     def shared(self) -> list[Tensor]:
@@ -78,7 +83,7 @@ class Method(ABC):
         """AdamW of the task, over some of the two vectors; its state is kept."""
         decays = dict(zip(map(id, self.flat.both), self.at.decay, strict=True))
         groups = [{"params": [p], "weight_decay": decays[id(p)]} for p in parameters]
-        optimizer = torch.optim.AdamW(groups, lr=1.0, betas=self.at.betas)
+        optimizer = torch.optim.AdamW(groups, lr=1.0, betas=self.at.betas, capturable=self.flat.matrices.is_cuda)
         self.optimizers.append(optimizer)
         return optimizer
 
@@ -101,7 +106,15 @@ def _mean(x: Tensor, ranks: int) -> Generator[Any, Tensor, Tensor]:
     return (yield AllReduce(x.clone())) / ranks
 
 
-def step_with(optimizer: torch.optim.Optimizer, rate: float) -> None:
+def move_(x: Tensor, by: Tensor, rate: Rate) -> None:
+    """``x -= rate by``."""
+    if isinstance(rate, Tensor):
+        x.sub_(by * rate)
+    else:
+        x.sub_(by, alpha=rate)
+
+
+def step_with(optimizer: torch.optim.Optimizer, rate: Rate) -> None:
     """Take a step with this learning rate."""
     for group in optimizer.param_groups:
         group["lr"] = rate

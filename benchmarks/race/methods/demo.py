@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.race.flat import Flat, pieces
-from benchmarks.race.methods.base import Method, Place
+from benchmarks.race.methods.base import Method, Place, Rate, move_
 from benchmarks.race.methods.blocks import cosines, divisor_near
 from lightning_sparse.core.messages import AllGather, Steps
 
@@ -40,7 +40,7 @@ class DeMo(Method):
         self._blocks = [[Blocks(shape) for shape in shapes] for shapes in kinds]
         self.errors = [[torch.zeros(blocks.sizes) for blocks in each] for each in self._blocks]
 
-    def step(self, rate: float, step: int) -> Steps[None]:
+    def step(self, rate: Rate, step: int) -> Steps[None]:
         kinds = zip(self.flat.both, self._blocks, self.errors, (self.matrices, self.vectors), strict=True)
         for (parameter, every, errors, meter), shapes, decay in zip(
             kinds, (self.flat.shapes, self.flat.vector_shapes), self.at.decay, strict=True
@@ -50,7 +50,7 @@ class DeMo(Method):
                 continue
             picked = []
             for error, blocks, grad in zip(errors, every, pieces(parameter.grad, shapes), strict=True):
-                error.mul_(self.decay).add_(blocks.coefficients(grad), alpha=rate)
+                move_(error.mul_(self.decay), blocks.coefficients(grad), -rate)
                 picked.append(error.abs().topk(min(self.k, error.shape[1]), dim=1).indices)
             values = [error.gather(1, places) for error, places in zip(errors, picked, strict=True)]
             for error, places, value in zip(errors, picked, values, strict=True):
@@ -63,7 +63,7 @@ class DeMo(Method):
             lengths = [value.numel() for value in values]
             parts = zip(where.split(lengths, 1), received.split(lengths, 1), strict=True)
             for piece, blocks, (places, got) in zip(pieces(parameter.data, shapes), every, parts, strict=True):
-                piece.sub_(blocks.tensor(mean_of(places, got, blocks.sizes)).sign_(), alpha=rate)
+                move_(piece, blocks.tensor(mean_of(places, got, blocks.sizes)).sign_(), rate)
 
     def _coded(self, values: Tensor) -> Tensor:
         """Bytes of values."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.race.flat import Flat, pieces
-from benchmarks.race.methods.base import Method, Place, step_with
+from benchmarks.race.methods.base import Method, Place, Rate, step_with
 from lightning_sparse.core.messages import Steps
 
 
@@ -22,7 +22,7 @@ class Dense(Method):
         super().__init__(flat, at)
         self.optimizer = self.adamw(*flat.both)
 
-    def step(self, rate: float, step: int) -> Steps[None]:
+    def step(self, rate: Rate, step: int) -> Steps[None]:
         grad = self.flat.matrices.grad
         grad.copy_((yield from self.mean(grad, self.matrices)))
         yield from self.average_vectors()
@@ -55,7 +55,7 @@ class PowerSGD(Method):
         self.error: Tensor = torch.zeros_like(flat.matrices.data)
         self.qs: list[Tensor] | None = None
 
-    def step(self, rate: float, step: int) -> Steps[None]:
+    def step(self, rate: Rate, step: int) -> Steps[None]:
         grad = self.flat.matrices.grad
         if step < self.begin:
             grad.copy_((yield from self.mean(grad, self.matrices)))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.race.flat import Flat
-from benchmarks.race.methods.base import Method, Place, step_with
+from benchmarks.race.methods.base import Method, Place, Rate, step_with
 from lightning_sparse.core.messages import Steps
 
 
@@ -47,7 +47,7 @@ class Local(Method):
         self.outer_step = torch.optim.SGD(self._outer, lr=outer, momentum=momentum, nesterov=nesterov)
         self.optimizers.append(self.outer_step)
 
-    def step(self, rate: float, step: int) -> Steps[None]:
+    def step(self, rate: Rate, step: int) -> Steps[None]:
         step_with(self.optimizer, rate)
         if (step + 1) % self.every == 0 or step + 1 == self.at.steps:
             yield from self.meet()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import lightning_sparse as ls
 from benchmarks.race.flat import Flat, pieces
-from benchmarks.race.methods.base import Method, Place, step_with
+from benchmarks.race.methods.base import Method, Place, Rate, move_, step_with
 from benchmarks.race.methods.blocks import Turned
 from lightning_sparse.core.candidates import Candidates
 from lightning_sparse.core.messages import Steps
@@ -36,6 +36,7 @@ class Exchanged(Method):
     """
 
     kept: ClassVar[tuple[str, ...]] = ("groups",)
+    renewed: ClassVar[tuple[str, ...]] = ("_states",)
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class TopK(Exchanged):
         super().__init__(flat, at, ls.TopK(), ls.Residual(), density)
         self.optimizer = self.adamw(*flat.both)
 
-    def step(self, rate: float, step: int) -> Steps[None]:
+    def step(self, rate: Rate, step: int) -> Steps[None]:
         yield from self.averaged(self.flat.matrices.grad, step)
         yield from self.average_vectors()
         step_with(self.optimizer, rate)
@@ -120,6 +121,7 @@ class Ours(Exchanged):
     """
 
     kept: ClassVar[tuple[str, ...]] = ("groups", "handout", "last")
+    renewed: ClassVar[tuple[str, ...]] = ("_states", "handout", "last")
 
     def __init__(
         self,
@@ -140,7 +142,7 @@ class Ours(Exchanged):
         """The latest move of matrices, with extrapolation."""
         self.handout: tuple[Tensor, Tensor] | None = None
 
-    def step(self, rate: float, step: int) -> Steps[None]:
+    def step(self, rate: Rate, step: int) -> Steps[None]:
         grad = self._turned(self.flat.matrices.grad)
         if self.optimizer is None:
             grad = torch.cat([grad, self.flat.vectors.grad])
@@ -169,7 +171,7 @@ class Ours(Exchanged):
             return move
         return torch.cat([b.back(m) for b, m in zip(self.bases, pieces(move, self.flat.shapes), strict=True)])
 
-    def _apply(self, handout: tuple[Tensor, Tensor], rate: float, last: bool = False) -> None:
+    def _apply(self, handout: tuple[Tensor, Tensor], rate: Rate, last: bool = False) -> None:
         if self.ahead:
             before, move = 0.0 if self.last is None else self.last, handout[0]
             handout = move + self.ahead * ((0.0 if last else move) - before), handout[1]
@@ -177,7 +179,7 @@ class Ours(Exchanged):
         factor = rate * math.sqrt(self.at.ranks)
         kinds = list(zip(self.flat.both, handout, self.at.decay, strict=True))
         for parameter, move, decay in kinds if self.optimizer is None else kinds[:1]:
-            parameter.data.mul_(1 - rate * decay).sub_(move, alpha=factor)
+            move_(parameter.data.mul_(1 - rate * decay), move, factor)
         if self.optimizer is not None:
             self.flat.vectors.grad.copy_(handout[1])
             step_with(self.optimizer, rate)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.race.flat import Flat, pieces
-from benchmarks.race.methods.base import Method, Place, step_with
+from benchmarks.race.methods.base import Method, Place, Rate, step_with
 from lightning_sparse.core.messages import AllGather, Steps
 
 CHUNK = 4096
@@ -45,7 +45,7 @@ class SparseLoCo(Method):
         self.begin: list[Tensor] = [p.data.clone() for p in flat.both]
         self.error: Tensor = torch.zeros_like(flat.matrices.data)
 
-    def step(self, rate: float, step: int) -> Steps[None]:
+    def step(self, rate: Rate, step: int) -> Steps[None]:
         step_with(self.optimizer, rate)
         if (step + 1) % self.every == 0 or step + 1 == self.at.steps:
             yield from self.meet()
