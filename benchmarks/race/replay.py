@@ -48,12 +48,14 @@ class Replay:
         self._meters = [meter for method in methods for meter in (method.matrices, method.vectors)]
         self._rate = torch.zeros((), device=methods[0].flat.matrices.device)
         self._texts: Tensor | None = None
+        self._taken = 0
         self._recorded: dict[int, Recorded] = {}
 
     def __call__(self, number: int, rate: Rate, batches: Batches) -> list[Tensor]:
         """Take the step of this number."""
         self._put(rate, batches)
-        if number < CYCLE or number == self._last:
+        self._taken += 1
+        if self._taken <= CYCLE or number == self._last:
             return self._take(number)
         place = number % CYCLE
         if place not in self._recorded:
