@@ -47,7 +47,7 @@ def tables(results: Results) -> dict[str, str]:
     found |= {f"pairs {task}": pairs(results, task) for task in (*SHORT, *LONG, *NODES)}
     found |= {f"times {task}": times(results, task) for task in SHORT}
     found |= {f"ratios {task}": ratios(results, task) for task in ("lstm-600", "lstm-3000")}
-    found |= {"measured": measured(results)}
+    found |= {"measured": measured(results), "gate": gate(results)}
     return found | {"bytes": bytes_by_ranks(results), "asks": table(ASKED[0], ASKED[1:]), "machine": machine(results)}
 
 
@@ -207,6 +207,28 @@ def ratios(results: Results, task: str) -> str:
     return table(["method", "steps", *(f"{mbit} Mbit/s" for mbit in timed.LINKS)], rows)
 
 
+DENSITIES = ("ours", "ours-200", "ours-300", "ours-600")
+
+
+def gate(results: Results) -> str:
+    """Which density ends long trainings with dense's loss: share of its bytes, and difference."""
+    rows = [[CONFIGURATIONS[name].title] for name in DENSITIES]
+    for task in LONG:
+        every = {cell.entry.method: cell for cell in cells(results, task) if cell.lines}
+        for row, name in zip(rows, DENSITIES, strict=True):
+            if name not in every or "dense" not in every:
+                row += ["", "not run yet"]
+                continue
+            apart, (own, dense) = (
+                distance(every[name], every["dense"]),
+                (every[one].megabytes for one in (name, "dense")),
+            )
+            assert apart is not None and own is not None and dense is not None
+            row += [f"1/{dense[0] / own[0]:.0f}", f"{_apart(apart.mean, apart.error, task)}, {apart.verdict}"]
+    heads = [head for task in LONG for head in (f"{task}: of dense's bytes", "against dense")]
+    return table(["density", *heads], rows)
+
+
 def bytes_by_ranks(results: Results) -> str:
     """Bytes a parameter and step, for matrices."""
     known = counted.read(results.folder)
@@ -226,11 +248,14 @@ def bytes_by_ranks(results: Results) -> str:
 
 def machine(results: Results) -> str:
     """On what the trainings ran."""
-    lines = [line for line in results.known.values() if "processor" in line]
-    processors = sorted({line["processor"] for line in lines})
-    versions = sorted({line["torch"] for line in lines})
-    hours = sum(line["seconds"] for line in lines) / 3600
-    return f"{len(lines)} trainings, {hours:.1f} hours of {', '.join(processors)}, torch {', '.join(versions)}."
+    kinds: dict[tuple[str, str], list[float]] = {}
+    for line in results.known.values():
+        kinds.setdefault((line["processor"], line["torch"]), []).append(line["seconds"] / 3600)
+    told = [
+        f"{len(hours)} trainings, {sum(hours):.1f} hours, on {name} with torch {version}"
+        for (name, version), hours in sorted(kinds.items())
+    ]
+    return "; ".join(told) + "."
 
 
 ASKED = (

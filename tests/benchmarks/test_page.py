@@ -120,16 +120,14 @@ def test_steps_that_were_timed_are_medians_beside_denses(tmp_path: Path) -> None
 
 
 def test_the_readme_says_of_long_trainings_what_the_results_do() -> None:
-    every = {cell.entry.method: cell for cell in cells(Results(FOLDER), "lstm-3000")}
-    dense, text = every["dense"], (ROOT / "README.md").read_text()
-    for method in ("ours", "ours-300"):
-        apart = distance(every[method], dense)
-        assert apart is not None
-        assert f"{report._apart(apart.mean, apart.error, 'lstm-3000')}" in text
-        assert dense.megabytes is not None
-        assert every[method].megabytes is not None
-        share = dense.megabytes[0] / every[method].megabytes[0]
-        assert f"1/{10 * round(share / 10)}" in text
+    text = (ROOT / "README.md").read_text()
+    for task, methods in {"lstm-3000": ("ours", "ours-300"), "gpt-3000": ("ours", "ours-200", "ours-300")}.items():
+        every = {cell.entry.method: cell for cell in cells(Results(FOLDER), task)}
+        dense = every["dense"].megabytes
+        for method in methods:
+            apart, own = distance(every[method], every["dense"]), every[method].megabytes
+            assert apart is not None and own is not None and dense is not None
+            assert f"{report._apart(apart.mean, apart.error, task)} at 1/{10 * round(dense[0] / own[0] / 10)}" in text
 
 
 def test_times_to_a_loss_are_steps_times_seconds_beside_denses(made_up: Results, tmp_path: Path) -> None:

@@ -174,3 +174,6 @@ def test_processors_are_not_mixed(tmp_path: Path) -> None:
     assert len(Results(tmp_path).known) == 2, "most are of a"
     assert list(Results(tmp_path, on="b").known) == [Run("small", "dense", 2.0).key]
     assert not Results(tmp_path, on="c").known
+    other = Run("shift-300", "dense", 1.0)
+    results.add({"key": other.key, "run": other.described(), "curve": [[25, 1.0, 0.1, 5.0]], "processor": "c"})
+    assert other.key in Results(tmp_path).known, "each task by itself"

@@ -150,7 +150,10 @@ class Advice:
                 f"{best.scenario.label}: delay=1 would take {times}, and computation {1e3 * compute:.3g} ms: send less "
                 "or more rarely first (a lower density, accumulated gradients)."
             )
-        return f"{best.scenario.label}: delay=1, averages one step late, would take {times}."
+        return (
+            f"{best.scenario.label}: delay=1, averages one step late, would take {times}. Some models pay for it with "
+            "accuracy: compare a run without it."
+        )
 
     def remarks(self, scenario: Scenario | None = None) -> list[str]:
         """Return further changes to the training if this advice is followed, one paragraph each."""
