@@ -64,6 +64,12 @@ CONFIGURATIONS: dict[str, Configuration] = {
     "ours-600": Configuration(Ours, {"density": 0.0017}, title="ours, 0.0017", asks=ADAMW),
     "turned": Configuration(Ours, {"density": 0.01, "turned": True}, title="ours, turned, 0.01", asks=ADAMW),
     "turned-300": Configuration(Ours, {"density": 0.0034, "turned": True}, title="ours, turned, 0.0034", asks=ADAMW),
+    "chunked-300": Configuration(
+        Ours, {"density": 0.0034, "chunked": True}, title="ours, 0.0034, of each chunk", asks=ADAMW
+    ),
+    "decay-300": Configuration(
+        Ours, {"density": 0.0034, "keeps": 0.999}, title="ours, 0.0034, residual decays", asks=ADAMW
+    ),
     "turned-600": Configuration(Ours, {"density": 0.0017, "turned": True}, title="ours, turned, 0.0017", asks=ADAMW),
     "whole-600": Configuration(Ours, {"density": 0.0017, "whole": True}, title="ours, 0.0017, vectors too", asks=ADAMW),
     "turned-whole-600": Configuration(

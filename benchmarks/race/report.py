@@ -132,6 +132,8 @@ PAIRS = (
     ("turned", "ours"),
     ("turned-300", "ours-300"),
     ("turned-600", "ours-600"),
+    ("chunked-300", "ours-300"),
+    ("decay-300", "ours-300"),
     ("whole-600", "ours-600"),
     ("turned-whole-600", "turned-600"),
     *((ours, other) for ours in ("whole-600", "turned-whole-600") for other in ("distro", "sparseloco-10")),

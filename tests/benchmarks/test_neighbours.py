@@ -14,10 +14,12 @@ from benchmarks.race.methods.blocks import Turned, cosines, hadamard
 from benchmarks.race.methods.demo import DeMo, packed, unpacked
 from benchmarks.race.methods.dense import Dense, PowerSGD
 from benchmarks.race.methods.local import Local
-from benchmarks.race.methods.ours import Ours, TopK
+from benchmarks.race.methods.ours import Chunked, Ours, TopK
 from benchmarks.race.methods.sparseloco import SparseLoCo, packed_of, quantized
 from benchmarks.race.run import Run, Simulation
 from benchmarks.race.tasks import TASKS
+from lightning_sparse.core.step import Context
+from lightning_sparse.methods.density import count
 from tests.benchmarks import small
 from tests.benchmarks.small import ALL, load, methods, take, values
 from tests.ranks import Ranks
@@ -318,3 +320,19 @@ def test_bases_are_orthonormal() -> None:
         torch.testing.assert_close(cosines(n) @ cosines(n).T, torch.eye(n), atol=1e-5, rtol=0)
     for n in (1, 2, 64):
         torch.testing.assert_close(hadamard(n) @ hadamard(n), torch.eye(n), atol=1e-5, rtol=0)
+
+
+def test_chunks_have_as_many_picks_each() -> None:
+    generator = torch.Generator().manual_seed(0)
+    acc, chunk = torch.randn(3 * 4096 + 1000, generator=generator), 4096
+    sparsifier = Chunked()
+    state = sparsifier.init(len(acc), 1, 0.0102, acc.device)
+    for step in range(6):
+        selection, state = sparsifier.select(acc, state, Context(step, 0.0102, 0, 1))
+        picked = selection.indices[: int(selection.count)].tolist()
+        assert picked == sorted(set(picked)) and len(picked) == count(0.0102, len(acc))
+        for begin in range(0, len(acc), chunk):
+            part = acc[begin : begin + chunk].abs()
+            own = [i - begin for i in picked if begin <= i < begin + chunk]
+            assert len(own) in (33, 34)
+            assert sorted(own) == sorted(part.argsort(descending=True)[: len(own)].tolist())

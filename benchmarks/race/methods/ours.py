@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +16,13 @@ from benchmarks.race.methods.base import Method, Place, Rate, move_, step_with
 from benchmarks.race.methods.blocks import Turned
 from lightning_sparse.core.candidates import Candidates
 from lightning_sparse.core.messages import Steps
-from lightning_sparse.core.step import Context, GroupState
+from lightning_sparse.core.step import Agreement, Context, GroupState, Selection
 from lightning_sparse.engine.pipeline import exchange_group, init_group, settle_group
 from lightning_sparse.engine.proposal import spread_divisor
+from lightning_sparse.methods.density import count
 from lightning_sparse.methods.exchanges import as_exchange
+from lightning_sparse.methods.sparsifiers.base import Selected, Sparsifier
+from lightning_sparse.ops import pad
 
 
 class Exchanged(Method):
@@ -104,6 +108,47 @@ class TopK(Exchanged):
         step_with(self.optimizer, rate)
 
 
+class PickState(NamedTuple):
+    """What :class:`Chunked` has learned."""
+
+    factor: float
+    """Picks of a rank, in multiples of k/n."""
+
+
+@dataclass(frozen=True)
+class Chunked(Sparsifier):
+    """The largest of each chunk of 4096 coordinates, as many of each (ChunkTopK); the union has about k coordinates.
+
+    Each rank picks a part of k, which is raised as long as ranks agree so much that the union falls short of k. Chunks
+    take turns with what is left over.
+    """
+
+    agreement: ClassVar[Agreement] = Agreement.SHARED
+    exchange: ClassVar[str] = "packed_union"
+    chunk: ClassVar[int] = 4096
+
+    def init(self, numel: int, world_size: int, density: float, device: torch.device) -> PickState:
+        return PickState(1.0)
+
+    def select(self, acc: Tensor, state: PickState, ctx: Context) -> Selected:
+        numel, k = acc.numel(), count(ctx.density, acc.numel())
+        if ctx.union is not None and int(ctx.union) > 0:
+            state = PickState(min(float(ctx.world_size), max(1.0, state.factor * (k / int(ctx.union)) ** 0.5)))
+        chunks = -(-numel // self.chunk)
+        picks = min(numel, round(state.factor * k / ctx.world_size))
+        each, more = divmod(picks, chunks)
+        rows = torch.nn.functional.pad(acc, (0, chunks * self.chunk - numel)).view(chunks, self.chunk)
+        places = rows.abs().topk(min(each + 1, self.chunk), dim=1).indices
+        begin = torch.arange(chunks, device=acc.device)
+        extra = (begin + ctx.step * more + ctx.rank) % chunks < more
+        kept = torch.ones_like(places, dtype=torch.bool)
+        kept[:, each:] = extra[:, None]
+        found = (places + self.chunk * begin[:, None])[kept]
+        found = found[found < numel].sort().values
+        indices = pad(found, picks, numel)
+        return Selection(indices, torch.tensor(found.numel(), device=acc.device), aligned=True, limit=k), state
+
+
 class Ours(Exchanged):
     """What `sparse_ddp` does with AdamW: :class:`lightning_sparse.SecondMoment` and UnionTopK.
 
@@ -115,6 +160,8 @@ class Ours(Exchanged):
             :class:`~benchmarks.race.methods.blocks.Turned`. Second moments are those of that basis.
         late: apply each average one step late; the last one is applied at the end, too.
         whole: vectors are sparse, too.
+        chunked: pick as many of each chunk, see :class:`Chunked`.
+        keeps: factor of the residual in each step; below 1 it forgets.
         ahead: extrapolate: move matrices by this part of each move in advance, and take it back in the next step, as in
             optimistic gradient descent (arXiv 1711.00141); for averages that come late.
         parts: see :class:`Exchanged`.
@@ -133,8 +180,12 @@ class Ours(Exchanged):
         whole: bool = False,
         ahead: float = 0.0,
         parts: int = 1,
+        chunked: bool = False,
+        keeps: float = 1.0,
     ) -> None:
-        super().__init__(flat, at, ls.UnionTopK(), ls.SecondMoment(at.betas[1]), density, whole, parts)
+        sparsifier = Chunked() if chunked else ls.UnionTopK()
+        super().__init__(flat, at, sparsifier, ls.SecondMoment(at.betas[1]), density, whole, parts)
+        self.keeps = keeps
         self.optimizer = None if whole else self.adamw(flat.vectors)
         self.bases = [Turned(shape, seed) for seed, shape in enumerate(flat.shapes)] if turned else []
         self.late, self.ahead = late, ahead
@@ -146,6 +197,8 @@ class Ours(Exchanged):
         grad = self._turned(self.flat.matrices.grad)
         if self.optimizer is None:
             grad = torch.cat([grad, self.flat.vectors.grad])
+        for state in self._states if self.keeps < 1 else ():
+            state.memory.residual.mul_(self.keeps)
         divisor = yield from self.averaged(grad, step)
         matrices, vectors = (grad / divisor).split([self.flat.matrices.numel(), len(grad) - self.flat.matrices.numel()])
         if self.optimizer is not None:
