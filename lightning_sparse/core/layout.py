@@ -14,6 +14,16 @@ Span = tuple[int | Tensor, int | Tensor]
 """First and past-the-end coordinate of a contiguous range; tensors if only the device knows them."""
 
 
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which numbers of a dtype are added up and remembered.
+
+    Example:
+        >>> sum_dtype(torch.bfloat16), sum_dtype(torch.float64)
+        (torch.float32, torch.float64)
+    """
+    return torch.promote_types(dtype, torch.float32)
+
+
 class Gradient:
     """The gradient of a group on this rank, processed in place.
 

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core.clock import Stamp
-from lightning_sparse.core.layout import Gradient
+from lightning_sparse.core.layout import Gradient, sum_dtype
 from lightning_sparse.core.messages import Steps
 from lightning_sparse.core.step import Agreement, Context, GroupState
 from lightning_sparse.engine.delivery import Delivery, bounds_of
@@ -60,7 +60,7 @@ class GroupReducer:
         self.exchange: Exchange = Dense() if plan.dense else settings.exchange
         example = parameters[plan.parameters[0].name]
         self.device, self.dtype = example.device, example.dtype
-        self.wide = torch.promote_types(self.dtype, torch.float32)
+        self.wide = sum_dtype(self.dtype)
         """Dtype of what is remembered."""
         self.empty = not plan.numel
         """True if this rank has no coordinate of any of the parameters."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sparse.core.layout import even_part
+from lightning_sparse.core.layout import even_part, sum_dtype
 from lightning_sparse.core.messages import AllGather, AllToAll, Steps
 from lightning_sparse.engine.delivery import bounds_of
 from lightning_sparse.engine.state.record import Averages
@@ -105,7 +105,7 @@ class Parts:
                     given.append(piece)
             torch._foreach_copy_(places, given)
             received = yield AllToAll(message)
-            total = received[0].to(torch.promote_types(dtype, torch.float32))
+            total = received[0].to(sum_dtype(dtype))
             for row in received[1:]:
                 total.add_(row)
             total.div_(self.ranks)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_sparse.core.candidates import Candidates
 from lightning_sparse.core.clock import Stamp
-from lightning_sparse.core.layout import Gradient
+from lightning_sparse.core.layout import Gradient, sum_dtype
 from lightning_sparse.core.messages import Meter, Steps, resolve
 from lightning_sparse.core.step import Absorbed, Agreement, Context, GroupState, Selection
 from lightning_sparse.engine import fused
@@ -45,7 +45,7 @@ def init_group(
             f"Expected a group of 1 to {2**31 - 2} coordinates, but got {numel}. Use a finer grouping such as 'bucket'."
         )
     count(ctx.density, numel)  # refuses what a schedule may give that is no density
-    wide = torch.promote_types(dtype, torch.float32)
+    wide = sum_dtype(dtype)
     selector = sparsifier.init(numel, ctx.world_size, ctx.density, device)
     return GroupState(memory.init(numel, device, wide), selector, None, candidates=Candidates())
 

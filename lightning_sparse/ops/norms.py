@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_sparse.core.layout import sum_dtype
 from lightning_sparse.ops import on_device, static_shapes
 
 CHUNK = 1 << 16
@@ -17,7 +18,7 @@ def norm(x: Tensor) -> Tensor:
     """Return the () float64 Euclidean norm of a vector; infinite or NaN if an element is."""
     if static_shapes(x.device):
         return on_device.norm(x)
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    dtype = sum_dtype(x.dtype)
     whole = x.numel() // CHUNK * CHUNK
     rows = torch.linalg.vector_norm(x[:whole].view(-1, CHUNK), dim=1, dtype=dtype)
     rest = torch.linalg.vector_norm(x[whole:], dtype=dtype)
@@ -36,7 +37,7 @@ def joint_norm(pieces: Sequence[Tensor]) -> Tensor:
     short = [piece for piece in pieces if piece.numel() <= CHUNK]
     norms = [norm(piece) for piece in pieces if piece.numel() > CHUNK]
     if short:  # at once: a norm of its own takes five calls
-        dtype = torch.promote_types(short[0].dtype, torch.float32)
+        dtype = sum_dtype(short[0].dtype)
         total = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(short, dtype=dtype)), dtype=torch.float64)
         norms += [total] if total.isfinite() else [norm(piece) for piece in short]
     whole: Tensor = torch.linalg.vector_norm(torch.stack(norms))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from lightning_sparse.core.layout import fills_memory, flattened, in_pieces
+from lightning_sparse.core.layout import fills_memory, flattened, in_pieces, sum_dtype
 from lightning_sparse.ops import static_shapes, take
 from lightning_sparse.ops.addresses import DTYPES, Addresses, takes
 from lightning_sparse.ops.host_reach import reaching
@@ -167,7 +167,7 @@ def _where_arrived_(one: Stepped, by: Momentum, shares: Tensor, steps: int) -> N
     places = _nonzero(grad)
     waited.clamp_(max=LONGEST - steps).add_(steps)
     ages = torch.from_numpy(waited.numpy().take(places.numpy())).int()
-    wide = torch.promote_types(grad.dtype, torch.float32)
+    wide = sum_dtype(grad.dtype)
     moved = (take(grad, places) if grad.dtype in LEAST else grad[places]).to(wide) * shares.to(wide)[ages]
     velocity.index_add_(0, places, moved.to(velocity.dtype), alpha=-1)
     parameter.index_add_(0, places, (moved * by.reach).to(parameter.dtype), alpha=-1)
@@ -178,7 +178,7 @@ def _everywhere_(stepped: Sequence[Stepped], by: Momentum, shares: Tensor, skip:
     """Spend without coordinates, so that no host has to know them; as many operations for any number of parameters."""
     parameters, grads, velocities, kept = (list(each) for each in zip(*stepped, strict=True))
     grad, waited = (torch.cat([x.reshape(-1) for x in each]) for each in (grads, kept))
-    wide = torch.promote_types(grad.dtype, torch.float32)
+    wide = sum_dtype(grad.dtype)
     now = waited.clamp(max=LONGEST - steps) + steps
     moved = grad.to(wide) * shares.to(wide)[now.int()]
     after = torch.where(grad == 0, now, 0)

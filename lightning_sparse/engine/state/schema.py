@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.core.checks import is_integer, is_number
+from lightning_sparse.core.layout import sum_dtype
 from lightning_sparse.engine.optimizers.clipping import ALGORITHMS
 from lightning_sparse.methods.memory import SecondMoment
 
@@ -190,7 +191,7 @@ def with_pending(state: Mapping[str, Any], world_size: int) -> State:
     parameters = dict(state["parameters"])
     for name, pending in state["pending"].items():
         vectors, values = parameters.get(name, {}), pending["values"]
-        wide = torch.promote_types(values.dtype, torch.float32)
+        wide = sum_dtype(values.dtype)
         residual = vectors.get("residual", values.new_zeros(state["spans"][name][1], dtype=wide)).clone()
         where = pending["indices"].long() if "indices" in pending else slice(None)
         residual[where] += world_size * values.to(residual.dtype)  # no index is there twice
@@ -210,7 +211,7 @@ def give_back(state: State, names: Collection[str]) -> State:
     pending, parameters = dict(state["pending"]), dict(state["parameters"])
     for name in state["late"].keys() & names:
         late, numel = state["late"][name], state["spans"][name][1]
-        wide = torch.promote_types(late["values"].dtype, torch.float32)
+        wide = sum_dtype(late["values"].dtype)
         parameters[name] = {"residual": torch.zeros(numel, dtype=wide, device="cpu"), **parameters.get(name, {})}
         if state["rank"] == 0:
             own = {key: late[key] for key in ("values", "indices") if key in late}
@@ -242,7 +243,7 @@ def dense(average: Mapping[str, Tensor], numel: int) -> Tensor:
 
 def _sum(numel: int, *averages: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the sum of averages of one parameter."""
-    wide = torch.promote_types(averages[0]["values"].dtype, torch.float32)
+    wide = sum_dtype(averages[0]["values"].dtype)
     total = torch.zeros(numel, dtype=wide, device="cpu")
     for each in averages:
         where = each["indices"].long() if "indices" in each else torch.arange(numel, device="cpu")

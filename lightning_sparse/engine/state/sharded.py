@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_sparse.config import Resize
-from lightning_sparse.core.layout import own, sharded_as
+from lightning_sparse.core.layout import own, sharded_as, sum_dtype
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.optimizers.kinds import stepping
 from lightning_sparse.engine.optimizers.momentum_rule import WAITED
@@ -197,11 +197,6 @@ def _known(engine: Engine) -> dict[str, Parameter]:
     return {name: p for name, p in {**engine.parameters, **engine.frozen}.items() if name in engine.shards}
 
 
-def _wide(parameter: Tensor) -> torch.dtype:
-    """Return the dtype of what is remembered of a parameter."""
-    return torch.promote_types(parameter.dtype, torch.float32)
-
-
 def _place(engine: Engine) -> int:
     """Return the number of this rank within its replica."""
     return 0 if engine.router.within is None else engine.router.within.rank
@@ -267,7 +262,7 @@ def _state_for(engine: Engine, saved: Saved, resize: Resize, notes: list[str]) -
             wanted.append((name, key))
     replicas = [comm.rank] if alike else range(saved.replicas)
     for replica in replicas:
-        empty = {f"replica{replica}/{n}/{key}": _like(here[n], _wide(here[n])) for n, key in wanted}
+        empty = {f"replica{replica}/{n}/{key}": _like(here[n], sum_dtype(here[n].dtype)) for n, key in wanted}
         read = saved.read(empty) if empty else {}
         for name, key in wanted:
             found = own(read[f"replica{replica}/{name}/{key}"]).flatten()
@@ -275,10 +270,10 @@ def _state_for(engine: Engine, saved: Saved, resize: Resize, notes: list[str]) -
             state["parameters"][name][key] = found if alike else so_far + found.double()
     for name, key in wanted:
         total = state["parameters"][name][key] / len(replicas)
-        state["parameters"][name][key] = total.to(device="cpu", dtype=_wide(here[name]))
+        state["parameters"][name][key] = total.to(device="cpu", dtype=sum_dtype(here[name].dtype))
     for name, average in [] if same else _late_in(saved, engine):  # in each of n residuals: their mean is the average
         vectors = state["parameters"][name]
-        vectors["residual"] = vectors.get("residual", 0.0) + average.to(device="cpu", dtype=_wide(here[name]))
+        vectors["residual"] = vectors.get("residual", 0.0) + average.to(device="cpu", dtype=sum_dtype(here[name].dtype))
     return check_state(state)
 
 

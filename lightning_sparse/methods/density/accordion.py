@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.core.checks import check_integer, check_positive, is_integer
-from lightning_sparse.core.layout import Gradient
+from lightning_sparse.core.layout import Gradient, sum_dtype
 from lightning_sparse.methods.density.schedules import DensitySchedule, GroupDensity, check_density
 from lightning_sparse.ops import take_from_runs
 
@@ -117,7 +117,7 @@ class AccordionDensity(GroupDensity):
         """Add the update to the sum."""
         self.seen.add(self(step))
         if self.total is None:
-            dtype = torch.promote_types(update.dtype, torch.float32)
+            dtype = sum_dtype(update.dtype)
             self.total = torch.zeros(update.numel, dtype=dtype, device=update.device)
         values = torch.nan_to_num(update.flat() if places is None else take_from_runs(update.runs, places), nan=0.0)
         if void is not None:
