@@ -69,6 +69,9 @@ class StepTrace(NamedTuple):
         return self.quantities["build_up"]
 
 
+FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+
 def simulate(
     gradients: Iterable[Tensor],
     *,
@@ -110,7 +113,8 @@ def simulate(
     sparsifier = SPARSIFIERS.resolve(sparsifier)
     memory = as_memory(memory)
     exchange = as_exchange(exchange, sparsifier, memory)
-    expect(isinstance(gradients, Iterable), "gradients", "an iterable of (n, numel) tensors", gradients)
+    many = isinstance(gradients, Iterable) and not (isinstance(gradients, Tensor) and gradients.dim() == 0)
+    expect(many, "gradients", "an iterable of (n, numel) tensors", gradients)
     return _run(iter(gradients), sparsifier, as_schedule(density), memory, exchange)
 
 
@@ -123,19 +127,21 @@ def _run(
         return settle_group(state, proposed, proposed.void, memory), proposed
 
     states: list[GroupState] = []
-    alike, density = None, schedule.for_group()
-    for step, rows in enumerate(gradients):
+    alike, density, counted = None, schedule.for_group(), 0
+    for number, rows in enumerate(gradients):
         alike = _check_rows(rows, alike)
         n, numel = rows.shape
-        ctx = Context(step=step, density=density(step), rank=0, world_size=n)
+        ctx = Context(step=counted, density=density(counted), rank=0, world_size=n)
         if not states:
             first = numel, rows.dtype, rows.device, ctx._replace(density=schedule(0))
             states = [init_group(*first, memory=memory, sparsifier=sparsifier) for _ in range(n)]
         grads = [row.detach().clone() for row in rows]
         steps = [run(grads[rank], states[rank], ctx._replace(rank=rank)) for rank in range(n)]
         states, proposed = (list(of_ranks) for of_ranks in zip(*drive_ranks(steps), strict=True))
-        density.observe(step, Gradient([grads[0]]))
-        yield _trace(ctx, grads[0], states, proposed, memory, sparsifier)
+        if not proposed[0].void:
+            density.observe(counted, Gradient([grads[0]]))
+            counted += 1
+        yield _trace(number, ctx, grads[0], states, proposed, memory, sparsifier)
 
 
 def _check_rows(
@@ -143,11 +149,13 @@ def _check_rows(
 ) -> tuple[torch.Size, torch.dtype, torch.device]:
     """Return shape, dtype and device of a step's gradients; raise unless they equal those of the first step."""
     dense = isinstance(rows, Tensor) and rows.layout == torch.strided and not rows.is_meta
-    if not dense or rows.dim() != 2 or 0 in rows.shape or not rows.is_floating_point():
+    if not dense or rows.dim() != 2 or 0 in rows.shape or rows.dtype not in FLOATS:
         came = f"{tuple(rows.shape)} {rows.dtype}" if isinstance(rows, Tensor) else type(rows).__name__
         if isinstance(rows, Tensor) and not dense:
             came += " on meta" if rows.is_meta else f" {rows.layout}"
-        raise ValueError(f"Expected gradients of each step as one (n, numel) floating-point tensor, but got {came}.")
+        raise ValueError(
+            f"Expected gradients of each step as one (n, numel) tensor of floats of 16 bits or more, but got {came}."
+        )
     found = rows.shape, rows.dtype, rows.device
     if alike is not None and found != alike:
         first, came = (f"{tuple(shape)} {dtype} on {device}" for shape, dtype, device in (alike, found))
@@ -156,6 +164,7 @@ def _check_rows(
 
 
 def _trace(
+    number: int,
     ctx: Context,
     update: Tensor,
     states: Sequence[GroupState],
@@ -173,7 +182,7 @@ def _trace(
     steps = [Step([one._replace(indices=None)], [norm], exposed_ms=0.0) for one, norm in pairs]
     own = torch.tensor([list(local(step).values()) for step in steps], dtype=torch.float64, device="cpu")
     return StepTrace(
-        step=ctx.step,
+        step=number,
         target_density=ctx.density,
         counts=first.counts.cpu(),
         indices=indices,

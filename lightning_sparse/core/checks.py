@@ -6,6 +6,9 @@ import math
 import sys
 from typing import TypeGuard
 
+TINY = 2.0**-126
+"""Smallest normal number of float32."""
+
 
 def is_integer(value: object) -> TypeGuard[int]:
     """Return True if a value is an int and not a bool."""
@@ -51,6 +54,11 @@ def check_positive(value: float, name: str, *, infinite: bool = False) -> None:
     """Raise a ValueError unless a setting is a number above 0, and finite or allowed to be infinite."""
     held = is_number(value) and value > 0 and (infinite or value < math.inf)
     expect(held, name, "a positive number", value)
+
+
+def check_eps(value: float) -> None:
+    """Raise a ValueError unless a setting keeps divisors above 0 in float32."""
+    expect(is_number(value) and TINY <= value < math.inf, "eps", f"a number of at least {TINY:.2g}", value)
 
 
 def check_flag(value: bool, name: str) -> None:

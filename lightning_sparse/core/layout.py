@@ -110,6 +110,17 @@ class Gradient:
             torch._foreach_copy_(list(torch.split(flat, self._lengths)), self.runs)
         return flat
 
+    def unscaled(self, scale: Tensor) -> Gradient:
+        """Return the gradient divided by a loss scale: in place, or in :meth:`room` where 16 bits would lose it."""
+        wide = sum_dtype(self.dtype)
+        if wide == self.dtype:
+            for run in self.runs:
+                run.div_(scale)
+            return self
+        flat = self.room(wide)
+        torch._foreach_copy_(list(torch.split(flat, self._lengths)), self.runs)
+        return Gradient([flat.div_(scale)], pieces=torch.split(flat, [piece.numel() for piece in self.pieces]))
+
     def spread_(self, flat: Tensor) -> None:
         """Write (numel,) values to the gradient's storage, unless they are there already."""
         if len(self.runs) > 1 or flat.data_ptr() != self.runs[0].data_ptr():

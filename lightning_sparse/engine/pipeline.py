@@ -128,11 +128,9 @@ def exchange_group(
     if not static_shapes(grad.device):
         ctx = ctx._replace(candidates=state.candidates)
     begin = Stamp.now(grad.device)
-    if scale is not None:
-        for run in grad.runs:
-            run.div_(scale)
+    given = grad if scale is None else grad.unscaled(scale)
     with changing(), _left_alone(memory, state, unused):
-        absorbed = memory.absorb_(state.memory, grad, ctx)
+        absorbed = memory.absorb_(state.memory, given, ctx)
     acc, score = _offered(absorbed, unused)
     if static_shapes(grad.device):  # a rank in trouble offers NaN, and nobody waits to know
         ctx = ctx._replace(trouble=~absorbed.finite)
@@ -184,6 +182,8 @@ def settle_group(
     after = proposed.after
     on_device = skipped if isinstance(skipped, Tensor) and static_shapes(skipped.device) else None
     if on_device is None and skipped:
+        with _left_alone(memory, state, unused):
+            memory.skip_(state.memory)
         forget_overflow_(state, memory, len(proposed.statistics.counts))
         return state
     with _left_alone(memory, state, unused):

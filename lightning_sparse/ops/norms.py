@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -12,6 +13,8 @@ from lightning_sparse.ops import on_device, static_shapes
 
 CHUNK = 1 << 16
 """Elements of a partial norm: float32 sums of millions of squares are wrong in the fourth digit."""
+LEAST = 1e-12
+"""Norm of which float32 squares hold enough digits, however many elements it is made of."""
 
 
 def norm(x: Tensor) -> Tensor:
@@ -23,7 +26,7 @@ def norm(x: Tensor) -> Tensor:
     rows = torch.linalg.vector_norm(x[:whole].view(-1, CHUNK), dim=1, dtype=dtype)
     rest = torch.linalg.vector_norm(x[whole:], dtype=dtype)
     total: Tensor = torch.linalg.vector_norm(torch.cat([rows, rest.view(1)]), dtype=torch.float64)
-    if not total.isfinite():  # squares of more than 1e19 are beyond float32
+    if not LEAST < total < math.inf:  # squares of more than 1e19 are beyond float32, and those of less than 1e-19
         total = torch.linalg.vector_norm(x.double())
     return total
 
@@ -39,6 +42,6 @@ def joint_norm(pieces: Sequence[Tensor]) -> Tensor:
     if short:  # at once: a norm of its own takes five calls
         dtype = sum_dtype(short[0].dtype)
         total = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(short, dtype=dtype)), dtype=torch.float64)
-        norms += [total] if total.isfinite() else [norm(piece) for piece in short]
+        norms += [total] if LEAST < total < math.inf else [norm(piece) for piece in short]
     whole: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return whole

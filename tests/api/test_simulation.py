@@ -131,7 +131,7 @@ def test_a_group_that_the_method_cannot_serve_is_refused_at_the_first_step() -> 
     ],
 )
 def test_gradients_of_a_wrong_shape_or_type_are_refused_with_what_came(rows: object, came: str) -> None:
-    with pytest.raises(ValueError, match=rf"one \(n, numel\) floating-point tensor, but got {came}\."):
+    with pytest.raises(ValueError, match=rf"one \(n, numel\) tensor of floats of 16 bits or more, but got {came}\."):
         next(ls.simulate([rows], sparsifier="topk", density=0.2))
 
 
@@ -306,3 +306,22 @@ def test_two_simulations_may_be_interleaved() -> None:
     second = ls.simulate(stream, sparsifier="micro", density=0.2)
     both = [a.update for a, _ in zip(first, second, strict=True)]
     assert torch.equal(torch.stack(both), torch.stack(alone))
+
+
+def test_a_skipped_step_moves_no_schedule_and_no_turn() -> None:
+    stream = torch.ones(4, 2, 100)
+    stream[1, 1, 5] = torch.nan
+    traces = list(ls.simulate(stream, sparsifier="clt_k", density=ls.Warmup(0.5, 0.05, 3)))
+    assert [trace.step for trace in traces] == [0, 1, 2, 3]
+    first, skipped, again, last = (trace.target_density for trace in traces)
+    assert (first, last) == (0.5, ls.Warmup(0.5, 0.05, 3)(2))
+    assert skipped == again == ls.Warmup(0.5, 0.05, 3)(1)
+
+
+@pytest.mark.parametrize(
+    ("gradients", "what"),
+    [(torch.tensor(1.0), "an iterable"), (torch.ones(2, 2, 4).to(torch.float8_e5m2), "of 16 bits or more")],
+)
+def test_tensors_that_are_no_streams_are_refused(gradients: Tensor, what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        next(ls.simulate(gradients, sparsifier="topk", density=0.5))

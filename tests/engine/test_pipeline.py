@@ -127,7 +127,7 @@ def test_what_a_narrow_gradient_of_a_scaled_loss_rounds_off_stays(dtype: torch.d
     ctx, wide = Context(0, 1.0, 0, 1), torch.tensor([1e-3, 1e-6, 3e-5, 0.7])
     state = init_group(4, dtype, torch.device("cpu"), ctx, memory=parts["memory"], sparsifier=parts["sparsifier"])
     grad = (wide * scale).to(dtype)
-    offered = (grad / torch.tensor(scale)).float()  # what the loss scale leaves of it, in its own dtype
+    offered = grad.float() / scale  # smaller values than a narrow dtype holds: the scale is there for them
     made = drive(exchange_group(grad, state, ctx, scale=torch.tensor(scale), **parts), TorchCollective())
     assert not made.void
     settle_group(state, made, made.void, parts["memory"])

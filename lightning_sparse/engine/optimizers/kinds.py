@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_sparse.core.checks import expect
+from lightning_sparse.core.checks import TINY, expect
 from lightning_sparse.core.layout import own
 
 _made: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -149,8 +149,8 @@ def refusal(optimizer: Optimizer, parameters: Collection[int]) -> str | None:
     if not is_adam(kind):
         return f"{kind.__name__} is none of torch's Adam and AdamW"
     for group in _groups(optimizer, parameters):
-        if not group.get("eps", 0.0) > 0:
-            return "eps has to be above 0"
+        if not group.get("eps", 0.0) >= TINY:
+            return f"eps has to be at least {TINY:.2g}"
         for option in ("amsgrad", "differentiable"):
             if group.get(option):
                 return f"{option}=True needs torch's own step"

@@ -139,8 +139,8 @@ class AccordionDensity(GroupDensity):
 
     def load_state_dict(self, state: Mapping[str, Any], numel: int, device: torch.device) -> None:
         """Continue within an interval."""
-        total, number, critical = (state.get(field) for field in ("total", "number", "critical"))
         try:
+            total, number, critical = (state.get(field) for field in ("total", "number", "critical"))
             seen = {float(density) for density in state["seen"]}
             before = {float(density): float(norm) for density, norm in state["before"]}
             summed = total is None or (total.shape == (numel,) and total.is_floating_point())

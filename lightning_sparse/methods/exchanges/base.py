@@ -150,10 +150,14 @@ def same_length(selection: Selection, values: Tensor | None, padding: int) -> St
     if selection.aligned:
         return selection, values
     counts = yield AllGather(selection.count)
-    slots, spare = int(counts.max()), selection.spare
-    spare = None if spare is None else pad(spare, slots, False)
-    padded = selection._replace(indices=pad(selection.indices, slots, padding), spare=spare)
-    return padded, None if values is None else pad(values, slots, 0)
+    slots = int(counts.max())
+
+    def cut(x: Tensor, value: float) -> Tensor:
+        return pad(x[:slots], slots, value)
+
+    spare = None if selection.spare is None else cut(selection.spare, False)
+    padded = selection._replace(indices=cut(selection.indices, padding), spare=spare)
+    return padded, None if values is None else cut(values, 0)
 
 
 def counts_of(rows: Tensor, slots: int) -> list[int]:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_sparse.core.checks import check_positive, check_share
+from lightning_sparse.core.checks import check_eps, check_share
 from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.step import Absorbed, Context
 from lightning_sparse.methods.memory.base import MEMORIES, CountedFeedback, CountedState, advance_, pieces
@@ -62,7 +62,7 @@ class AdamCorrection(CountedFeedback):
     Args:
         beta1: of the first moment, in [0, 1); 0: none. Adam's is 0.9.
         beta2: of the second moment, in [0, 1).
-        eps: added to the root of the second moment, above 0, in units of the gradient.
+        eps: added to the root of the second moment, at least 1.2e-38, in units of the gradient.
 
     Raises:
         ValueError: if a setting is out of its range.
@@ -90,7 +90,7 @@ class AdamCorrection(CountedFeedback):
     def __post_init__(self) -> None:
         check_share(self.beta1, "beta1", zero=True, one=False)
         check_share(self.beta2, "beta2", zero=True, one=False)
-        check_positive(self.eps, "eps")
+        check_eps(self.eps)
 
     def init(self, numel: int, device: torch.device, dtype: torch.dtype) -> AdamState:
         """Return zero vectors of ``numel + 1`` slots: two, or three with a first moment."""
@@ -107,6 +107,7 @@ class AdamCorrection(CountedFeedback):
             vectors = [state.residual[piece], state.second[piece]]
             wide = given.to(vectors[0].dtype)
             second = torch.mul(vectors[1], self.beta2).addcmul_(wide, wide, value=1 - self.beta2)
+            second.clamp_(max=torch.finfo(second.dtype).max)  # squares overflow where gradients do not
             first, moments = wide, [second]
             if state.first is not None:
                 vectors.append(state.first[piece])

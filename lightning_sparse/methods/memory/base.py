@@ -75,9 +75,12 @@ class Memory(ABC):
             state: this group's state, which has absorbed the gradient.
             update: the result of the exchange.
             rounding: (u,) error of casting the average to the gradient's dtype, at the update's coordinates.
-            skipped: () bool on a device, where the host does not know it: True if the step is skipped. Nothing is
-                changed then, and values may be NaN. None: the step counts.
+            skipped: () bool on a device, where the host does not know it: True if the step is skipped. Then it does as
+                :meth:`skip_`, and values may be NaN. None: the step counts.
         """
+
+    def skip_(self, state: Any) -> None:  # noqa: B027  # most have absorbed all of the gradient at once
+        """Keep the finite part of the gradient when the step is skipped, in place of :meth:`settle_`."""
 
     def divisors(self, state: Any, update: Update, ctx: Context) -> Tensor | None:
         """Return the (u,) numbers that averages have to be divided by to be steps of Adam; None: they are gradients.

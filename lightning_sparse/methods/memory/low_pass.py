@@ -74,4 +74,8 @@ class LowPass(Feedback):
         follows = torch.lerp(state.residual, state.acc, self.beta)
         if rounding is not None:
             put_back_(follows, update, self.beta * rounding, skipped)
-        state.residual.copy_(follows if skipped is None else torch.where(skipped, state.residual, follows))
+        state.residual.copy_(follows)
+
+    def skip_(self, state: LowPassState) -> None:
+        """Set ``residual = (1 - beta) residual + beta acc``: nothing was sent."""
+        state.residual.lerp_(state.acc, self.beta)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sparse.core.checks import check_positive, check_share
+from lightning_sparse.core.checks import check_eps, check_share
 from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.step import Absorbed, Context, Update
 from lightning_sparse.methods.memory.base import MEMORIES, CountedFeedback, CountedState, Memory, pieces
@@ -99,7 +99,7 @@ class SecondMoment(CountedFeedback):
 
     Args:
         beta2: decay of the second moment, in [0, 1).
-        eps: added to the root of the second moment, above 0, in units of the gradient.
+        eps: added to the root of the second moment, at least 1.2e-38, in units of the gradient.
 
     Raises:
         ValueError: if a setting is out of its range.
@@ -125,7 +125,7 @@ class SecondMoment(CountedFeedback):
 
     def __post_init__(self) -> None:
         check_share(self.beta2, "beta2", zero=True, one=False)
-        check_positive(self.eps, "eps")
+        check_eps(self.eps)
 
     @property
     def second_decay(self) -> float:

@@ -27,6 +27,7 @@ class GradientTransform(Memory):
 
     init = _inside("init")
     settle_ = _inside("settle_")
+    skip_ = _inside("skip_")
     divisors = _inside("divisors")
     divide_all = _inside("divide_all")
     lengthen_ = _inside("lengthen_")

@@ -183,23 +183,23 @@ class ExDyna(Sparsifier):
         pair depends only on the move of the pair before, which is to the left, none, or to the right. A table has the
         move for each of these three cases. The tables are then applied one after another.
         """
-        blocks, load = state.blocks, load.double()
+        blocks, load, move = state.blocks, load.double(), min(self.move, numel)
         total = load.sum()
         mean = total / len(load)
         mean = mean.floor() if self.variant == "published" else mean
-        expected = torch.floor(self.move * size * (total / numel))
+        expected = torch.floor(move * size * (total / numel))
         before = torch.arange(-1, 2, device=load.device)  # move of the pair before, in units of ``move``
         left = (load[:-1, None] - before * expected) / mean  # no move for 0/0, which is NaN, and for -1/-1
         right = load[1:, None] / mean
         given, taken = (
-            blocks[:-1, None] - before * self.move - self.move >= least,
-            blocks[1:, None] - self.move >= least,
+            blocks[:-1, None] - before * move - move >= least,
+            blocks[1:, None] - move >= least,
         )
         table = ((left < low) & (right > self.alpha) & taken).long() - (
             (left > self.alpha) & (right < low) & given
         ).long()
         moves = _followed(table + 1)[:, 1] - 1  # nothing moves before the first pair
-        shift = torch.nn.functional.pad(moves * self.move, (1, 1))
+        shift = torch.nn.functional.pad(moves * move, (1, 1))
         return blocks + shift[1:] - shift[:-1], state.first + shift[:-1]
 
 

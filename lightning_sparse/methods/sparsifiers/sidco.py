@@ -94,7 +94,7 @@ class _SIDCo(Sparsifier):
         if self.variant == "published" or density >= self.first_ratio:
             return 1, most
         fewest, left = 2, density / self.first_ratio
-        while left < LAST_RATIO:
+        while left < LAST_RATIO and fewest < most:
             fewest, left = fewest + 1, left / max(math.sqrt(left), self.first_ratio)
         return min(fewest, most), most
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
+from torch import Tensor
 
 import lightning_sparse as ls
 from lightning_sparse.core.messages import Message, run
@@ -92,6 +95,29 @@ def test_the_largest_coordinates_survive_the_32_bit_message() -> None:
         assert torch.equal(picks.joined(), torch.cat([picked, picked]))
         for got in picks.values:
             assert torch.equal(got.view(torch.int32), values.view(torch.int32))
+
+
+@dataclass(frozen=True)
+class PaddedTopK(ls.Sparsifier):
+    """Says nothing of its length, and has more slots than picks on every rank."""
+
+    agreement: ClassVar[Agreement] = Agreement.INDEPENDENT
+    exchange: ClassVar[str] = "gather_pairs"
+
+    def select(self, acc: Tensor, state: None, ctx: Context) -> tuple[Selection, None]:
+        picks = acc.abs().topk(ctx.rank + 1).indices.sort().values
+        return Selection(torch.cat([picks, picks.new_full((9,), len(acc))]), torch.tensor(len(picks))), state
+
+
+@pytest.mark.parametrize("exchange", ["gather_pairs", "reduce_union", "packed_union", "tree", "balanced"])
+def test_padding_that_all_ranks_have_is_not_sent(exchange: str) -> None:
+    ranks = Ranks(3, 20, sparsifier=PaddedTopK(), exchange=exchange, density=0.1)
+    gradients = noise(3, 20)
+    outcome = ranks.step(gradients)
+    if exchange != "tree":
+        assert outcome.statistics[0].counts.tolist() == [1, 2, 3]
+    assert torch.allclose(outcome.averages[0] * 3 + torch.stack(outcome.after).sum(0), gradients.sum(0))
+    assert 1 <= int(outcome.averages[0].count_nonzero()) <= 6
 
 
 @pytest.mark.parametrize("exchange", ["gather_pairs", "reduce_union", "tree", "balanced"])

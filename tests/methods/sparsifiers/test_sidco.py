@@ -449,3 +449,7 @@ def test_picks_stay_near_the_target_with_error_feedback(name: str, law: str, den
 def test_settings_that_make_no_sense_are_refused(method: type, settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=rf"Expected {message}"):
         method(**settings)
+
+
+def test_the_number_of_stages_is_known_at_once() -> None:
+    assert ls.SIDCoE(first_ratio=1 - 1e-12)._limits(0.001)[0] == ls.SIDCoE()._limits(0.001)[1]

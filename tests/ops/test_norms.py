@@ -1,0 +1,17 @@
+"""Norms are right over all of float32's range."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_sparse.ops.norms import joint_norm, norm
+
+
+@pytest.mark.parametrize("size", [1e-44, 1e-38, 1e-25, 1e-12, 1.0, 1e19, 3e37])
+def test_norms_neither_overflow_nor_vanish(size: float) -> None:
+    x = torch.linspace(-1, 1, 70_001) * size
+    expected = float(np.linalg.norm(x.double().numpy()))
+    for found in (norm(x), joint_norm([x[:100], x[100:2000], x[2000:]]), joint_norm([x[:30_000], x[30_000:]])):
+        assert float(found) == pytest.approx(expected, rel=1e-5)
