@@ -55,7 +55,11 @@ class GroupReducer:
         """True if a density of 1 is all that this group will ever have."""
         # A group that becomes dense must be able to send what it remembers.
         memory = settings.memory_in_use
-        self.memory: Memory = memory.for_dense() if plan.dense and not flush else memory
+        if plan.dense and not flush:
+            memory = memory.for_dense()
+        elif self.always_whole:
+            memory = memory.for_whole()
+        self.memory: Memory = memory
         self.sparsifier: Sparsifier = Everything() if plan.dense else settings.sparsifier
         self.exchange: Exchange = Dense() if plan.dense else settings.exchange
         example = parameters[plan.parameters[0].name]

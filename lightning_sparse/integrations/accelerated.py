@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import IO, Any
+from weakref import WeakSet
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -29,6 +30,8 @@ NAME = "lightning_sparse"
 INTERRUPTED = "the marker that is written last is missing, as where a process ends while it saves"
 """Problem of a folder with residuals of some ranks, and without a marker."""
 
+_known: WeakSet[Accelerated] = WeakSet()
+
 
 class Accelerated:
     """Attaches an engine to a wrapped model, and moves clipping, skipped steps and files to it.
@@ -48,6 +51,11 @@ class Accelerated:
         self._files = SideFiles()
         self._undo: list[Callable[[], None]] = []
         self._logged_step = 0
+        others = [one for one in _known if one.accelerator is accelerator and one.engine and not one.engine.closed]
+        taken = {one._place for one in others}
+        self._place: int = next(place for place in range(len(taken) + 1) if place not in taken)
+        """Number among the models of this Accelerator, for files of its own."""
+        _known.add(self)
 
     def attach(self, model: Any, optimizers: Sequence[Any], limit: float | None = None) -> Engine | None:
         """Attach an engine, or let the one that the model has go on with these optimizers; collective.
@@ -100,10 +108,17 @@ class Accelerated:
 
     def _redirect_clipping(self) -> None:
         """Let the Accelerator ask the engine before it clips averages."""
-        for name, algorithm in (("clip_grad_norm_", "norm"), ("clip_grad_value_", "value")):
-            original = getattr(self.accelerator, name)
-            setattr(self.accelerator, name, partial(self._clip, original, algorithm))
-            self._undo.append(partial(setattr, self.accelerator, name, original))
+        norm, value = self.accelerator.clip_grad_norm_, self.accelerator.clip_grad_value_
+
+        def clip_grad_norm_(parameters: Any, max_norm: Any, norm_type: Any = 2) -> Any:
+            return self._clip(norm, "norm", parameters, max_norm, norm_type)
+
+        def clip_grad_value_(parameters: Any, clip_value: Any) -> Any:
+            return self._clip(value, "value", parameters, clip_value)
+
+        for original, redirected in ((norm, clip_grad_norm_), (value, clip_grad_value_)):
+            setattr(self.accelerator, redirected.__name__, redirected)
+            self._undo.append(partial(setattr, self.accelerator, redirected.__name__, original))
 
     def _clip(
         self, original: Callable[..., Any], algorithm: str, parameters: Any, limit: Any, norm_type: Any = 2.0
@@ -144,10 +159,10 @@ class Accelerated:
         if engine is None or not self.config.save_residuals:
             return
         comm, totals = TorchCollective(), engine.totals.state_dict()
-        beside = self._files.beside(_inside(folder), engine, _write, comm, global_step)
+        beside = self._files.beside(self._inside(folder), engine, _write, comm, global_step)
         with beside as marker, failing_together(comm, engine.device):
             if comm.rank == 0:
-                with _whole(_marker(folder)) as file:
+                with _whole(self._marker(folder)) as file:
                     file.write(json.dumps({**marker, "totals": totals}, indent=1).encode())
 
     def unmark(self, folder: Any) -> None:
@@ -156,8 +171,8 @@ class Accelerated:
             return
         comm = TorchCollective()
         with failing_together(comm, self.engine.device):
-            if comm.rank == 0 and os.path.exists(_marker(folder)):
-                os.remove(_marker(folder))
+            if comm.rank == 0 and os.path.exists(self._marker(folder)):
+                os.remove(self._marker(folder))
 
     def load(self, folder: Any) -> None:
         """Let the engine go on with the residuals in a checkpoint's folder; collective.
@@ -169,14 +184,22 @@ class Accelerated:
         if engine is None:
             return
         comm = TorchCollective()
-        begun = bool(listing(_inside(folder)))
-        found = comm.all_gather_object((_read_marker(folder) if comm.rank == 0 else None, begun), engine.device)
+        begun = bool(listing(self._inside(folder)))
+        read = _read_marker(self._marker(folder)) if comm.rank == 0 else None
+        found = comm.all_gather_object((read, begun), engine.device)
         marker, dense = found[0][0], False
         if marker is None:
             dense, marker = not any(begun for _, begun in found), INTERRUPTED
-        restore(engine, _inside(folder), marker, _read, self.config.resize, self.config.strict_resume, dense=dense)
+        restore(engine, self._inside(folder), marker, _read, self.config.resize, self.config.strict_resume, dense=dense)
         if isinstance(marker, dict) and "totals" in marker:
             engine.totals.load_state_dict(marker["totals"])
+
+    def _inside(self, folder: Any) -> str:
+        """Return the path beside which side files lie: the folder itself is the checkpoint, maybe of several models."""
+        return os.path.join(os.fspath(folder), f"{NAME}.{self._place}" if self._place else NAME)
+
+    def _marker(self, folder: Any) -> str:
+        return f"{self._inside(folder)}.json"
 
     def _close(self) -> Left | None:
         """Close the engine, give the Accelerator its own clipping back; return what is left for the next engine."""
@@ -192,24 +215,15 @@ class Accelerated:
         return left
 
 
-def _inside(folder: Any) -> str:
-    """Return the path beside which side files lie: the folder itself is the checkpoint."""
-    return os.path.join(os.fspath(folder), NAME)
-
-
-def _marker(folder: Any) -> str:
-    return f"{_inside(folder)}.json"
-
-
-def _read_marker(folder: Any) -> Any:
+def _read_marker(path: str) -> Any:
     """Return the marker, a sentence if it cannot be read, None if there is none."""
     try:
-        with open(_marker(folder), encoding="utf-8") as file:
+        with open(path, encoding="utf-8") as file:
             return json.load(file)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:  # on this rank, and the others wait for an answer
-        return f"{os.path.basename(_marker(folder))} cannot be read as JSON: {error}"
+        return f"{os.path.basename(path)} cannot be read as JSON: {error}"
 
 
 def _write(content: dict[str, Any], target: str) -> None:

@@ -220,7 +220,7 @@ def probe(
         ValueError: for numbers outside their ranges, or one rank only.
     """
     here = _launched()
-    devices, nodes = devices or here[0], nodes or here[1]
+    devices, nodes = (known if given is None else given for given, known in zip((devices, nodes), here, strict=True))
     for name, value in (("devices", devices), ("nodes", nodes)):
         expect(value is None or value > 0, name, "at least 1", value)
     check_numbers(parameters, rtt)

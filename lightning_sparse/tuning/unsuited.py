@@ -32,7 +32,8 @@ PROBLEMS = {
     "With Muon at density 0.01, a small GPT ended at a perplexity of 154 instead of 122, an LSTM at 87 instead of 80. "
     f"{OTHERS}",
     "lbfgs": "decides on each rank, by that rank's own loss, how often it evaluates its closure. Behind the sparse "
-    f"exchange ranks may stop after different numbers of evaluations, and then wait for each other. {OTHERS}",
+    "exchange, as behind DDP, ranks may stop after different numbers of evaluations, and then wait for each other. "
+    f"Use torch's SGD, or {ADAM}.",
     "momentum": "keeps momentum ({beta1:g}) behind the sparse exchange, and spends what has waited over the steps "
     "after its arrival. That is made up for with torch.optim.SGD itself only, not with classes derived from it. A "
     "network on CIFAR-10 with SGD at density 0.01 ended at 61 % errors without, at 45 % with it, and at 44 % with "

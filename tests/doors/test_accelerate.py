@@ -114,12 +114,43 @@ def clip_two_models(together: bool) -> float:
             accelerator.backward(1e3 * model(**batch)["loss"])
         calls = [[p for m in models for p in m.parameters()]] if together else [m.parameters() for m in models]
         for parameters in calls:
-            accelerator.clip_grad_norm_(parameters, LIMIT)
+            accelerator.clip_grad_norm_(parameters=parameters, max_norm=LIMIT)
     grads = [p.grad.clone() for m in models for p in m.parameters() if p.grad is not None]
     for engine in engines:
         assert engine is not None
         engine.close()
     return float(torch.stack([g.norm() for g in grads]).norm())
+
+
+def residuals_of_two_models(folder: str) -> list[list[torch.Tensor]]:
+    """Those of each model before and after a state was saved and loaded."""
+    relaxed()
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    accelerator, engines = Accelerator(cpu=True), []
+    for number in range(2):
+        model = Net()
+        wrapped, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        engines.append(attach(accelerator, wrapped, optimizer, density=0.05))
+        for batch in list(DataLoader(Samples(), 4))[: 3 + number]:
+            accelerator.backward((1 + number) * wrapped(**batch)["loss"])
+            optimizer.step()
+            optimizer.zero_grad()
+    found = []
+    for act in (accelerator.save_state, accelerator.load_state):
+        act(folder)
+        parameters = [engine.state_dict()["parameters"] for engine in engines]
+        found.append([torch.cat([x for each in one.values() for x in each.values()]) for one in parameters])
+    for engine in engines:
+        engine.close()
+    return found
+
+
+def test_each_model_goes_on_with_its_own_residuals(two_ranks: Ranks, tmp_path: Path) -> None:
+    for before, after in two_ranks(residuals_of_two_models, str(tmp_path / "state")):
+        assert not torch.equal(before[0], before[1])
+        for one, other in zip(before, after, strict=True):
+            assert torch.equal(one, other)
 
 
 def test_a_norm_over_several_models_is_that_of_averages(two_ranks: Ranks) -> None:

@@ -20,6 +20,7 @@ from torch.optim import SGD, Optimizer
 
 from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core.console import page, say
+from lightning_sparse.engine.agreement import check_equal_on_ranks
 from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.adam_rule import AdamRule
@@ -190,7 +191,7 @@ class OptimizerBinding:
         """Return the ids of an optimizer's parameters whose averages come with what Adam divides them by."""
         reducer = self._reducer
         if reducer.adoptions != self._second[0]:
-            groups = [group for group in reducer.groups if group.memory.needs_second and not group.always_whole]
+            groups = [group for group in reducer.groups if group.memory.needs_second]
             self._second = reducer.adoptions, {id(self._parameters[name]) for group in groups for name in group.spans}
         served = set() if reducer.direct else ids_of(optimizer) & self._second[1]
         return {key for key in served if self._name_of(key) is not None}
@@ -255,6 +256,10 @@ class OptimizerBinding:
             self.suit(optimizers, begins=True)
         self._read = reducer.adoptions, decays
         if reducer.adoptions != adoptions:
+            kinds = [type(stepping(optimizer)).__name__ for optimizer in optimizers]
+            for network in (self._comm, reducer.within) if reducer.within else (self._comm,):
+                facts = {"optimizers": kinds, "memory": reducer.settings.memory_in_use}
+                check_equal_on_ranks(facts, network, self._device)
             with reducer.record.changing(), reducer.on_stream.between_steps():
                 taken = [optimizer for optimizer in optimizers if self.takes(optimizer)]
                 go_on_from_dense(reducer.groups, taken, self._parameters, self._comm, self._device, reducer.parts)
@@ -342,7 +347,8 @@ class OptimizerBinding:
         self._saved_clippings = list(state["clippings"])
         known, late = state["parameters"], self._reducer.settings.delay  # all averages have waited then
         self._momentum.go_on({name for name, vectors in known.items() if late or "residual" in vectors})
-        self._reducer.lengths.load(state["lengths"])
+        before = {name: [mean + weight, weight] for name, (mean, weight) in state["lengths"].items()}
+        self._reducer.lengths.load(before | state["squares"])
         self._clip_as_before()
 
     def clip(self, limit: float, algorithm: str, optimizer: Optimizer | None, in_place: bool = False) -> None:

@@ -87,19 +87,20 @@ class Factors(NamedTuple):
 def factors_of(handed: Handed, gradients: Sequence[Tensor | None], scale: Tensor | None, sampler: Sampler) -> Factors:
     """Find the median of the ratios of gradients now and then, for each parameter.
 
-    A median also finds the factor where less than half of the coordinates were changed in another way, such as masked
-    ones.
+    A median also finds the factor where less than half of the coordinates were changed in another way. Those that are
+    zero now, such as masked ones, do not count: whatever they are divided by, their steps are zero.
 
     Args:
         handed: what the exchange handed out.
-        gradients: of the group's parameters, in order, as they are now; None where an optimizer does not step them now.
+        gradients: of the group's parameters, in order, as they are now and laid out like these; None where an optimizer
+            does not step them now.
         scale: () that gradients still have and the step will divide them by; None: nothing.
         sampler: who takes what they are now, in this stream.
     """
     then = handed.values
     now = sampler.take([None if x is None else own(x.detach()) for x in gradients], handed.places)
     ratios = (now / then).where(then != 0, torch.nan)
-    median = ratios.nanmedian(dim=1).values
+    median = ratios.where(ratios != 0, torch.nan).nanmedian(dim=1).values
     odd = None
     if not static_shapes(ratios.device):
         off = (ratios - median.unsqueeze(1)).abs() > FAR * median.unsqueeze(1).abs()
@@ -113,16 +114,16 @@ def factors_of(handed: Handed, gradients: Sequence[Tensor | None], scale: Tensor
 class Lengths:
     """Lengths of averages as optimizers got them, as Adam's second moment would know them.
 
-    With s the factor of a step, ``D = decay D + (1 - decay) (s^2 - 1)``, corrected for its start at 0 as Adam's second
-    moment is, and ``sqrt(1 + D)`` the length: dense Adam's ``v`` would hold ``s^2 g^2``, whose mean is that of ``g^2``
-    times that of ``s^2``, where the two do not depend on each other. Without a factor it is exactly 1. The decay is
+    With s the factor of a step, ``m = decay m + (1 - decay) s^2``, corrected for its start at 0 as Adam's second moment
+    is, and ``sqrt(m)`` the length: dense Adam's ``v`` would hold ``s^2 g^2``, whose mean is that of ``g^2`` times that
+    of ``s^2``, where the two do not depend on each other. Without a factor it is exactly 1. The decay is
     Adam's second beta, but at most that by which lengths of gradients are followed: with the scale of a loss, both
     change at once, in opposite directions.
     """
 
     def __init__(self) -> None:
         self._known: Mapping[tuple[str, ...], Tensor] = {}
-        """By names of parameters, (parameters, 2) float64: D before its correction, and the correction. Replaced, never
+        """By names of parameters, (parameters, 2) float64: m before its correction, and the correction. Replaced, never
         written to."""
         self._began: Mapping[tuple[str, ...], Tensor] = {}
         """:attr:`_known` when the latest exchange began, before its averages were applied."""
@@ -137,7 +138,7 @@ class Lengths:
         Args:
             names: of parameters.
             factors: (parameters,) float64, NaN where no average is about to be applied.
-            decay: of D.
+            decay: of m.
         """
         key = tuple(names)
         if key not in self._known:  # in other groups than before
@@ -147,12 +148,12 @@ class Lengths:
             apart.update(((name,), pair.unsqueeze(0)) for name, pair in rest.items())
             self._known = {**apart, key: mine}
         before = self._known[key].to(factors.device)
-        fresh = torch.stack([factors.square() - 1, torch.ones_like(factors)], dim=1)
+        fresh = torch.stack([factors.square(), torch.ones_like(factors)], dim=1)
         known = factors.isfinite().unsqueeze(1)
         after = (decay * before + (1 - decay) * fresh).where(known, before)
         self._known = {**self._known, key: after}
         mean, correction = after.unbind(1)
-        lengths = (1 + mean / correction).clamp(min=0).sqrt()
+        lengths = (mean / correction).sqrt()
         return lengths.where(known.squeeze(1), 1.0)
 
     def state(self, waiting: Set[str] = frozenset()) -> dict[str, list[float]]:

@@ -78,6 +78,7 @@ NAMED = Kind("a dict with names as keys", lambda x: isinstance(x, dict) and all(
 LIST = Kind("a list", lambda x: isinstance(x, list))
 SURPLUS = _numbers("a number from 1 on and a step", lambda value, step: value >= 1 and _is_int(step))
 LENGTH = _numbers("a number from -1 on and one from 0 to 1", lambda mean, weight: mean >= -1 and 0 <= weight <= 1)
+SQUARE = _numbers("a number from 0 on and one from 0 to 1", lambda mean, weight: mean >= 0 and 0 <= weight <= 1)
 SPAN = _numbers(
     "a start, a length and a number of coordinates",
     lambda start, length, numel: all(map(_is_int, (start, length, numel))) and start + length <= numel,
@@ -104,7 +105,8 @@ LATER: dict[str, Any] = {
     "sent": {str: {"values": VECTOR, "indices?": INDICES}},
     "late_skipped": [TEXT],
     "absorbed": [TEXT],
-    "lengths": {str: LENGTH},
+    "lengths": {str: LENGTH},  # of earlier versions: less 1
+    "squares": {str: SQUARE},
     "clippings": [{"limit": RATE, "algorithm": ALGORITHM, "parameters": [TEXT]}],
 }
 """Fields that earlier versions did not save: their states are read as if these were empty."""

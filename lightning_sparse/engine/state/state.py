@@ -176,7 +176,7 @@ class EngineState:
             "clippings": [
                 {**clipping._asdict(), "parameters": sorted(held)} for clipping, held in reducer.clipping.in_place
             ],
-            "lengths": reducer.lengths.state(pending.keys()),
+            "squares": reducer.lengths.state(pending.keys()),
         }
 
     def _late(self, averages: Mapping[str, Averages]) -> dict[str, dict[str, Any]]:
@@ -215,7 +215,7 @@ class EngineState:
         except Exception as error:  # whatever a damaged state makes of a memory
             note = Note("", reason(error, ValueError))
         fits = [] if plan is None else [known is not None for known in plan.learned]
-        fields = "clippings", "lengths", "late_skipped"
+        fields = "clippings", "lengths", "squares", "late_skipped"
         shared = [] if plan is None else [[plan.state[field] for field in fields], checksum(plan.state["late"])]
         on_ranks = self._comm.all_gather_object((note, fits, shared), self._device)
         trouble = by_reason([note for note, *_ in on_ranks])

@@ -187,6 +187,10 @@ class Memory(ABC):
         """
         return NoMemory() if self.averages == "gradients" else self
 
+    def for_whole(self) -> Memory:
+        """Return the memory of groups whose density is always 1, which the optimizer steps by itself."""
+        return self
+
 
 MEMORIES: Registry[Memory] = Registry("memory", Memory)  # type: ignore[type-abstract]
 """Error feedback by name."""

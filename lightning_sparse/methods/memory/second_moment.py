@@ -15,6 +15,7 @@ from lightning_sparse.core.checks import check_eps, check_share
 from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.step import Absorbed, Context, Update
 from lightning_sparse.methods.memory.base import MEMORIES, CountedFeedback, CountedState, Memory, pieces
+from lightning_sparse.methods.memory.residual import Residual
 from lightning_sparse.ops import Weights, sqrt_, static_shapes, weigh_, zeros
 from lightning_sparse.ops.length import FOLLOWED, SIZE, measure
 from lightning_sparse.ops.norms import joint_norm
@@ -180,6 +181,10 @@ class SecondMoment(CountedFeedback):
         """
         numel = sum(piece.numel() for piece in pieces)
         return measure(state.lengths, joint_norm(pieces), scale, numel, self.beta2, density < 1)
+
+    def for_whole(self) -> Memory:
+        """Return :class:`~lightning_sparse.Residual`: nobody would read the second moments."""
+        return Residual()
 
     def counters(self, state: SecondMomentState) -> dict[str, Tensor]:  # type: ignore[override]
         """Return the number of steps and the statistics of lengths."""

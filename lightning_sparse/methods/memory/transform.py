@@ -61,5 +61,12 @@ class GradientTransform(Memory):
 
     def for_dense(self) -> Memory:
         """Transform dense groups' gradients in the same way."""
-        changed: Memory = replace(self, memory=self.memory.for_dense())  # type: ignore[type-var]  # all are dataclasses
+        return self._around(self.memory.for_dense())
+
+    def for_whole(self) -> Memory:
+        """Transform gradients of groups of density 1 in the same way."""
+        return self._around(self.memory.for_whole())
+
+    def _around(self, memory: Memory) -> Memory:
+        changed: Memory = replace(self, memory=memory)  # type: ignore[type-var]  # all are dataclasses
         return changed

@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from lightning_sparse.core.checks import check_integer
+from lightning_sparse.core.checks import check_integer, check_share
 from lightning_sparse.core.step import Agreement, Context, Selection
-from lightning_sparse.methods.density import check_density, count
+from lightning_sparse.methods.density import count
 from lightning_sparse.methods.scalars import Number, either, known
 from lightning_sparse.methods.sparsifiers.base import SPARSIFIERS, Sparsifier
 from lightning_sparse.methods.sparsifiers.bracket import Bracket, Survivors, narrow, picked
@@ -75,7 +75,7 @@ class DGC(Sparsifier):
     exchange: ClassVar[str] = "gather_pairs"
 
     def __post_init__(self) -> None:
-        check_density(self.sample, "sample")
+        check_share(self.sample, "sample")
         check_integer(self.exact_below, "exact_below")
         check_variant(self.variant)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -112,22 +112,43 @@ class Measured(Plain):
         """True if the parameters are on a CPU."""
         return str(self.sizes[0].kind).endswith("cpu")
 
-    def step_seconds(self, method: Method, grouping: str, messages: Messages = "group") -> tuple[float, int]:
-        """Return the seconds of a whole step with a method's cost, and the number of groups."""
-        profile = replace(self.profile, costs=[method.cost], messages=messages)
+    def step_seconds(
+        self,
+        method: Method,
+        grouping: str,
+        messages: Messages = "group",
+        rules: Rules = ALL_SPARSE,
+        network: Network | None = None,
+    ) -> tuple[float, int]:
+        """Return the seconds of a whole step with a method's cost, and the number of groups.
+
+        Args:
+            method: on that network.
+            grouping: of its groups.
+            messages: that travel together.
+            rules: of the parameters that stay dense behind a sparsifier.
+            network: of dense groups; None: as measured.
+        """
+        profile = replace(self._on(network), costs=[method.cost], messages=messages)
         if method.builtin:  # DDP starts each bucket at once, and does not wait for it in backward
+            rules = ALL_SPARSE
             overlap: Overlap = "full" if profile.overlap == "full" else "comm"
             profile = replace(profile, overlap=overlap, bucket_numels=bucket_numels(self.sizes, DDP_BUCKET_MB))
-        plan = make_plan(self.sizes, grouping, ALL_SPARSE, DDP_BUCKET_MB, profile, method.density)
+        plan = make_plan(self.sizes, grouping, rules, DDP_BUCKET_MB, profile, method.density)
         return profile.step_seconds(plan, method.density), len(plan)
 
-    def late_seconds(self, method: Method, grouping: str) -> float | None:
+    def late_seconds(
+        self, method: Method, grouping: str, rules: Rules = ALL_SPARSE, network: Network | None = None
+    ) -> float | None:
         """Return the seconds of a whole step with averages one step late; None for methods of DDP, which has none."""
         if method.builtin:
             return None
-        profile = replace(self.profile, costs=[method.cost], messages="step")
-        plan = make_plan(self.sizes, grouping, ALL_SPARSE, DDP_BUCKET_MB, profile, method.density)
+        profile = replace(self._on(network), costs=[method.cost], messages="step")
+        plan = make_plan(self.sizes, grouping, rules, DDP_BUCKET_MB, profile, method.density)
         return profile.late_seconds(plan, method.density)
+
+    def _on(self, network: Network | None) -> Profile:
+        return self.profile if network is None else replace(self.profile, network=network)
 
 
 class Scenario(NamedTuple):
@@ -193,7 +214,9 @@ def scenarios(known: int, ranks: Sequence[int], gbit: Sequence[float]) -> list[S
     return found
 
 
-def predict(measured: Measured, wanted: Sequence[Scenario], rtt: float | None = None) -> Iterator[Prediction]:
+def predict(
+    measured: Measured, wanted: Sequence[Scenario], rtt: float | None = None, rules: Rules = ALL_SPARSE
+) -> Iterator[Prediction]:
     """Predict step times of all methods under all groupings; methods of DDP under DDP's buckets only.
 
     For a method under a grouping, messages travel together or separately: the faster one counts.
@@ -202,10 +225,11 @@ def predict(measured: Measured, wanted: Sequence[Scenario], rtt: float | None = 
         measured: on one machine.
         wanted: what to predict for.
         rtt: milliseconds that a round trip between two ranks takes longer than here, at least 0; None: as measured.
+        rules: of the parameters that stay dense behind a sparsifier.
     """
     known = measured.profile.network.ranks
     for scenario in wanted:
-        rows = []
+        rows, network = [], None
         if scenario == (known, None) and rtt is None:
             methods = list(measured.methods)
         else:
@@ -218,13 +242,16 @@ def predict(measured: Measured, wanted: Sequence[Scenario], rtt: float | None = 
         for method in methods:
             for grouping in ["bucket"] if method.builtin else list(TRIED):
                 possible: Sequence[Messages] = ("group",) if method.builtin else ("step", "group")
-                tried = [(messages, *measured.step_seconds(method, grouping, messages)) for messages in possible]
+                tried = [
+                    (messages, *measured.step_seconds(method, grouping, messages, rules, network))
+                    for messages in possible
+                ]
                 rows.append((method, grouping, *min(tried, key=lambda one: one[1])))
         dense = next(seconds for method, _, _, seconds, _ in rows if method.name == "dense")
         for method, grouping, messages, seconds, groups in rows:
             exposed = seconds - measured.profile.compute_seconds
             what = (method.name, method.density, method.builtin, grouping, messages, groups)
-            late = measured.late_seconds(method, grouping)
+            late = measured.late_seconds(method, grouping, rules, network)
             yield Prediction(scenario, *what, seconds, exposed, seconds / dense, late)
 
 
@@ -236,7 +263,9 @@ def best_groupings(predictions: Sequence[Prediction]) -> list[Prediction]:
     return list(best.values())
 
 
-def winner(predictions: Sequence[Prediction], scenario: Scenario, hooks: bool = True) -> Prediction:
+def winner(
+    predictions: Sequence[Prediction], scenario: Scenario, hooks: bool = True, suited: Collection[str] = ()
+) -> Prediction:
     """Return dense DDP, unless its 16-bit hooks, other groups or a sparsifier shorten the step by 5 % at least.
 
     A sparsifier must be 5 % faster than every dense method. Of the sparsifiers within 5 % of the fastest one, the
@@ -247,6 +276,7 @@ def winner(predictions: Sequence[Prediction], scenario: Scenario, hooks: bool = 
         predictions: at least that of dense DDP in this scenario.
         scenario: of the decision.
         hooks: True if DDP's hooks can be used; Lightning ignores them on CPUs.
+        suited: names of sparsifiers that the optimizer needs; others win only where none of these is 5 % faster.
     """
     rows = best_groupings([p for p in predictions if p.scenario == scenario])
     dense = next(p for p in rows if p.method == "dense")
@@ -254,11 +284,12 @@ def winner(predictions: Sequence[Prediction], scenario: Scenario, hooks: bool = 
     fastest = min(others, key=lambda p: p.step_seconds, default=dense)
     if fastest.step_seconds < (1 - MARGIN) * dense.step_seconds:
         dense = fastest
-    sparse = [p for p in rows if p.sparse]
-    fastest = min(sparse, key=lambda p: p.step_seconds, default=dense)
-    if fastest.step_seconds > (1 - MARGIN) * dense.step_seconds:
+    most = (1 - MARGIN) * dense.step_seconds
+    sparse = [p for p in rows if p.sparse and p.step_seconds <= most]
+    sparse = [p for p in sparse if p.method in suited] or sparse
+    if not sparse:
         return dense
-    limit = min(fastest.step_seconds * (1 + MARGIN), (1 - MARGIN) * dense.step_seconds)
+    limit = min(most, (1 + MARGIN) * min(p.step_seconds for p in sparse))
     ranking = {name: place for place, name in enumerate(BEST_TRAINED)}
     close = [p for p in sparse if p.step_seconds <= limit]
     return min(close, key=lambda p: (-p.density, ranking.get(p.method, len(ranking)), p.step_seconds))

@@ -136,7 +136,8 @@ def figure(advice: Advice, path: Path) -> None:
 
 
 CHOSEN = (
-    *("dense", "rules", "single_device", "nonfinite", "lr_aware", "watch"),
+    *("dense", "rules", "memory", "node_size", "executor", "timeout"),
+    *("single_device", "nonfinite", "lr_aware", "watch"),
     *("save_residuals", "strict_resume", "resize"),
 )
 """Settings of our strategy that an advice leaves as they are."""
@@ -168,10 +169,15 @@ def strategy_config(advice: Advice, scenario: Scenario | None = None, given: Any
         "grouping": groupings.get(best.grouping, best.grouping),
         "messages": best.messages,
     }
-    ours = isinstance(given, dict) and "SparseDDPStrategy" in str(given.get("class_path"))
-    own = (given.get("init_args") or {}) if ours else {}
+    own = _own(given)
     settings |= {name: own[name] for name in CHOSEN if name in own}
     return {"class_path": "lightning_sparse.SparseDDPStrategy", "init_args": settings | kept}
+
+
+def _own(given: Any) -> dict[str, Any]:
+    """Return the settings of our strategy in a configuration."""
+    ours = isinstance(given, dict) and "SparseDDPStrategy" in str(given.get("class_path"))
+    return (given.get("init_args") or {}) if ours else {}
 
 
 def write_configs(advice: Advice, folder: Path, given: dict[str, Any] | None = None) -> list[Path]:
@@ -192,6 +198,12 @@ def write_configs(advice: Advice, folder: Path, given: dict[str, Any] | None = N
         text = yaml.safe_dump(given | {"fit": section} if given.get("fit") else section, sort_keys=False)
         rate = "" if scenario.gbit is None else f"-{scenario.gbit:g}-gbit"
         paths.append(folder / (f"config-{scenario.ranks}-ranks{rate}.yaml" if paths else "config.yaml"))
-        comments = "".join(f"# {sentence}\n" for sentence in (advice.verdict(scenario), *advice.remarks(scenario)))
+        sentences = [advice.verdict(scenario), *advice.remarks(scenario)]
+        if (memory := _own(trainer.get("strategy")).get("memory")) and not advice.best(scenario).sparse:
+            sentences.append(
+                f"The memory {memory} has no part in dense training: give the optimizer what it did, such as momentum "
+                "or Adam's moments."
+            )
+        comments = "".join(f"# {sentence}\n" for sentence in sentences)
         paths[-1].write_text(comments + text, encoding="utf-8")
     return paths

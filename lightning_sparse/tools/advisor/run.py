@@ -9,13 +9,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_sparse import SPARSIFIERS, SparsificationConfig, Watch
+from lightning_sparse import SPARSIFIERS, Rules, SparsificationConfig, Watch
 from lightning_sparse.core.checks import check_integer, check_number
 from lightning_sparse.integrations import packages
 from lightning_sparse.tools.advisor.prediction import (
@@ -84,7 +84,9 @@ class Advice:
 
     def best(self, scenario: Scenario | None = None) -> Prediction:
         """Return the best prediction, see :func:`~lightning_sparse.tools.advisor.prediction.winner`."""
-        return winner(self.predictions, scenario or self.scenarios[0], hooks=not self.measured.on_cpu)
+        served = {method.name for method in self.measured.methods if method.second_moments}
+        suited = served if self.measured.unsuited is not None else ()
+        return winner(self.predictions, scenario or self.scenarios[0], not self.measured.on_cpu, suited)
 
     def step_seconds(
         self, method: str, density: float = 1.0, grouping: str | None = None, scenario: Scenario | None = None
@@ -170,7 +172,8 @@ class Advice:
             f"backward: {profile.overlap}.",
             "Every rank computes as fast as here, whatever their number, and none waits for another.",
             "Gradients for these measurements are made up: heavy-tailed, ranks agree on half of their variance.",
-            "Small parameters are counted as sparsified; by default they stay dense, which is one short message more.",
+            "Small parameters are counted as sparsified; by default they stay dense, which is one short message more. "
+            "Those that patterns of names keep dense are one all-reduce more, after backward.",
             "One exchange after the other goes over the network; DDP hands gradients over in buckets. Messages of all "
             "groups travel together at the end of backward (step), or those of each group beside it (group), whichever "
             "is faster.",
@@ -315,7 +318,7 @@ def advise(
             "does training_step return a loss that depends on the parameters, and is there data to train on?"
         )
     measured = survey.result
-    advice = Advice(measured, tuple(predict(measured, wanted, rtt)))
+    advice = Advice(measured, tuple(predict(measured, wanted, rtt, rules_of(given))))
     remarks = [remark for scenario in advice.scenarios for remark in advice.remarks(scenario)]
     if remarks and not silenced(given):
         rank_zero_warn(f"{remarks[0]} watch=ls.Watch(adam=False) of the strategy silences this.")
@@ -387,6 +390,23 @@ def kept_settings(strategy: Any) -> dict[str, Any]:
     return {name: given[name] for name, default in KEPT.items() if given.get(name, default) not in (default, None)}
 
 
+def rules_of(strategy: Any) -> Rules:
+    """Return which parameters our strategy keeps dense by name, or at a density of their own; small ones are sparse.
+
+    Args:
+        strategy: as for :func:`kept_settings`.
+    """
+    config = getattr(strategy, "config", None)
+    own = (strategy.get("init_args") or {}) if isinstance(strategy, dict) else {}
+    given = config.rules if isinstance(config, SparsificationConfig) else own.get("rules")
+    if isinstance(given, dict):
+        given = Rules(**(given.get("init_args") or {name: x for name, x in given.items() if name != "class_path"}))
+    rules: Rules = (given or Rules()).also_dense(own.get("dense") or ())
+    whole = [pattern for pattern, density in rules.densities.items() if density == 1.0]
+    densities = {pattern: density for pattern, density in rules.densities.items() if density < 1.0}
+    return replace(rules.also_dense(whole), densities=densities, dense_ndim=0, dense_numel=0)
+
+
 def silenced(strategy: Any) -> bool:
     """Return True if the settings of our strategy turn warnings of optimizers off.
 
@@ -398,7 +418,7 @@ def silenced(strategy: Any) -> bool:
     if isinstance(strategy, dict):
         watch = (strategy.get("init_args") or {}).get("watch", watch)
     if isinstance(watch, dict):
-        return (watch.get("init_args") or {}).get("adam") is False
+        return (watch.get("init_args") or watch).get("adam") is False
     return watch is None or not watch.adam
 
 

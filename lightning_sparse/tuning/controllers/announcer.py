@@ -91,7 +91,8 @@ def at_end(engine: Engine, before: Counted, now: Counted) -> str:
     # A device may never answer if a run ends with an error.
     if engine.device.type == "cpu" and any(changes := engine.length_changes):
         anew = (
-            f" Gradients changed their length: what waits was measured anew {changes.measured_anew:,} times, and "
+            f" Gradients changed their length: what waits was measured anew {changes.measured_anew:,} "
+            f"time{'s' * (changes.measured_anew != 1)}, and "
             f"{changes.clipped:,} gradients of groups were clipped."
         )
     return (

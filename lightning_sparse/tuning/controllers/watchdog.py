@@ -166,8 +166,8 @@ class Watchdog:
         WARNED_OF.add(optimizer)
         reasons = (refusal(each, sparsified) for each in engine.optimizers if holds(each, sparsified))
         reason = next(filter(None, reasons), None) if is_adam(type(stepping(optimizer))) else None
-        here = f"Its steps are not taken by the exchange here: {reason}. " if reason else ""
-        self._tell(engine, "adam", f"{found.remedy()} {here}watch=ls.Watch(adam=False) silences this.")
+        here = f"The exchange does not take steps of {found.optimizer} here: {reason}. " if reason else ""
+        self._tell(engine, "adam", f"{here}{found.remedy()} watch=ls.Watch(adam=False) silences this.")
 
     def _sparse_groups(self, engine: Engine) -> list[GroupReducer]:
         groups = [] if engine.direct else [group for group in engine.groups if not (group.plan.dense or group.empty)]

@@ -117,6 +117,8 @@ class TimeBudget(ProfiledDensity):
 
     def assign(self, plan_at: Callable[[float], list[Group]], profile: Profile) -> list[Group]:
         """Return the plan with the density that meets the budget, except for groups with one of their own."""
+        if all(group.dense for group in plan_at(self.floor)):
+            return plan_at(self.floor)
         density = budget_density(
             lambda tried: profile.step_seconds(plan_at(tried), tried), profile, self.exposed, self.floor, self.cap
         )
@@ -210,8 +212,8 @@ def budget_density(
             else "A faster network, larger batches or a sparsifier that costs less may help."
         )
         raise ValueError(
-            f"Expected exposed communication of at most {exposed:.1%} of a step, but it is {share(floor):.1%} even at "
-            f"the floor, density {floor}: raise the budget or lower the floor. {hint}"
+            f"Expected exposed communication of at most {exposed:.1%} of a step, but it is {share(floor):.1%} "
+            f"even at the floor, density {floor}: raise the budget or lower the floor. {hint}"
         )
     return density
 

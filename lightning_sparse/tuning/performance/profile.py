@@ -224,9 +224,15 @@ class Profile(Plain):
         return groups, ([g.numel for g in groups], [later - before for before, later in pairwise(moments)])
 
     def step_seconds(self, plan: Sequence[Group], density: float) -> float:
-        """Return the seconds of a whole step with these groups, at one density or at a group's own."""
+        """Return the seconds of a whole step with these groups, at one density or at a group's own; dense ones, too."""
         groups, timeline = self.timeline(plan)
-        return self.timeline_seconds(timeline, [group.density or density for group in groups])
+        sparse = self.timeline_seconds(timeline, [group.density or density for group in groups])
+        return sparse + self.dense_seconds(plan)
+
+    def dense_seconds(self, plan: Sequence[Group]) -> float:
+        """Return the seconds of one all-reduce of all groups that stay dense, which nothing hides."""
+        nbytes = sum(p.numel * p.element_size for group in plan if group.dense for p in group.parameters)
+        return self.network.all_reduce(nbytes)
 
     def late_seconds(self, plan: Sequence[Group], density: float) -> float:
         """Return the seconds of a whole step where exchanges go on beside the next one, and are waited for at its end.
@@ -246,7 +252,7 @@ class Profile(Plain):
             local += cost.compute(group.numel)
             transfer += cost.transfer.beta * group.numel
             longest = max(longest, cost.transfer, key=lambda line: line.alpha)
-        transfer += longest.alpha
+        transfer += longest.alpha + self.dense_seconds(plan)
         if self.overlap == "full":
             return max(self.compute_seconds, local + transfer)
         return max(self.compute_seconds + local, transfer)

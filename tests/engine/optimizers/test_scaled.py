@@ -83,6 +83,59 @@ def test_a_factor_changes_no_step_of_adam(two_ranks: Ranks, factor: float, setti
                 torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
+def masked(step: int, parameters: list[Any]) -> None:
+    for p in parameters:
+        p.grad[: len(p.grad) * 3 // 4] = 0
+
+
+def other_strides(step: int, parameters: list[Any]) -> None:
+    for p in parameters:
+        p.grad = p.grad.t().contiguous().t() if p.dim() == 2 else p.grad
+
+
+def loss_and_gradient_by(factor: float) -> Any:
+    """The loss times a factor, divided out of averages."""
+    return lambda step, parameters: [p.grad.div_(factor) for p in parameters]
+
+
+def moved(kind: str) -> list[tuple[float, list[Tensor]]]:
+    """The largest move of a weight in one step, and the weights; plain, and with a change that Adam does not mind."""
+    found = []
+    for change, scale in ((None, 1.0), CHANGES[kind]):
+        training, largest = Training(watch=None), 0.0
+        for step in range(STEPS):
+            before = training.weights()
+            training.optimizer.zero_grad()
+            seed = torch.Generator().manual_seed(100 * step + dist.get_rank())
+            loss = scale * (training.ddp(torch.randn(5, WIDTH, generator=seed)) - 1).square().mean()
+            loss.backward()
+            if change is not None:
+                change(step, list(training.module.parameters()))
+            with warnings.catch_warnings(action="ignore"):  # masks are warned of
+                training.optimizer.step()
+            moves = [(a - b).abs().max() for a, b in zip(training.weights(), before, strict=True)]
+            largest = max(largest, float(torch.stack(moves).max()))
+        training.engine.close()
+        found.append((largest, training.weights()))
+    return found
+
+
+CHANGES: dict[str, tuple[Any, float]] = {
+    "masks": (masked, 1.0),
+    "strides": (other_strides, 1.0),
+    "divisors": (loss_and_gradient_by(2.0**30), 2.0**30),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_masks_strides_and_large_divisors_make_no_step_longer(two_ranks: Ranks, kind: str) -> None:
+    for (largest, plain), (other, weights) in two_ranks(moved, kind):
+        assert other <= 1.5 * largest
+        if kind != "masks":
+            for one, another in zip(weights, plain, strict=True):
+                torch.testing.assert_close(one, another, rtol=1e-3, atol=1e-4)
+
+
 def unshown_scaler(growth_interval: int) -> list[float]:
     losses = []
     for scale in (None, 2.0**12):
@@ -262,21 +315,21 @@ def kept_at_moments() -> list[dict[str, list[float]]]:
     training = Training()
     halve, engine = by(0.5), training.engine
     training.step(0, halve)
-    after_first = engine.state_dict()["lengths"]
+    after_first = engine.state_dict()["squares"]
     training.optimizer.zero_grad()
     training.ddp(torch.ones(5, WIDTH)).square().mean().backward()
-    before = engine.state_dict()["lengths"]
+    before = engine.state_dict()["squares"]
     halve(1, list(training.module.parameters()))
     training.optimizer.step()
     state = engine.state_dict()
     if dist.get_rank() == 1:  # saved before the factor was known there
-        state = {**state, "lengths": before}
+        state = {**state, "squares": before}
     again = Training()
     again.engine.load_state_dict(state)
-    loaded = again.engine.state_dict()["lengths"]
+    loaded = again.engine.state_dict()["squares"]
     for one in (training, again):
         one.engine.close()
-    return [after_first, before, state["lengths"], loaded]
+    return [after_first, before, state["squares"], loaded]
 
 
 def test_a_state_has_the_lengths_of_applied_averages_and_those_of_rank_0_are_loaded(two_ranks: Ranks) -> None:
