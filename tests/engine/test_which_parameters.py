@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 import warnings
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -87,6 +89,25 @@ def test_ranks_with_other_densities_are_told(two_ranks: Ranks) -> None:
     for told in two_ranks(differing):
         assert "densities={'0.weight': 0.1}" in told
         assert "densities={'0.weight': 0.2}" in told
+
+
+def optimizers_that_differ() -> str:
+    module = model()
+    ddp = DistributedDataParallel(module)
+    engine = ls.attach(ddp, timeout=timedelta(seconds=60))
+    kind = torch.optim.AdamW if dist.get_rank() else torch.optim.SGD
+    engine.bind([kind(ddp.parameters(), lr=0.1)])
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="The ranks disagree") as caught:
+        ddp(torch.ones(2, next(module.parameters()).shape[1])).sum().backward()
+    engine.close()
+    assert time.monotonic() - began < 30
+    return str(caught.value)
+
+
+def test_ranks_with_other_optimizers_are_told(two_ranks: Ranks) -> None:
+    for told in two_ranks(optimizers_that_differ):
+        assert "SGD" in told and "AdamW" in told
 
 
 def said(options: dict[str, Any], module: Any = None) -> list[str]:

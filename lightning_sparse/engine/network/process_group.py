@@ -133,6 +133,8 @@ class TorchCollective:
         if dist.get_world_size(group) == dist.get_world_size():
             made = cls(dist.new_group(timeout=timeout, backend=backend))
         else:
+            if not beside:
+                _check_names(cls(group))
             return cls.among(beside or [dist.get_process_group_ranks(group)], timeout, backend)
         return made._begin(timeout, beside)
 
@@ -465,3 +467,20 @@ def drive_together(steps: Sequence[Steps[T]], comm: TorchCollective, send: Send 
     """
     hops = [in_hops(each, comm.world_size) for each in steps] if comm.one_hop else steps
     return drive(together(hops), comm, send)
+
+
+def _check_names(ranks: TorchCollective) -> None:
+    """Raise on all ranks where they would wait for each other under different names: torch counts groups for these.
+
+    Raises:
+        RuntimeError: if ranks are in different numbers of groups.
+    """
+    if "cpu:gloo" not in dist.get_backend_config(ranks.group):
+        return
+    counts = ranks.all_gather_object(len(dist.distributed_c10d._world.pg_names), torch.device("cpu"))
+    if len(set(counts)) > 1:
+        raise RuntimeError(
+            "Expected the ranks of the model's process group to be in equally many process groups, which torch names "
+            f"new ones by, but they are in {counts}. Give DDP all ranks, or groups that divide them, such as "
+            "those of torch.distributed.new_subgroups."
+        )

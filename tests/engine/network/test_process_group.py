@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import lightning_sparse as ls
 from lightning_sparse.core.messages import AllGather, AllReduce, AllToAll, Broadcast, Message, Meter, SendRecv, Steps
 from lightning_sparse.engine.network import LostRankError, TorchCollective, drive_mirrored, ring_all_reduce_bytes
 from tests.ranks import Ranks
@@ -278,3 +279,21 @@ def facts() -> list[list[str]]:
 
 def test_each_departure_has_facts_of_its_own(two_ranks: Ranks) -> None:
     assert two_ranks(facts) == [[["0 first", "1 first"], ["0 second", "1 second"]]] * 2
+
+
+def attach_to_a_group_of_some() -> str:
+    groups, told = [dist.new_group([0, 1]), dist.new_group([0, 2])], ""
+    if dist.get_rank() < 2:
+        ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(32, 32), process_group=groups[0])
+        with pytest.raises(RuntimeError, match="equally many process groups") as caught:
+            ls.attach(ddp)
+        told = str(caught.value)
+    for group in groups:
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+    return told
+
+
+def test_ranks_in_other_groups_do_not_wait_for_each_other(three_ranks: Ranks) -> None:
+    first, second, third = three_ranks(attach_to_a_group_of_some)
+    assert first == second != third

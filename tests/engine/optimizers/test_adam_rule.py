@@ -317,6 +317,8 @@ def dense_runs(kind: str, options: dict[str, Any], hyper: dict[str, Any]) -> tup
         theirs.zero_grad()
         loss_of(plain, step, dist.get_rank()).backward()
         theirs.step()
+    sent, dense = ours.engine.totals.sent_bytes, ours.engine.totals.dense_bytes
+    assert sent <= 1.1 * dense, "second moments that nobody reads"
     ours.engine.close()
     return ours.weights(), [p.detach().clone() for p in module.parameters()]
 

@@ -33,6 +33,7 @@ from lightning_sparse.tools.advisor.prediction import (
     scenarios,
     winner,
 )
+from lightning_sparse.tools.advisor.run import rules_of
 from lightning_sparse.tuning.performance import Curve, GroupCost, LayerTime, Line, Network, Profile, Traffic
 from tests.covering import by_default, in_one_test
 from tests.reference.merging import groupings
@@ -464,6 +465,24 @@ def test_small_messages_do_not_gain_from_more_ranks() -> None:
 def chosen(*rows: Prediction) -> tuple[str, float]:
     best = winner([predicted("dense", 1.0), *rows], HERE)
     return best.method, best.density
+
+
+def test_what_the_optimizer_needs_goes_before_what_is_faster() -> None:
+    rows = [predicted("dense", 1.0), predicted("topk", 0.5), predicted("union_topk", 0.9)]
+    assert winner(rows, HERE, suited=["union_topk"]).method == "union_topk"
+    assert winner([*rows[:2], predicted("union_topk", 0.96)], HERE, suited=["union_topk"]).method == "topk"
+    assert winner(rows, HERE).method == "topk"
+
+
+def test_what_stays_dense_by_name_is_one_message_more() -> None:
+    seen = measured(3, "comm")
+    method, network, numels = seen.methods[-1], Network.ring(4, 1e-3, 1e6), {one.name: one.numel for one in seen.sizes}
+    rules = rules_of({"init_args": {"dense": ["m0.weight"], "rules": {"densities": {"m1.weight": 1.0}}}})
+    assert (rules.dense, rules.dense_ndim, rules.dense_numel) == (("m0.weight", "m1.weight"), 0, 0)
+    some, _ = seen.step_seconds(method, "layer", "step", rules, network)
+    assert some > network.all_reduce(4 * (numels["m0.weight"] + numels["m1.weight"]))
+    alone, _ = seen.step_seconds(method, "layer", "step", rules_of({"init_args": {"dense": ["*"]}}), network)
+    assert alone == pytest.approx(seen.profile.compute_seconds + network.all_reduce(4 * sum(numels.values())))
 
 
 def test_dense_stays_unless_a_step_is_5_percent_shorter() -> None:
