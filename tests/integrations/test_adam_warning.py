@@ -234,8 +234,8 @@ def reasons() -> list[str]:
 
 def test_an_adam_that_is_left_to_itself_is_told_why(two_ranks: Ranks) -> None:
     told, _ = two_ranks(reasons)
-    assert "Its steps are not taken by the exchange here: amsgrad=True needs torch's own step." in told[0]
-    assert "Its steps are not taken by the exchange here: SGD is none of torch's Adam and AdamW." in told[1]
+    assert "The exchange does not take steps of Adam here: amsgrad=True needs torch's own step." in told[0]
+    assert "The exchange does not take steps of AdamW here: SGD is none of torch's Adam and AdamW." in told[1]
 
 
 def test_parameters_that_stay_dense_may_have_a_first_moment(two_ranks: Ranks) -> None:

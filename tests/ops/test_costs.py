@@ -61,7 +61,7 @@ BUDGET: dict[str, tuple[ls.Sparsifier, tuple[int, int, int], tuple[float, float]
 VARIANTS: dict[str, tuple[dict[str, Any], tuple[int, float]]] = {
     # of UnionTopK with 8 ranks at a density of 0.001: operations, bytes a coordinate
     "no memory": ({"memory": ls.NoMemory()}, (254, 55)),
-    "low pass": ({"memory": ls.LowPass(0.1)}, (264, 118)),
+    "low pass": ({"memory": ls.LowPass(0.1)}, (264, 107)),
     "momentum": ({"memory": ls.MomentumCorrection(0.9)}, (276, 120)),
     "clipped": ({"memory": ls.ClipByNorm(1.0)}, (271, 90)),
     "adam": ({"memory": ls.AdamCorrection()}, (279, 175)),
