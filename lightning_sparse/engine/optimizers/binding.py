@@ -256,10 +256,9 @@ class OptimizerBinding:
             self.suit(optimizers, begins=True)
         self._read = reducer.adoptions, decays
         if reducer.adoptions != adoptions:
-            kinds = [type(stepping(optimizer)).__name__ for optimizer in optimizers]
+            chosen = {"memory for the optimizers": reducer.settings.memory_in_use}
             for network in (self._comm, reducer.within) if reducer.within else (self._comm,):
-                facts = {"optimizers": kinds, "memory": reducer.settings.memory_in_use}
-                check_equal_on_ranks(facts, network, self._device)
+                check_equal_on_ranks(chosen, network, self._device)
             with reducer.record.changing(), reducer.on_stream.between_steps():
                 taken = [optimizer for optimizer in optimizers if self.takes(optimizer)]
                 go_on_from_dense(reducer.groups, taken, self._parameters, self._comm, self._device, reducer.parts)
