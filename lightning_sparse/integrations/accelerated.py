@@ -51,9 +51,7 @@ class Accelerated:
         self._files = SideFiles()
         self._undo: list[Callable[[], None]] = []
         self._logged_step = 0
-        others = [one for one in _known if one.accelerator is accelerator and one.engine and not one.engine.closed]
-        taken = {one._place for one in others}
-        self._place: int = next(place for place in range(len(taken) + 1) if place not in taken)
+        self._place = 0
         """Number among the models of this Accelerator, for files of its own."""
         _known.add(self)
 
@@ -74,6 +72,7 @@ class Accelerated:
             return None
         if self.engine is None or ddp is not self._ddp:
             left = self._close()
+            self._take_place(ddp)
             scaler = getattr(self.accelerator, "scaler", None)
             self.engine = attach_config(ddp, SparsificationConfig.of(self.config), scaler, None, ())
             self.engine.add_observer(Announcer())
@@ -90,6 +89,17 @@ class Accelerated:
             for optimizer in stepped:
                 self.engine.clip_in_place_of_averages(float(limit), "norm", optimizer, known=not self.engine.step)
         return self.engine
+
+    def _take_place(self, ddp: Any) -> None:
+        """Take the place of an earlier engine for these parameters, which ends; else one that no other model has."""
+        own = {id(p) for p in ddp.parameters()}
+        others = [one for one in _known if one.accelerator is self.accelerator and one.engine and not one.engine.closed]
+        before = [one for one in others if one._ddp is not ddp and own & {id(p) for p in one._ddp.parameters()}]
+        taken = {one._place for one in others if one not in before}
+        self._place = next(place for place in range(len(taken) + 1) if place not in taken)
+        for one in before:
+            self._place = one._place
+            one._close()
 
     def _refuse_or_say(self, model: Any) -> None:
         kind = getattr(self.accelerator.distributed_type, "value", self.accelerator.distributed_type)

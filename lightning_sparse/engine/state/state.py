@@ -369,7 +369,7 @@ class EngineState:
                         notes.append(f"Of {name}, the {key} of {len(part)} of {own.length} coordinates is known.")
                 elif key in vectors:
                     notes.append(f"{name} had {numel} coordinates and has {own.numel}: its {key} is dropped.")
-                elif bool(values.any()):
+                elif bool(values.any()) and not (group.always_whole and key == "second"):  # which nobody reads
                     notes.append(f"The memory keeps no {key}: that of {name} is dropped.")
             memory.complete_(kept, span, remembered.keys())
         for key, counter in memory.counters(kept).items():

@@ -19,12 +19,12 @@ def _absorb(
     given = _at(grad, i, left, WHOLE)
     before = _at(acc, i, left, WHOLE)
     if SCALED:
-        given = tl.div_rn(given.to(tl.float32), tl.load(scale)).to(grad.dtype.element_ty)
+        given = tl.div_rn(given.to(tl.float32), tl.load(scale))
     formed = before * decay + given.to(tl.float32)
     x = tl.where(tl.abs(formed) < float("inf"), formed, before)
     _put(acc, i, x, left, WHOLE)
     if CLEAR:
-        _put(grad, i, tl.zeros_like(given), left, WHOLE)
+        _put(grad, i, tl.zeros_like(given).to(grad.dtype.element_ty), left, WHOLE)
     return x, formed
 
 
@@ -78,7 +78,7 @@ def accumulate_(
             slot becomes zero.
         grad: (numel,) or more, float32, bfloat16 or float16; the first numel become zero.
         decay: of acc.
-        scale: () float32 that the gradient is divided by, in its own precision; None: nothing.
+        scale: () float32 that the gradient is divided by, in float32; None: nothing.
         words: int32, a bit for each coordinate, rounded up to tiles: which magnitudes reach the bound, but
             for zeros.
         counts: (programs,) int32, how many do so, by program.

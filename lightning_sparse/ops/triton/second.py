@@ -85,10 +85,10 @@ def _moments(
     """Form a tile of accumulator and second moment, where the former is finite; return both, and what it would be."""
     given = _at(grad, i, left, WHOLE)
     if SCALED:
-        given = tl.div_rn(given.to(tl.float32), tl.load(scale)).to(grad.dtype.element_ty)
-    take = tl.load(units).to(grad.dtype.element_ty).to(tl.float32)
-    given = (given.to(tl.float32) * take).to(grad.dtype.element_ty)
-    wide = given.to(tl.float32)
+        wide = tl.div_rn(given.to(tl.float32), tl.load(scale)) * tl.load(units)
+    else:
+        take = tl.load(units).to(grad.dtype.element_ty).to(tl.float32)
+        wide = (given.to(tl.float32) * take).to(grad.dtype.element_ty).to(tl.float32)
     before = _at(acc, i, left, WHOLE)
     formed = wide + before * tl.load(units + 1)
     finite = tl.abs(formed) < float("inf")
@@ -161,7 +161,7 @@ def weigh_(
             its second moment. The last slot becomes zero.
         weighed: second moments are changed in place, the last slot becomes zero; the numbers are overwritten.
         grad: (numel,) or more, float32, bfloat16 or float16; the first numel become zero.
-        scale: () float32 that the gradient is divided by, in its own precision; None: nothing.
+        scale: () float32 that the gradient is divided by, in float32; None: nothing.
         power: () float64 ``beta2^t``, with t the number of the step from 1.
         units: (3,) float32 ``take``, ``carry`` and ``keep``: by which gradient, acc and second moments are multiplied.
         beta2: decay of the second moment.

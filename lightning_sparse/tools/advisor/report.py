@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_sparse import EXCHANGES, SPARSIFIERS
 from lightning_sparse.core.console import Table
 from lightning_sparse.tools.advisor.prediction import EVERYTHING, HALVED, Prediction, Scenario, best_groupings
 from lightning_sparse.tools.advisor.run import Advice, kept_settings
@@ -149,8 +150,8 @@ def strategy_config(advice: Advice, scenario: Scenario | None = None, given: Any
     Args:
         advice: to follow.
         scenario: None: the first one.
-        given: the strategy so far; its start method and arguments of DDP are kept. Of ours, settings without an
-            effect on speed are kept, too: dense parameters, treatment of skipped steps and of checkpoints.
+        given: the strategy so far; its start method and arguments of DDP are kept. Of ours, what says how it trains is
+            kept, too: dense parameters, memory, nodes, treatment of skipped steps and of checkpoints.
     """
     kept = kept_settings(given)
     best = advice.best(scenario)
@@ -171,6 +172,9 @@ def strategy_config(advice: Advice, scenario: Scenario | None = None, given: Any
     }
     own = _own(given)
     settings |= {name: own[name] for name in CHOSEN if name in own}
+    carries = EXCHANGES.resolve(SPARSIFIERS.resolve(best.method).exchange).carries_second
+    if "secondmoment" in str(own.get("memory")).lower().replace("_", "") and not carries:
+        del settings["memory"]  # that method was measured without
     return {"class_path": "lightning_sparse.SparseDDPStrategy", "init_args": settings | kept}
 
 
