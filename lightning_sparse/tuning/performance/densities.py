@@ -213,8 +213,8 @@ def budget_density(
         )
         raise ValueError(
             f"Expected exposed communication of at most {exposed:.1%} of a step, but it is {share(floor):.1%} "
-            f"even at the floor, density {floor}: raise the budget or lower the floor. Parameters that stay dense count, "
-            f"too. {hint}"
+            f"even at the floor, density {floor}: raise the budget or lower the floor. Parameters that stay dense "
+            f"count, too. {hint}"
         )
     return density
 
