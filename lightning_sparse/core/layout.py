@@ -105,10 +105,7 @@ class Gradient:
 
     def flat(self) -> Tensor:
         """Return the (numel,) gradient as one vector: its own place if it is one run, else a copy, in :meth:`room`."""
-        flat = self.room(self.dtype)
-        if len(self.runs) > 1:
-            torch._foreach_copy_(list(torch.split(flat, self._lengths)), self.runs)
-        return flat
+        return self.runs[0] if len(self.runs) == 1 else self._joined(self.dtype)
 
     def unscaled(self, scale: Tensor) -> Gradient:
         """Return the gradient divided by a loss scale: in place, or in :meth:`room` where 16 bits would lose it."""
@@ -117,9 +114,13 @@ class Gradient:
             for run in self.runs:
                 run.div_(scale)
             return self
-        flat = self.room(wide)
+        flat = self._joined(wide).div_(scale)
+        return Gradient([flat], pieces=torch.split(flat, [piece.numel() for piece in self.pieces]))
+
+    def _joined(self, dtype: torch.dtype) -> Tensor:
+        flat = self.room(dtype)
         torch._foreach_copy_(list(torch.split(flat, self._lengths)), self.runs)
-        return Gradient([flat.div_(scale)], pieces=torch.split(flat, [piece.numel() for piece in self.pieces]))
+        return flat
 
     def spread_(self, flat: Tensor) -> None:
         """Write (numel,) values to the gradient's storage, unless they are there already."""
@@ -175,6 +176,17 @@ def shaped(flat: Tensor, parameter: Tensor) -> Tensor:
     if fills_memory(parameter):
         return flat.as_strided(parameter.shape, parameter.stride())
     return flat.view(parameter.shape)
+
+
+def laid_out(x: Tensor, parameter: Tensor) -> Tensor:
+    """Return values for a parameter, in its shape, so that :func:`flattened` has them in the order of its coordinates.
+
+    Where they do not lie so, as where a script has put another gradient in place, this is a copy.
+    """
+    plain = x.is_contiguous() and parameter.is_contiguous() == fills_memory(parameter)  # so are coordinates behind gaps
+    if plain or x.stride() == parameter.stride():
+        return x
+    return shaped(x.new_empty(x.numel()), parameter).copy_(x)
 
 
 def fills_memory(parameter: Tensor) -> bool:

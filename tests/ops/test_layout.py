@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_sparse import ops
-from lightning_sparse.core.layout import Gradient
+from lightning_sparse.core.layout import Gradient, flattened, laid_out
 
 LENGTHS = [(0, 3), (3, 4), (6, 11), (12, 13)]
 """Pieces in a bucket: the first two touch each other."""
@@ -105,3 +105,17 @@ def test_what_others_write_to_a_bucket_does_not_count_as_written_to_its_runs() -
     assert [run._version for run in grad.runs] == before
     ops.put_in_runs_(grad.runs, torch.tensor([0]), torch.zeros(1))
     assert all(run._version > version for run, version in zip(grad.runs, before, strict=True))
+
+
+@pytest.mark.parametrize("size", [(3, 4), (3, 1), (1, 1), (4, 3, 2)])
+@pytest.mark.parametrize("gaps", [False, True])
+@pytest.mark.parametrize("turned", [False, True])
+def test_values_are_laid_out_in_the_order_of_a_parameters_coordinates(size: Any, gaps: bool, turned: bool) -> None:
+    whole = torch.zeros(*size[:-1], 2 * size[-1])[..., ::2] if gaps else torch.zeros(size)
+    parameter = whole.mT if turned else whole
+    plain = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+    parameter.copy_(plain)
+    for values in (plain, plain.mT.contiguous().mT, plain.repeat_interleave(2, dim=-1)[..., ::2], parameter):
+        assert torch.equal(flattened(laid_out(values, parameter)), flattened(parameter))
+    assert laid_out(parameter, parameter) is parameter
+    assert turned or laid_out(plain, parameter) is plain, "what lies so is not copied"

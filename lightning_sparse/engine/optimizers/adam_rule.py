@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_sparse.core.layout import own, shaped
+from lightning_sparse.core.layout import laid_out, own, shaped
 from lightning_sparse.engine.delivery import Delivery
 from lightning_sparse.engine.optimizers.arrived import OfGroup
 from lightning_sparse.engine.optimizers.kinds import holds, refusal, settings_of
@@ -143,7 +143,8 @@ class AdamRule:
         """Let second moments follow what averages were multiplied by since they were handed out."""
         if delivery.handed is None:
             return
-        gradients = [_laid_out(parameters[name]) if name in parameters else None for name in delivery.spans]
+        known = [parameters.get(name) for name in delivery.spans]
+        gradients = [None if p is None or p.grad is None else laid_out(own(p.grad), own(p)) for p in known]
         factors = factors_of(delivery.handed, gradients, scale, self._sampler)
         if factors.odd is not None and factors.odd > MANY:
             self._tell(advice(parameters, float(factors.odd)))
@@ -177,11 +178,3 @@ def _forget_counts(optimizer: Optimizer, which: Callable[[Tensor], bool]) -> Non
     for parameter, known in list(optimizer.state.items()):
         if known.keys() == {STEP} and which(parameter):
             del optimizer.state[parameter]
-
-
-def _laid_out(parameter: Parameter) -> Tensor | None:
-    """Return the gradient of a parameter, laid out like the parameter: a script may have put another one there."""
-    grad = parameter.grad
-    if grad is None or grad.stride() == parameter.stride():
-        return grad
-    return torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_sparse.core.layout import flattened, own, shaped
+from lightning_sparse.core.layout import flattened, laid_out, own
 from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.kinds import stepping
@@ -68,8 +68,8 @@ def go_on_from_dense(
         for name in names:
             if holders[name] == comm.rank:
                 parameter, span = own(parameters[name]), group.spans[name]
-                second = shaped(start.new_empty(parameter.numel()), parameter).copy_(here[name].second)
-                start[span] = flattened(second)[slice(None) if parts is None else parts.of(name)]
+                second = flattened(laid_out(here[name].second, parameter))
+                start[span] = second[slice(None) if parts is None else parts.of(name)]
         start = comm.all_reduce(start).mul_(comm.world_size)
         steps = min(found[holders[name]][name] if name in fresh else 1.0 for name in group.spans)
         group.memory.start_(group.state.memory, start, [group.spans[name] for name in names], steps)

@@ -92,8 +92,8 @@ def factors_of(handed: Handed, gradients: Sequence[Tensor | None], scale: Tensor
 
     Args:
         handed: what the exchange handed out.
-        gradients: of the group's parameters, in order, as they are now and laid out like these; None where an optimizer
-            does not step them now.
+        gradients: of the group's parameters, in order, as they are now, see :func:`~.layout.laid_out`; None where an
+            optimizer does not step them now.
         scale: () that gradients still have and the step will divide them by; None: nothing.
         sampler: who takes what they are now, in this stream.
     """
