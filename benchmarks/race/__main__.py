@@ -62,8 +62,8 @@ def main() -> None:
     else:
         results = Results(chosen.results, on=processor(chosen.device))
         entries = chosen_entries(chosen.tasks, chosen.methods)
-        given = chosen.minutes, chosen.workers, chosen.data, chosen.scratch, chosen.nice, chosen.device
-        race(results, entries, *given)
+        where = chosen.data, chosen.scratch
+        race(results, entries, chosen.minutes, chosen.workers, *where, chosen.nice, chosen.device)
 
 
 if __name__ == "__main__":

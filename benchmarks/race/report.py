@@ -221,12 +221,11 @@ def gate(results: Results) -> str:
             if name not in every or "dense" not in every:
                 row += ["", "not run yet"]
                 continue
-            apart, (own, dense) = (
-                distance(every[name], every["dense"]),
-                (every[one].megabytes for one in (name, "dense")),
-            )
-            assert apart is not None and own is not None and dense is not None
-            row += [f"1/{dense[0] / own[0]:.0f}", f"{_apart(apart.mean, apart.error, task)}, {apart.verdict}"]
+            own, dense = every[name], every["dense"]
+            apart = distance(own, dense)
+            assert apart is not None and own.megabytes is not None and dense.megabytes is not None
+            share = dense.megabytes[0] / own.megabytes[0]
+            row += [f"1/{share:.0f}", f"{_apart(apart.mean, apart.error, task)}, {apart.verdict}"]
     heads = [head for task in LONG for head in (f"{task}: of dense's bytes", "against dense")]
     return table(["density", *heads], rows)
 

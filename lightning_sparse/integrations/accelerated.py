@@ -31,6 +31,7 @@ INTERRUPTED = "the marker that is written last is missing, as where a process en
 """Problem of a folder with residuals of some ranks, and without a marker."""
 
 _known: WeakSet[Accelerated] = WeakSet()
+"""All that there are."""
 
 
 class Accelerated:
@@ -95,10 +96,10 @@ class Accelerated:
         own = {id(p) for p in ddp.parameters()}
         others = [one for one in _known if one.accelerator is self.accelerator and one.engine and not one.engine.closed]
         before = [one for one in others if one._ddp is not ddp and own & {id(p) for p in one._ddp.parameters()}]
-        taken = {one._place for one in others if one not in before}
-        self._place = next(place for place in range(len(taken) + 1) if place not in taken)
+        taken = {one._place for one in others}
+        free = next(place for place in range(len(taken) + 1) if place not in taken)
+        self._place = before[0]._place if before else free
         for one in before:
-            self._place = one._place
             one._close()
 
     def _refuse_or_say(self, model: Any) -> None:

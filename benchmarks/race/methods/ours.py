@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -108,34 +108,27 @@ class TopK(Exchanged):
         step_with(self.optimizer, rate)
 
 
-class PickState(NamedTuple):
-    """What :class:`Chunked` has learned."""
-
-    factor: float
-    """Picks of a rank, in multiples of k/n."""
-
-
 @dataclass(frozen=True)
 class Chunked(Sparsifier):
     """The largest of each chunk of 4096 coordinates, as many of each (ChunkTopK); the union has about k coordinates.
 
-    Each rank picks a part of k, which is raised as long as ranks agree so much that the union falls short of k. Chunks
-    take turns with what is left over.
+    Each rank picks a multiple of k/n, the state, which is raised as long as ranks agree so much that the union falls
+    short of k. Chunks take turns with what is left over.
     """
 
     agreement: ClassVar[Agreement] = Agreement.SHARED
     exchange: ClassVar[str] = "packed_union"
     chunk: ClassVar[int] = 4096
 
-    def init(self, numel: int, world_size: int, density: float, device: torch.device) -> PickState:
-        return PickState(1.0)
+    def init(self, numel: int, world_size: int, density: float, device: torch.device) -> float:
+        return 1.0
 
-    def select(self, acc: Tensor, state: PickState, ctx: Context) -> Selected:
+    def select(self, acc: Tensor, state: float, ctx: Context) -> Selected:
         numel, k = acc.numel(), count(ctx.density, acc.numel())
         if ctx.union is not None and int(ctx.union) > 0:
-            state = PickState(min(float(ctx.world_size), max(1.0, state.factor * (k / int(ctx.union)) ** 0.5)))
+            state = min(float(ctx.world_size), max(1.0, state * (k / int(ctx.union)) ** 0.5))
         chunks = -(-numel // self.chunk)
-        picks = min(numel, round(state.factor * k / ctx.world_size))
+        picks = min(numel, round(state * k / ctx.world_size))
         each, more = divmod(picks, chunks)
         rows = torch.nn.functional.pad(acc, (0, chunks * self.chunk - numel)).view(chunks, self.chunk)
         places = rows.abs().topk(min(each + 1, self.chunk), dim=1).indices

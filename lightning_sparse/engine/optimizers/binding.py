@@ -346,8 +346,7 @@ class OptimizerBinding:
         self._saved_clippings = list(state["clippings"])
         known, late = state["parameters"], self._reducer.settings.delay  # all averages have waited then
         self._momentum.go_on({name for name, vectors in known.items() if late or "residual" in vectors})
-        before = {name: [mean + weight, weight] for name, (mean, weight) in state["lengths"].items()}
-        self._reducer.lengths.load(before | state["squares"])
+        self._reducer.lengths.load(state["squares"])
         self._clip_as_before()
 
     def clip(self, limit: float, algorithm: str, optimizer: Optimizer | None, in_place: bool = False) -> None:

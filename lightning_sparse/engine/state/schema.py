@@ -105,7 +105,7 @@ LATER: dict[str, Any] = {
     "sent": {str: {"values": VECTOR, "indices?": INDICES}},
     "late_skipped": [TEXT],
     "absorbed": [TEXT],
-    "lengths": {str: LENGTH},  # of earlier versions: less 1
+    "lengths": {str: LENGTH},  # squares less 1, of earlier versions
     "squares": {str: SQUARE},
     "clippings": [{"limit": RATE, "algorithm": ALGORITHM, "parameters": [TEXT]}],
 }
@@ -127,6 +127,8 @@ def check_state(state: Any) -> State:
     whole: State = {**{name: NOTHING[name] for name in LATER}, **state}
     for name, kind in (FIELDS | LATER).items():
         _check(whole.get(name, MISSING), kind, f"the state's {name}")
+    squares = {name: [mean + weight, weight] for name, (mean, weight) in whole["lengths"].items()} | whole["squares"]
+    whole |= {"squares": squares, "lengths": {}}
     if whole["part"] and (len(whole["part"]) != 2 or whole["part"][0] >= whole["part"][1]):
         raise ValueError(f"Expected the state's part to be a number below that of all, but got {whole['part']}.")
     if whole["rank"] >= whole["world_size"]:

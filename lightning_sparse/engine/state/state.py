@@ -215,7 +215,7 @@ class EngineState:
         except Exception as error:  # whatever a damaged state makes of a memory
             note = Note("", reason(error, ValueError))
         fits = [] if plan is None else [known is not None for known in plan.learned]
-        fields = "clippings", "lengths", "squares", "late_skipped"
+        fields = "clippings", "squares", "late_skipped"
         shared = [] if plan is None else [[plan.state[field] for field in fields], checksum(plan.state["late"])]
         on_ranks = self._comm.all_gather_object((note, fits, shared), self._device)
         trouble = by_reason([note for note, *_ in on_ranks])

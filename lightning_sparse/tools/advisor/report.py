@@ -10,7 +10,7 @@ from typing import Any
 from lightning_sparse import EXCHANGES, SPARSIFIERS
 from lightning_sparse.core.console import Table
 from lightning_sparse.tools.advisor.prediction import EVERYTHING, HALVED, Prediction, Scenario, best_groupings
-from lightning_sparse.tools.advisor.run import Advice, kept_settings
+from lightning_sparse.tools.advisor.run import Advice, arguments_of, kept_settings
 from lightning_sparse.tools.style import INK, label_ends, look, panels, plain_numbers, save
 
 MARKERS = {"dense": "s", "fp16": "^", "bf16": "v", "powersgd": "D"}
@@ -181,7 +181,7 @@ def strategy_config(advice: Advice, scenario: Scenario | None = None, given: Any
 def _own(given: Any) -> dict[str, Any]:
     """Return the settings of our strategy in a configuration."""
     ours = isinstance(given, dict) and "SparseDDPStrategy" in str(given.get("class_path"))
-    return (given.get("init_args") or {}) if ours else {}
+    return arguments_of(given) if ours else {}
 
 
 def write_configs(advice: Advice, folder: Path, given: dict[str, Any] | None = None) -> list[Path]:

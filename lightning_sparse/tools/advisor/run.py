@@ -375,7 +375,7 @@ def kept_settings(strategy: Any) -> dict[str, Any]:
         name = str(strategy.get("class_path"))
         if any(other in name for other in ("FSDP", "DeepSpeed", "ModelParallel")):
             raise ValueError(f"Expected a strategy that is DDP or like it, but got {name}.")
-        given = {**(strategy.get("init_args") or {}), **(strategy.get("dict_kwargs") or {})}
+        given = {**arguments_of(strategy), **(strategy.get("dict_kwargs") or {})}
     elif isinstance(strategy, str):
         if not strategy.startswith(("auto", "ddp", "sparse_ddp")):
             raise ValueError(
@@ -390,6 +390,11 @@ def kept_settings(strategy: Any) -> dict[str, Any]:
     return {name: given[name] for name, default in KEPT.items() if given.get(name, default) not in (default, None)}
 
 
+def arguments_of(strategy: Any) -> dict[str, Any]:
+    """Return the ``init_args`` of a configuration of a strategy; nothing of an instance or a name."""
+    return dict(strategy.get("init_args") or {}) if isinstance(strategy, dict) else {}
+
+
 def rules_of(strategy: Any) -> Rules:
     """Return which parameters our strategy keeps dense by name, or at a density of their own; small ones are sparse.
 
@@ -397,7 +402,7 @@ def rules_of(strategy: Any) -> Rules:
         strategy: as for :func:`kept_settings`.
     """
     config = getattr(strategy, "config", None)
-    own = (strategy.get("init_args") or {}) if isinstance(strategy, dict) else {}
+    own = arguments_of(strategy)
     given = config.rules if isinstance(config, SparsificationConfig) else own.get("rules")
     if isinstance(given, dict):
         given = Rules(**(given.get("init_args") or {name: x for name, x in given.items() if name != "class_path"}))
@@ -415,8 +420,7 @@ def silenced(strategy: Any) -> bool:
     """
     config = getattr(strategy, "config", None)
     watch = config.watch if isinstance(config, SparsificationConfig) else Watch()
-    if isinstance(strategy, dict):
-        watch = (strategy.get("init_args") or {}).get("watch", watch)
+    watch = arguments_of(strategy).get("watch", watch)
     if isinstance(watch, dict):
         return (watch.get("init_args") or watch).get("adam") is False
     return watch is None or not watch.adam

@@ -117,8 +117,9 @@ class TimeBudget(ProfiledDensity):
 
     def assign(self, plan_at: Callable[[float], list[Group]], profile: Profile) -> list[Group]:
         """Return the plan with the density that meets the budget, except for groups with one of their own."""
-        if all(group.dense for group in plan_at(self.floor)):
-            return plan_at(self.floor)
+        plan = plan_at(self.floor)
+        if all(group.dense for group in plan):
+            return plan
         density = budget_density(
             lambda tried: profile.step_seconds(plan_at(tried), tried), profile, self.exposed, self.floor, self.cap
         )

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.engine.optimizers.scaled import Handed, Lengths, factors_of
+from lightning_sparse.engine.state.schema import NOTHING, STATE_FORMAT, check_state
 from lightning_sparse.ops.length import LengthChanges
 from lightning_sparse.ops.sampled import Sampler
 from tests.covering import by_default, covering, in_turns
@@ -39,11 +40,11 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=0.01, betas=(0.9, BETA2), eps=1e-12)
         self.engine.bind([self.optimizer])
 
-    def step(self, number: int, change: Any = None) -> None:
+    def step(self, number: int, change: Any = None, scale: float = 1.0) -> None:
         self.optimizer.zero_grad()
         seed = torch.Generator().manual_seed(100 * number + dist.get_rank())
         loss = (self.ddp(torch.randn(5, WIDTH, generator=seed)) - 1).square().mean()
-        loss.backward()
+        (scale * loss).backward()
         if change is not None:
             change(number, list(self.module.parameters()))
         self.optimizer.step()
@@ -93,11 +94,6 @@ def other_strides(step: int, parameters: list[Any]) -> None:
         p.grad = p.grad.t().contiguous().t() if p.dim() == 2 else p.grad
 
 
-def loss_and_gradient_by(factor: float) -> Any:
-    """The loss times a factor, divided out of averages."""
-    return lambda step, parameters: [p.grad.div_(factor) for p in parameters]
-
-
 def moved(kind: str) -> list[tuple[float, list[Tensor]]]:
     """The largest move of a weight in one step, and the weights; plain, and with a change that Adam does not mind."""
     found = []
@@ -105,14 +101,8 @@ def moved(kind: str) -> list[tuple[float, list[Tensor]]]:
         training, largest = Training(watch=None), 0.0
         for step in range(STEPS):
             before = training.weights()
-            training.optimizer.zero_grad()
-            seed = torch.Generator().manual_seed(100 * step + dist.get_rank())
-            loss = scale * (training.ddp(torch.randn(5, WIDTH, generator=seed)) - 1).square().mean()
-            loss.backward()
-            if change is not None:
-                change(step, list(training.module.parameters()))
             with warnings.catch_warnings(action="ignore"):  # masks are warned of
-                training.optimizer.step()
+                training.step(step, change, scale)
             moves = [(a - b).abs().max() for a, b in zip(training.weights(), before, strict=True)]
             largest = max(largest, float(torch.stack(moves).max()))
         training.engine.close()
@@ -123,7 +113,7 @@ def moved(kind: str) -> list[tuple[float, list[Tensor]]]:
 CHANGES: dict[str, tuple[Any, float]] = {
     "masks": (masked, 1.0),
     "strides": (other_strides, 1.0),
-    "divisors": (loss_and_gradient_by(2.0**30), 2.0**30),
+    "divisors": (by(2.0**-30), 2.0**30),
 }
 
 
@@ -366,3 +356,9 @@ def test_it_is_counted_and_said_where_gradients_have_changed_their_length(two_ra
         assert falling.clipped == 0 and falling.measured_anew > 1
         if rank == 0:
             assert ["measured anew" in line for line in said] == [False, True]
+
+
+def test_states_of_earlier_versions_hold_squares_less_1() -> None:
+    state = {**NOTHING, "format": STATE_FORMAT, "world_size": 1, "step": 1, "void_steps": 0, "rank": 0, "settings": ""}
+    whole = check_state({**state, "lengths": {"a": [-0.25, 0.5], "b": [0.0, 1.0]}, "squares": {"b": [3.0, 1.0]}})
+    assert whole["squares"] == {"a": [0.25, 0.5], "b": [3.0, 1.0]}
