@@ -17,7 +17,7 @@ from lightning_sparse.engine.flush import gradients_aside
 from lightning_sparse.engine.optimizers.kinds import ids_of, listed, refuse_closure
 
 
-def flush(what: Any, optimizers: Iterable[Optimizer] | None = None) -> float:
+def flush(what: Any, optimizers: Optimizer | Iterable[Optimizer] | None = None) -> float:
     """Take one dense step with the residuals of all ranks, and clear them. All ranks must call this.
 
     The pending update ``(1/n) sum_i residual_i`` becomes the gradient, and the optimizers take a step. With SGD without
@@ -32,15 +32,15 @@ def flush(what: Any, optimizers: Iterable[Optimizer] | None = None) -> float:
 
     Args:
         what: an engine, or a Trainer or Fabric with one of this package's strategies.
-        optimizers: all that apply the averages; None: those of the Trainer or Fabric, or, where these hold none of the
-            parameters, those that have stepped them.
+        optimizers: the one or all that apply the averages; None: those of the Trainer or Fabric, or, where these hold
+            none of the parameters, those that have stepped them.
 
     Returns:
         Euclidean norm of the pending update; 0 if there was none.
 
     Raises:
-        ValueError: if ``what`` has no engine, if an engine comes without optimizers, if they are no list of optimizers,
-            or for one whose step needs a closure.
+        ValueError: if ``what`` has no engine, if an engine comes without optimizers, if something else is among
+            them, or for one whose step needs a closure.
         RuntimeError: if an engine is closed.
 
     Example:

@@ -25,8 +25,21 @@ class Registry(Generic[T]):
         self._classes: dict[str, type[T]] = {}
 
     def register(self, cls: type[T]) -> type[T]:
-        """Register the decorated class by its ``name`` attribute, or by its class name in snake case."""
+        """Register the decorated class by its ``name`` attribute, or by its class name in snake case.
+
+        Raises:
+            ValueError: if another class has that name. A class that is defined once more, as in a notebook, takes the
+                place of its earlier form.
+        """
         name = cls.__dict__.get("name") or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
+        for other, known in list(self.items()):
+            if _key(other) == _key(name):
+                if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+                    raise ValueError(
+                        f"Expected a name of its own for the {self.kind} {cls.__name__}, but {other!r} is "
+                        f"{known.__module__}.{known.__qualname__}: rename it, or set the class attribute `name`."
+                    )
+                del self._classes[other]
         self._classes[name] = cls
         return cls
 

@@ -180,15 +180,17 @@ class Engine(EngineView):
         """Call a function before every step of every optimizer of the process, when its gradients are there."""
         self._binding.watchers.append(watch)
 
-    def bind(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Take the optimizers that apply the averages, in place of those bound before; strategies do so by themselves.
+    def bind(self, optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> None:
+        """Take the optimizers, or the one, that apply the averages, in place of those bound before.
+
+        Strategies do so by themselves.
 
         With the default memory, steps of torch's Adam and AdamW are then taken by the engine where it knows more than
         they do, see :class:`~lightning_sparse.SecondMoment`, and clipping may move before the exchange. With
         ``lr_aware``, learning rates are read in every step.
 
         Raises:
-            ValueError: if one does not go with the memory or with ``lr_aware``, or for what is no list of optimizers.
+            ValueError: if one does not go with the memory or with ``lr_aware``, or for what is no optimizer.
         """
         if self.settings.delay:  # the memory may change, and gradients are being absorbed
             self.router.join()
@@ -438,7 +440,7 @@ class Engine(EngineView):
         lengths = {name: shard.length for name, shard in self.shards.items()}
         return [group.resized(lengths) for group in plan]
 
-    def drain(self, optimizers: Iterable[torch.optim.Optimizer] | None = None) -> bool:
+    def drain(self, optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None) -> bool:
         """Apply averages that are on their way, with ``delay=1``; all ranks must call this, between two steps.
 
         The latest exchange is joined, and optimizers take one more step with its averages, with the settings (learning

@@ -40,7 +40,8 @@ def attach(accelerator: Any, model: Any, optimizer: Any, **keywords: Any) -> Eng
       is better than to clip averages (``docs/training.md``);
     - steps whose gradients are not finite on some rank are skipped on all;
     - ``accelerator.save_state`` writes each rank's residuals into the checkpoint's folder, with a marker that is
-      written last, and ``accelerator.load_state`` lets the engine go on with them.
+      written last, and ``accelerator.load_state`` lets the engine go on with them;
+    - ``accelerator.end_training`` closes the engine.
 
     Returns:
         The engine; None with a single process, which trains as before.
@@ -55,14 +56,21 @@ def attach(accelerator: Any, model: Any, optimizer: Any, **keywords: Any) -> Eng
         expect(isinstance(one, Optimizer), "optimizer", "an optimizer, or a list of them", one)
     arguments = from_keywords(AccelerateArguments, keywords, "attach")
     attached = Accelerated(accelerator, StrategyConfig.of(arguments))
-    _refuse_to_register(accelerator, accelerator.register_for_checkpointing)
     engine = attached.attach(model, several, arguments.max_grad_norm)
     if engine is not None:
-        _add_files(accelerator, attached)
+        _refuse_to_register(attached, accelerator.register_for_checkpointing)
+        _add_files(attached)
+        attached.redirect("end_training", partial(_end, attached, accelerator.end_training))
     return engine
 
 
-def _refuse_to_register(accelerator: Any, register: Callable[..., None]) -> None:
+def _end(attached: Accelerated, original: Callable[[], None]) -> None:
+    """End the engine before its process groups: where one refers to them, their threads outlive the interpreter."""
+    attached.end()
+    original()
+
+
+def _refuse_to_register(attached: Accelerated, register: Callable[..., None]) -> None:
     """Let ``register_for_checkpointing`` refuse engines: it would keep the residuals of the main process only."""
 
     def checked(*objects: Any) -> None:
@@ -74,14 +82,15 @@ def _refuse_to_register(accelerator: Any, register: Callable[..., None]) -> None
             )
         register(*objects)
 
-    accelerator.register_for_checkpointing = checked
+    attached.redirect("register_for_checkpointing", checked)
 
 
-def _add_files(accelerator: Any, attached: Accelerated) -> None:
+def _add_files(attached: Accelerated) -> None:
     """Save residuals after, and load them after, all that the Accelerator saves and loads.
 
     Hooks of the Accelerator tell the folder, and run before it writes or reads; the marker must be the last file.
     """
+    accelerator = attached.accelerator
     folders: list[Any] = []
 
     def note(models: Sequence[Any], *rest: Any) -> None:
@@ -98,7 +107,7 @@ def _add_files(accelerator: Any, attached: Accelerated) -> None:
         folders.clear()
         return result
 
-    accelerator.register_save_state_pre_hook(remove_marker)
-    accelerator.register_load_state_pre_hook(note)
-    accelerator.save_state = partial(then, accelerator.save_state, attached.save)
-    accelerator.load_state = partial(then, accelerator.load_state, attached.load)
+    attached.until_end(accelerator.register_save_state_pre_hook(remove_marker).remove)
+    attached.until_end(accelerator.register_load_state_pre_hook(note).remove)
+    attached.redirect("save_state", partial(then, accelerator.save_state, attached.save))
+    attached.redirect("load_state", partial(then, accelerator.load_state, attached.load))

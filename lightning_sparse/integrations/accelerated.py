@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import IO, Any
 from weakref import WeakSet
 
@@ -127,9 +126,36 @@ class Accelerated:
         def clip_grad_value_(parameters: Any, clip_value: Any) -> Any:
             return self._clip(value, "value", parameters, clip_value)
 
-        for original, redirected in ((norm, clip_grad_norm_), (value, clip_grad_value_)):
-            setattr(self.accelerator, redirected.__name__, redirected)
-            self._undo.append(partial(setattr, self.accelerator, redirected.__name__, original))
+        for redirected in (clip_grad_norm_, clip_grad_value_):
+            self.redirect(redirected.__name__, redirected)
+
+    def redirect(self, name: str, redirected: Callable[..., Any]) -> None:
+        """Replace a method of the Accelerator, until the engine ends."""
+        own = vars(self.accelerator)
+        before = own.get(name)
+        own[name] = redirected
+
+        def undo() -> None:
+            if own.get(name) is not redirected:  # a later one calls this one, which then only passes calls on
+                return
+            if before is None:
+                del own[name]
+            else:
+                own[name] = before
+
+        self.until_end(undo)
+
+    def until_end(self, undo: Callable[[], None]) -> None:
+        """Call a function when the engine ends."""
+        self._undo.append(undo)
+
+    def end(self) -> None:
+        """Close the engine, and leave the Accelerator as it was, without references to models that outlive it."""
+        if self.engine is not None:
+            self.engine.close()
+        for undo in reversed(self._undo):
+            undo()
+        self._undo, self.engine, self._ddp = [], None, None
 
     def _clip(
         self, original: Callable[..., Any], algorithm: str, parameters: Any, limit: Any, norm_type: Any = 2.0
@@ -213,16 +239,12 @@ class Accelerated:
         return f"{self._inside(folder)}.json"
 
     def _close(self) -> Left | None:
-        """Close the engine, give the Accelerator its own clipping back; return what is left for the next engine."""
+        """End; return what is left for the next engine."""
         left = None
-        if self.engine is not None:
-            if self.engine.step:
-                self.engine.end_batch()
-                left = Left.by(self.engine)
-            self.engine.close()
-        for undo in reversed(self._undo):
-            undo()
-        self._undo, self.engine, self._ddp = [], None, None
+        if self.engine is not None and self.engine.step:
+            self.engine.end_batch()
+            left = Left.by(self.engine)
+        self.end()
         return left
 
 

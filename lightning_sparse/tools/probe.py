@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from lightning_sparse import FabricSparseDDPStrategy
 from lightning_sparse.core.checks import check_number, check_positive, expect
 from lightning_sparse.core.console import Table, plain
+from lightning_sparse.methods.density import check_density
 from lightning_sparse.tools.advisor.prediction import MARGIN, Method, Scenario, scenarios
 from lightning_sparse.tuning.performance import Links, measure_links
 
@@ -223,6 +224,7 @@ def probe(
     devices, nodes = (known if given is None else given for given, known in zip((devices, nodes), here, strict=True))
     for name, value in (("devices", devices), ("nodes", nodes)):
         expect(value is None or value > 0, name, "at least 1", value)
+    check_density(density)
     check_numbers(parameters, rtt)
     scenarios(2, ranks, gbit)  # for its errors, before anything is measured
     package = importlib.import_module(FabricSparseDDPStrategy.package)

@@ -244,11 +244,11 @@ def flush_wrongly() -> None:
     training = Training({})
     with pytest.raises(ValueError, match=r"optimizers, too, as in flush\(engine, \[optimizer\]\)"):
         ls.flush(training.engine)
-    for given in (training.optimizer, ["adam"]):
-        with pytest.raises(ValueError, match=r"Expected a list of optimizers, such as \[optimizer\], but got"):
-            ls.flush(training.engine, given)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=r"Expected a list of optimizers, such as \[optimizer\], but got"):
-            training.engine.bind(given)  # type: ignore[arg-type]
+    for given in (training.model, ["adam"]):
+        with pytest.raises(ValueError, match="Expected an optimizer, or a list of them, but got"):
+            ls.flush(training.engine, given)
+        with pytest.raises(ValueError, match="Expected an optimizer, or a list of them, but got"):
+            training.engine.bind(given)
     training.engine.close()
     with pytest.raises(RuntimeError, match=r"The engine is closed.*FlushResidual"):
         ls.flush(training.engine, [training.optimizer])

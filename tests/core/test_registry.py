@@ -81,6 +81,25 @@ def test_a_class_that_needs_settings_says_which(fruits: Registry) -> None:
         fruits.resolve("melon")
 
 
+@pytest.mark.parametrize("name", ["BloodOrange", "Bloodorange"])
+def test_a_name_that_another_class_has_is_refused(fruits: Registry, name: str) -> None:
+    with pytest.raises(ValueError, match=rf"name of its own for the fruit {name}, but 'blood_orange' is"):
+        fruits.register(type(name, (Fruit,), {}))
+    assert fruits.resolve("blood_orange").juicy
+
+
+def test_a_class_that_is_defined_once_more_takes_its_own_place(fruits: Registry) -> None:
+    def define() -> type:
+        class Plum(Fruit):
+            pass
+
+        return fruits.register(Plum)
+
+    define()
+    again = define()
+    assert type(fruits.resolve("plum")) is again
+
+
 @pytest.mark.parametrize("given", [None, 3, ["apple"], int])
 def test_anything_else_is_answered_with_what_is_expected(fruits: Registry, given: object) -> None:
     with pytest.raises(ValueError, match=r"Expected a fruit or its name, but got .* Known names: apple"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,40 @@ def test_a_norm_over_several_models_is_that_of_averages(two_ranks: Ranks) -> Non
 def test_an_engine_is_not_kept_as_if_it_were_equal_on_all_ranks(two_ranks: Ranks) -> None:
     with pytest.raises(RankError, match="register_for_checkpointing"):
         two_ranks(job, 1, {"settings": {"density": 0.05}, "refuse": True})
+
+
+def end() -> tuple[list[bool], bool, set[str]]:
+    """Train two models; return whether each outlives the training, whether engines ended, and what stays replaced."""
+    relaxed()
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    accelerator = Accelerator(cpu=True)
+    before = set(vars(accelerator))
+    accelerator.state.destroy_process_group = lambda: None  # others of this process go on with it
+    models = [accelerator.prepare(Net()) for _ in range(2)]
+    engines = []
+    for model in models:
+        optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2))
+        engines.append(attach(accelerator, model, optimizer, density=0.1))
+    for batch in accelerator.prepare(DataLoader(Samples(), 4)):
+        for model in models:
+            accelerator.backward(model(**batch)["loss"])
+        break
+    accelerator.end_training()
+    closed = all(engine.closed for engine in engines)
+    left = set(vars(accelerator)) - before
+    outlive = [weakref.ref(model) for model in models]
+    del models, model, optimizer, engines, batch, accelerator
+    AcceleratorState._reset_state()
+    return [one() is not None for one in outlive], closed, left
+
+
+def test_the_end_of_training_ends_engines_and_leaves_no_references_to_models(two_ranks: Ranks) -> None:
+    """Threads of process groups that something refers to can abort the process when it ends."""
+    for outlive, closed, left in two_ranks(end):
+        assert closed
+        assert not left
+        assert outlive == [False, False]
 
 
 def test_a_save_that_was_interrupted_is_an_error_with_strict_resume(two_ranks: Ranks, tmp_path: Path) -> None:

@@ -87,6 +87,12 @@ def test_numbers_that_cannot_be_are_refused(wrong: dict[str, Any], named: str) -
         list(probe.expect_on(LINKS, 0.01, **{"parameters": [P], **wrong}))
 
 
+@pytest.mark.parametrize("density", [2.0, 0.0, "1 %"])
+def test_a_density_that_cannot_be_is_refused_before_anything_starts(density: Any) -> None:
+    with pytest.raises(ValueError, match="density"):
+        probe.probe(devices=1, accelerator="cpu", density=density)
+
+
 def test_many_links_are_told_by_kind() -> None:
     hosts = [rank // 10 for rank in range(20)]
     many = tuple(

@@ -217,7 +217,7 @@ class OptimizerBinding:
         group = None if name is None else self._reducer.group_of.get(name)
         return None if group is None or group.always_whole else group
 
-    def bind(self, optimizers: Iterable[Optimizer]) -> None:
+    def bind(self, optimizers: Optimizer | Iterable[Optimizer]) -> None:
         """See :meth:`.Engine.bind`."""
         reducer = self._reducer
         # Lightning has an optimizer of nothing where configure_optimizers returns None.

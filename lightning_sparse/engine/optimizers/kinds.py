@@ -61,16 +61,16 @@ def stepping(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def listed(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
-    """Return several optimizers, as users give them, as a list.
+def listed(optimizers: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
+    """Return one optimizer or several, as users give them, as a list.
 
     Raises:
         ValueError: for something else.
     """
     chosen = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
-    if not isinstance(optimizers, Iterable) or not all(hasattr(one, "param_groups") for one in chosen):
+    if not all(hasattr(one, "param_groups") for one in chosen):
         came = ", ".join(type(one).__name__ for one in chosen)
-        raise ValueError(f"Expected a list of optimizers, such as [optimizer], but got {came}.")
+        raise ValueError(f"Expected an optimizer, or a list of them, but got {came}.")
     return chosen
 
 
