@@ -205,7 +205,7 @@ class GroupReducer:
             given.spread_(grad.runs[0])
         delivery = self.delivery(proposed.update.indices, proposed.divisor, ctx.world_size)
         delivery.sample([self.arrived[name] for name in self.spans], scale)
-        self.exchange_made = Exchanged(ctx.step, proposed, grad, spans, delivery)
+        self.exchange_made = Exchanged(ctx.step, proposed, grad, spans, delivery, scale)
 
     def delivery(self, indices: Tensor | None, by: Tensor | None, ranks: int, whole: bool | None = None) -> Delivery:
         """Return the facts about averages of this group, see :class:`Delivery`."""
@@ -250,7 +250,7 @@ class GroupReducer:
         self.state = settle_group(self.state, made.proposed, skipped, self.memory, made.unused)
         if static_shapes(self.device) or not skipped:
             places = None if static_shapes(self.device) else made.proposed.statistics.indices
-            self.density.observe(made.step, made.grad, skipped, places)
+            self.density.observe(made.step, made.grad, skipped, places, made.scale)
         if held is None or self.residual is None:
             return None
         where, before = held
@@ -296,6 +296,8 @@ class Exchanged(NamedTuple):
     unused: list[slice]
     """Places of parameters that no rank used."""
     delivery: Delivery
+    scale: Tensor | None
+    """() that the loss, and the average, is multiplied by."""
 
 
 def tensors_in(state: Any) -> Iterator[Tensor]:

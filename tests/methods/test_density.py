@@ -10,6 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.core.layout import Gradient
@@ -154,6 +156,29 @@ def test_accordion_adds_updates_up_before_it_takes_the_norm_and_leaves_void_step
         group.observe(step, Gradient([update]))
     assert group.before == {0.5: 2.0}
     assert group(6) == 0.1
+
+
+@pytest.mark.parametrize("sparsifier", ["everything", "topk"])
+def test_accordion_does_not_see_the_loss_scale(one_rank: None, sparsifier: str) -> None:
+    def densities(scaled: bool) -> list[float]:
+        model = nn.Linear(40, 40, bias=False)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=10, enabled=scaled)
+        schedule = ls.Accordion(low=0.1, high=0.5, interval=4)
+        options: dict[str, Any] = {"sparsifier": sparsifier, "density": schedule, "scaler": scaler if scaled else None}
+        ddp = DistributedDataParallel(model)
+        engine = ls.attach(ddp, single_device="sparse", watch=None, **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        seen = []
+        for _ in range(24):
+            optimizer.zero_grad()
+            scaler.scale(ddp(torch.ones(4, 40)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            seen.append(engine.groups[0].density(engine.step))
+        engine.close()
+        return seen
+
+    assert densities(scaled=True) == densities(scaled=False)
 
 
 def test_accordion_is_critical_for_an_interval_after_each_milestone() -> None:

@@ -113,13 +113,23 @@ class AccordionDensity(GroupDensity):
         fresh = latest > 0 and step < milestones[latest - 1] + self.schedule.interval
         return float(self.schedule.high if self.critical or fresh else self.schedule.low)
 
-    def observe(self, step: int, update: Gradient, void: Tensor | None = None, places: Tensor | None = None) -> None:
-        """Add the update to the sum."""
+    def observe(
+        self,
+        step: int,
+        update: Gradient,
+        void: Tensor | None = None,
+        places: Tensor | None = None,
+        scale: Tensor | None = None,
+    ) -> None:
+        """Add the update, free of the loss scale, to the sum."""
         self.seen.add(self(step))
         if self.total is None:
             dtype = sum_dtype(update.dtype)
             self.total = torch.zeros(update.numel, dtype=dtype, device=update.device)
-        values = torch.nan_to_num(update.flat() if places is None else take_from_runs(update.runs, places), nan=0.0)
+        values = update.flat() if places is None else take_from_runs(update.runs, places)
+        if scale is not None:
+            values = values.to(self.total.dtype) / scale
+        values = torch.nan_to_num(values, nan=0.0)
         if void is not None:
             values = values.masked_fill(void, 0.0)
         if places is None:

@@ -117,7 +117,14 @@ class GroupDensity:
         """Return the density in (0, 1] at a step."""
         return self.schedule(step)
 
-    def observe(self, step: int, update: Gradient, void: Tensor | None = None, places: Tensor | None = None) -> None:
+    def observe(
+        self,
+        step: int,
+        update: Gradient,
+        void: Tensor | None = None,
+        places: Tensor | None = None,
+        scale: Tensor | None = None,
+    ) -> None:
         """Learn from the update of a step; nothing, unless overridden.
 
         Args:
@@ -125,6 +132,7 @@ class GroupDensity:
             update: the average in the gradient's place, NaN throughout if this group's gradient was not finite.
             void: () True if the step is skipped; None: only if the update is NaN.
             places: coordinates of the update, which is zero elsewhere; None: all.
+            scale: () that the loss, and with it the update, is multiplied by; None: 1.
         """
 
     def state_dict(self) -> dict[str, Any]:
