@@ -118,8 +118,6 @@ def attach_config(
         stays_dense = alone and config.single_device == "dense"
         plan = dense_plan(sizes, cap) if stays_dense else plan
         in_parts = config.node_size is not None and not stays_dense
-        if in_parts:
-            nodes.check_parts(plan)
         refuse_two_orders(ddp.module, config.executor, device)
         refuse_to_wait(config, device, ranks.world_size)
         facts = {

@@ -10,10 +10,10 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_sparse.core.interrupts import uninterrupted
 from lightning_sparse.core.layout import own
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.flush import gradients_aside
+from lightning_sparse.engine.optimizers.hooks import uninterrupted
 from lightning_sparse.engine.optimizers.kinds import ids_of, listed, refuse_closure
 
 
@@ -112,7 +112,7 @@ def flush(what: Any, optimizers: Optimizer | Iterable[Optimizer] | None = None) 
                     engine.parameters[name].grad = average
                     square += own_square
         for optimizer in chosen if square else ():
-            with uninterrupted(optimizer):
+            with uninterrupted():
                 optimizer.step()
         for engine in engines:  # also if residuals added up to zero
             engine.count_as_applied()

@@ -174,8 +174,6 @@ def attach_hsdp_config(
     also = {name: p for name, p in frozen.items() if _is_cut_over(p, dist.get_process_group_ranks(networks.within))}
     shards = {name: shard_of(p) for name, p in {**trained, **also}.items() if p.numel()}
     check_equal_on_ranks({**facts, "parts of the parameters": shards}, replicas, device)
-    without_rows = [group.name for group in plan if not any(shards[p.name].length for p in group.parameters)]
-    _refuse_groups_without_rows(without_rows, parts, device)
     speaks = replicas.rank == parts.rank == 0
     if speaks and not stays_dense and not isinstance(config.sparsifier, Everything):
         warn_if_nothing_is_left(plan, config.rules)
@@ -343,26 +341,6 @@ def shard_of(parameter: Any) -> Shard:
     per_rank = -(-length // ranks)
     before = min(length, per_rank * mesh.get_local_rank())
     return Shard(before * (parameter.numel() // length), part.numel(), parameter.numel())
-
-
-def _refuse_groups_without_rows(names: list[str], parts: TorchCollective, device: torch.device) -> None:
-    """Raise on all ranks where one of them has no coordinate of a group: it could take no part in its exchange.
-
-    Args:
-        names: of groups of which this rank has no coordinate.
-        parts: ranks of this replica; other replicas have the same parts.
-        device: of the parameters.
-
-    Raises:
-        ValueError: naming the first such group and its rank.
-    """
-    for rank, missing in enumerate(parts.all_gather_object(names, device)):
-        if missing:
-            raise ValueError(
-                f"Expected groups of which each of the {parts.world_size} ranks of a replica has some rows, but rank "
-                f"{rank} has none of group {missing[0]!r}. Choose a coarser grouping, such as 'bucket' or 'model', or "
-                "fewer ranks in a replica."
-            )
 
 
 def broadcast_replica(model: Module, comm: TorchCollective, device: torch.device) -> None:

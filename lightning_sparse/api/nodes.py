@@ -17,7 +17,6 @@ from lightning_sparse.core.layout import even_part
 from lightning_sparse.engine import check_equal_on_ranks
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.state.state import Shard
-from lightning_sparse.methods.grouping import Group
 
 
 class Nodes(NamedTuple):
@@ -48,21 +47,6 @@ class Nodes(NamedTuple):
             part = even_part(p.numel(), self.place, self.size)
             found[name] = Shard(part.start, part.stop - part.start, p.numel())
         return found
-
-    def check_parts(self, plan: Sequence[Group]) -> None:
-        """Raise unless every rank of a node has a part of every group.
-
-        Raises:
-            ValueError: naming a group.
-        """
-        for group in plan:
-            longest = max(p.numel for p in group.parameters)
-            if longest < self.size:
-                raise ValueError(
-                    f"Expected groups of which each of the {self.size} ranks of a node exchanges a part, but the "
-                    f"parameters of group {group.name!r} have {longest} coordinates at most. Choose a coarser "
-                    "grouping, such as 'bucket' or 'model', or smaller nodes."
-                )
 
 
 def nodes_of(size: int | str | DeviceMesh | None, ranks: TorchCollective, device: torch.device) -> Nodes:

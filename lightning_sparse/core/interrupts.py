@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from torch.optim import Optimizer
-
 Handler = Callable[[int, FrameType | None], Any]
 NAMES = ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 SAVING = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name))
@@ -74,47 +72,4 @@ def held() -> Iterator[None]:
     try:
         yield
     finally:
-        hold.end()
-
-
-@contextmanager
-def uninterrupted(optimizer: Optimizer) -> Iterator[Hold]:
-    """Hold back signals while an optimizer steps in this context, but not while its closure runs.
-
-    Signals are delivered when the context ends, which may be later than the step. Torch's hooks report the begin of a
-    step. Lightning also accepts optimizers without hooks; then only signals that the caller holds back are held.
-
-    Args:
-        optimizer: the optimizer; it may step any number of times, with or without a closure.
-
-    Yields:
-        The :class:`Hold`, so that the caller can start it earlier.
-    """
-    hold = Hold()
-
-    def before(_: Optimizer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Hold back signals from the begin of the step on; torch calls this hook."""
-        own, *others = args
-        closure = others[0] if others else kwargs.get("closure")
-        if closure is None:
-            hold.start()
-            return args, kwargs
-
-        def open_to_signals() -> Any:
-            hold.end()
-            result = closure()
-            hold.start()
-            return result
-
-        if others:
-            return (own, open_to_signals, *others[1:]), kwargs
-        return args, {**kwargs, "closure": open_to_signals}
-
-    hooked = hasattr(optimizer, "_optimizer_step_pre_hooks")
-    watching = optimizer.register_step_pre_hook(before) if hooked else None
-    try:
-        yield hold
-    finally:
-        if watching is not None:
-            watching.remove()
         hold.end()

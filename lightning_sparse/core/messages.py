@@ -127,6 +127,21 @@ def run(steps: Steps[T], answer: Callable[[Message], Tensor]) -> T:
         return end.value  # type: ignore[no-any-return]
 
 
+def ask(message: Message) -> Steps[Tensor]:
+    """Return the answer to one message."""
+    return (yield message)
+
+
+def answered(steps: Steps[T], answer: Callable[[Message], Steps[Tensor]], first: Message | None = None) -> Steps[T]:
+    """Run a coroutine whose messages another coroutine answers; ``first`` is one that it has yielded already."""
+    try:
+        message = next(steps) if first is None else first
+        while True:
+            message = steps.send((yield from answer(message)))
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+
+
 def started(steps: Steps[T]) -> Steps[T]:
     """Run a coroutine up to its first message now, and return a coroutine that continues from there.
 
@@ -144,15 +159,7 @@ def started(steps: Steps[T]) -> Steps[T]:
         first = next(steps)
     except StopIteration as end:
         return resolve(end.value)
-    return _from(first, steps)
-
-
-def _from(message: Message, steps: Steps[T]) -> Steps[T]:
-    try:
-        while True:
-            message = steps.send((yield message))
-    except StopIteration as end:
-        return end.value  # type: ignore[no-any-return]
+    return answered(steps, ask, first)
 
 
 class Meter:
@@ -169,13 +176,12 @@ class Meter:
 
     def watch(self, steps: Steps[T]) -> Steps[T]:
         """Run a coroutine and count the bytes of its messages."""
-        try:
-            message = next(steps)
-            while True:
-                self.bytes_sent += message.bytes_sent(self.world_size)
-                message = steps.send((yield message))
-        except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
+
+        def answer(message: Message) -> Steps[Tensor]:
+            self.bytes_sent += message.bytes_sent(self.world_size)
+            return (yield message)
+
+        return answered(steps, answer)
 
 
 def ring_all_reduce_bytes(payload_bytes: float, world_size: int) -> float:
@@ -207,16 +213,13 @@ def in_hops(steps: Steps[T], n: int) -> Steps[T]:
         >>> steps.send(torch.tensor([[1, 2], [10, 20]]))  # the first part of both ranks
         AllGather(x=tensor([11, 22]))
     """
-    try:
-        message = next(steps)
-        while True:
-            if isinstance(message, AllReduce) and short(message.x):
-                answer = yield from summed(message.x, n)
-            else:
-                answer = yield message
-            message = steps.send(answer)
-    except StopIteration as end:
-        return end.value  # type: ignore[no-any-return]
+
+    def answer(message: Message) -> Steps[Tensor]:
+        if isinstance(message, AllReduce) and short(message.x):
+            return (yield from summed(message.x, n))
+        return (yield message)
+
+    return answered(steps, answer)
 
 
 def short(x: Tensor) -> bool:

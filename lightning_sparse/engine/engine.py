@@ -18,12 +18,12 @@ from torch.nn import Parameter
 from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core.checks import expect
 from lightning_sparse.core.console import page, say
-from lightning_sparse.core.interrupts import uninterrupted
 from lightning_sparse.engine.agreement import Note, by_reason, check_equal_on_ranks
 from lightning_sparse.engine.copied import CopiedEngine
 from lightning_sparse.engine.flush import gradients_aside, take_pending
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.binding import OptimizerBinding
+from lightning_sparse.engine.optimizers.hooks import uninterrupted
 from lightning_sparse.engine.optimizers.kinds import check_is_optimizer, listed, refuse_closure
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.regrouping import check_covers
@@ -111,8 +111,8 @@ class Engine(EngineView):
             raise
         self._source = BucketSource(self.entrance)
         self._compared_kernels = False
-        self._binding = OptimizerBinding(reducer, parameters, comm, device, left_open)
-        self._state = EngineState(reducer, self._binding, list(parameters), self.frozen, comm, device, self.shards)
+        self._binding = OptimizerBinding(reducer, left_open)
+        self._state = EngineState(reducer, self._binding, self.frozen, self.shards)
         if not left_open:  # else optimizers settle the memory
             reducer.prepare()
 
@@ -344,12 +344,6 @@ class Engine(EngineView):
         expect(chosen == "step" or not self.settings.delay, "messages", "'step' or None, with delay=1", messages)
         check_covers(groups, self.router.parameters)
         parts = self._parts_of(groups)
-        with self.failing_together():
-            if empty := [group.name for group in parts if not group.numel]:
-                raise ValueError(
-                    f"Expected groups of which each rank has some coordinates, but this one has none of {empty[0]!r}. "
-                    "Choose a coarser grouping, such as 'bucket' or 'model'."
-                )
         self.router.regroup(parts, chosen)
         if self.optimizers:
             self._binding.suit(self.optimizers)
@@ -438,7 +432,16 @@ class Engine(EngineView):
     def _parts_of(self, plan: Sequence[Group]) -> list[Group]:
         """Return groups with the sizes of what this rank has of their parameters."""
         lengths = {name: shard.length for name, shard in self.shards.items()}
-        return [group.resized(lengths) for group in plan]
+        parts = [group.resized(lengths) for group in plan]
+        empty = [group.name for group in parts if not group.numel]
+        for rank, names in enumerate(self.all_gather_object(empty) if lengths else ()):
+            if names:
+                raise ValueError(
+                    f"Expected groups of which each rank has some coordinates, but rank {rank} has none of group "
+                    f"{names[0]!r}. Choose a coarser grouping, such as 'bucket' or 'model', or fewer ranks in a "
+                    "node or replica."
+                )
+        return parts
 
     def drain(self, optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None) -> bool:
         """Apply averages that are on their way, with ``delay=1``; all ranks must call this, between two steps.
@@ -476,7 +479,7 @@ class Engine(EngineView):
             for name, average in self.entrance.take().items():
                 self.router.parameters[name].grad = average
             for optimizer in chosen:
-                with uninterrupted(optimizer), self._binding.as_before(optimizer):
+                with uninterrupted(), self._binding.as_before(optimizer):
                     optimizer.step()
             self._record.count_as_applied()
         return True

@@ -59,7 +59,7 @@ def take_pending(
         groups, made, rounded = reducer.groups, list[Averages](), list[tuple[Tensor, Tensor]]()
         have = torch.tensor([group.residual is not None for group in groups], dtype=torch.uint8, device=reducer.device)
         anywhere = answer(AllGather(have)).amax(0).tolist()
-        for group in (group for group, wanted in zip(groups, anywhere, strict=True) if wanted and not group.empty):
+        for group in (group for group, wanted in zip(groups, anywhere, strict=True) if wanted):
             residual = group.residual
             kept = residual is not None
             if residual is None:

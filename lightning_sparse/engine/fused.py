@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from torch import Tensor
 from lightning_sparse.core.candidates import Candidates
 from lightning_sparse.core.clock import Stamp
 from lightning_sparse.core.console import say
-from lightning_sparse.core.messages import AllGather, AllReduce, Meter, Steps
+from lightning_sparse.core.messages import AllGather, AllReduce, Meter, Steps, ask
 from lightning_sparse.core.step import Context, GroupState, Selection, Update
 from lightning_sparse.engine.metrics import measure
 from lightning_sparse.engine.network.drivers import drive_mirrored
@@ -182,13 +181,13 @@ def exchange_group(
 
     form = Form.of(numel, slots + room, weighed is not None)
     message = triton_lanes.tell(acc, found.keys, found.number, found.largest, search.broken, form, lanes.most, second)
-    rows = yield from meter.watch(_ask(AllGather(message)))
+    rows = yield from meter.watch(ask(AllGather(message)))
     heard = triton_lanes.hear(rows, form, scratch.named, scratch.first, scratch.lowest, scratch.trouble)
     levels = message.new_empty(k) if beside is None else message.new_empty((2, k))
     indices, sizes = triton_union.listed(scratch.named, numel, k, ctx.step, first=scratch.first, levels=levels)
     triton_union.raise_levels_(levels, indices, heard.places, heard.levels, numel)
     rounded = triton_values.round_to_lanes(acc, indices, levels, scratch.lowest, lanes.most, n, beside)
-    total = yield from meter.watch(_ask(AllReduce(rounded.words)))
+    total = yield from meter.watch(ask(AllReduce(rounded.words)))
     codes = None if beside is None else levels[1]
     values, rounding, divisor = triton_values.average_(
         grad, indices, total, rounded, scratch.trouble, scale, void, n, numel, codes, beside
@@ -202,10 +201,6 @@ def exchange_group(
     statistics = measure(grad.dtype, numel, sparsifier.agreement, selection, update, ctx, meter.bytes_sent, stamps)
     reached = GroupState(state.memory, FillState(*after), heard.numbers, named, state.candidates)
     return Proposed(update, rounding, reached, statistics, void.view(torch.bool), divisor)
-
-
-def _ask(message: Any) -> Steps[Tensor]:
-    return (yield message)
 
 
 def _scratch_of(state: GroupState, numel: int, n: int, device: torch.device) -> Scratch:

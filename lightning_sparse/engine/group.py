@@ -15,7 +15,7 @@ from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core.clock import Stamp
 from lightning_sparse.core.layout import Gradient, sum_dtype
 from lightning_sparse.core.messages import Steps
-from lightning_sparse.core.step import Agreement, Context, GroupState
+from lightning_sparse.core.step import Agreement, Context
 from lightning_sparse.engine.delivery import Delivery, bounds_of
 from lightning_sparse.engine.metrics import Statistics, norm_of
 from lightning_sparse.engine.pipeline import (
@@ -66,13 +66,8 @@ class GroupReducer:
         self.device, self.dtype = example.device, example.dtype
         self.wide = sum_dtype(self.dtype)
         """Dtype of what is remembered."""
-        self.empty = not plan.numel
-        """True if this rank has no coordinate of any of the parameters."""
-        if self.empty:
-            self.state = GroupState(self.memory.init(0, self.device, self.wide), None, None)
-        else:
-            parts: dict[str, Any] = {"memory": self.memory, "sparsifier": self.sparsifier}
-            self.state = init_group(plan.numel, self.dtype, self.device, first, **parts)
+        parts: dict[str, Any] = {"memory": self.memory, "sparsifier": self.sparsifier}
+        self.state = init_group(plan.numel, self.dtype, self.device, first, **parts)
         """State that survives a step; the memory's part changes in place."""
         self.statistics: Statistics | None = None
         """Statistics of the last step that exchanged the group, which need not be the latest step, see :attr:`ran`."""
@@ -172,7 +167,7 @@ class GroupReducer:
             A coroutine that works on the gradients in the buckets.
         """
         self.unused = set(unused)
-        if self.empty or len(unused) == len(self.spans):
+        if len(unused) == len(self.spans):
             return
         grad = given = self._gradient()
         if static_shapes(self.device):  # of one vector a kernel takes one launch
@@ -209,6 +204,7 @@ class GroupReducer:
 
     def delivery(self, indices: Tensor | None, by: Tensor | None, ranks: int, whole: bool | None = None) -> Delivery:
         """Return the facts about averages of this group, see :class:`Delivery`."""
+        whole = indices is None if whole is None else whole
         return Delivery(self.spans, indices, by, self.memory, ranks, self.bounds, self._like, whole, self._sampler)
 
     def note_pause(self, paused: Stamp, resumed: Stamp) -> None:

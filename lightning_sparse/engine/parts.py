@@ -8,37 +8,17 @@ Both are coroutines, see :mod:`lightning_sparse.core.messages`, whose messages a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
-from typing import NamedTuple
+from dataclasses import replace
+from itertools import accumulate, pairwise, starmap
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.core.layout import even_part, sum_dtype
-from lightning_sparse.core.messages import AllGather, AllToAll, Steps
+from lightning_sparse.core.messages import AllGather, AllToAll, Steps, ask, together
 from lightning_sparse.engine.delivery import bounds_of
 from lightning_sparse.engine.state.record import Averages
-
-UNIT = 8
-"""Bytes to multiples of which vectors are lengthened that travel as one: each of them can be read in place then."""
-
-
-class Sent(NamedTuple):
-    """Facts about averages of a part that others need to read them."""
-
-    number: int
-    """Of averages."""
-    sparse: bool
-    """True if coordinates come with them; else they are of all."""
-    divided: bool
-    """True if divisors come with them."""
-    whole: bool
-    """See :class:`~lightning_sparse.engine.delivery.Delivery`."""
-
-    def bytes_of(self, kinds: Sequence[torch.dtype]) -> list[int]:
-        """Return the bytes of coordinates, averages and divisors, as they are sent, given their dtypes."""
-        wanted = self.sparse, True, self.divided
-        return [_lengthened(self.number * kind.itemsize) * one for kind, one in zip(kinds, wanted, strict=True)]
+from lightning_sparse.ops import pad
 
 
 class Parts:
@@ -127,63 +107,35 @@ class Parts:
         Args:
             averages: of this rank's parts; of the same groups on all ranks. They have values, and facts for step rules.
         """
-        own = torch.tensor([_facts_of(each) for each in averages], dtype=torch.int32, device="cpu")
-        table = (yield AllGather(own)).tolist()
-        told = [[Sent(number, *map(bool, rest)) for number, *rest in of_rank] for of_rank in table]
-        kinds = [_kinds_of(each) for each in averages]
-        lengths = [sum(sum(sent.bytes_of(each)) for sent, each in zip(of_rank, kinds, strict=True)) for of_rank in told]
-        message = torch.zeros(max(UNIT, *lengths), dtype=torch.uint8, device=_device_of(averages[0]))
-        start = 0
-        for each in averages:
-            for vector in _vectors_of(each):
-                raw = vector.contiguous().view(torch.uint8)
-                message[start : start + len(raw)].copy_(raw)
-                start += _lengthened(len(raw))
-        rows = yield AllGather(message)
-        found: list[list[_Part]] = [[] for _ in averages]
-        for of_rank, row in zip(told, rows, strict=True):
-            start = 0
-            for sent, dtypes, parts in zip(of_rank, kinds, found, strict=True):
-                read = []
-                for kind, length in zip(dtypes, sent.bytes_of(dtypes), strict=True):
-                    read.append(row[start : start + length].view(kind)[: sent.number])
-                    start += length
-                indices, values, by = read
-                given = indices if sent.sparse else None, values, by if sent.divided else None
-                parts.append(_Part(*given, sent.whole))
-        return [self._joined(each, parts) for each, parts in zip(averages, found, strict=True)]
+        return (yield from together([self._whole(each) for each in averages]))
 
-    def _joined(self, own: Averages, parts: Sequence[_Part]) -> Averages:
-        """Return the averages of whole parameters, given those of all ranks' parts."""
-        lines = self._lines_of(own)
-        every = all(part.indices is None for part in parts)
-        divided = any(part.by is not None for part in parts)
-        if every:
-            indices, values = None, lines.spread([part.values for part in parts])
-            by = lines.spread([_by(part) for part in parts]) if divided else None
-        else:
-            indices = torch.cat([lines.index(rank, part) for rank, part in enumerate(parts)])
-            values = torch.cat([part.values for part in parts])
-            by = torch.cat([_by(part) for part in parts]) if divided else None
-        assert own.delivery is not None
-        whole = all(part.whole for part in parts)
-        delivery = own.delivery.of_whole(lines.spans, indices, by, lines.bounds, whole)
-        return Averages(lines.spans, indices, values, delivery, own.returns)
+    def _whole(self, own: Averages) -> Steps[Averages]:
+        values, delivery, lines = own.values, own.delivery, self._lines_of(own)
+        assert values is not None
+        assert delivery is not None
+        facts = [len(values), own.indices is not None, delivery.by is not None, delivery.whole]
+        told = (yield AllGather(torch.tensor(facts, dtype=torch.int32, device="cpu"))).tolist()
+        numbers, sparse, divided, whole = zip(*told, strict=True)
+        vectors = [values]
+        if any(sparse):
+            every = torch.arange(len(values), device=values.device)
+            vectors.append((every if own.indices is None else own.indices).int())
+        if any(divided):  # of averages that nobody divides, by ones
+            vectors.append(torch.ones_like(values, dtype=delivery.like.dtype) if delivery.by is None else delivery.by)
+        rows = yield from together([ask(AllGather(pad(x, max(numbers), 0))) for x in vectors])
+        of_ranks = [[row[:number] for row, number in zip(each, numbers, strict=True)] for each in rows]
+        join = torch.cat if any(sparse) else lines.spread
+        indices = torch.cat([*starmap(lines.index, enumerate(of_ranks[1]))]) if any(sparse) else None
+        by = join(of_ranks[-1]) if any(divided) else None
+        made = replace(delivery, spans=lines.spans, bounds=lines.bounds, indices=indices, by=by, handed=None)
+        made.whole = all(whole)
+        return Averages(lines.spans, indices, join(of_ranks[0]), made, own.returns)
 
     def _lines_of(self, own: Averages) -> _Lines:
         names = tuple(own.spans)
         if names not in self._lines:
             self._lines[names] = _Lines(self, names, _device_of(own))
         return self._lines[names]
-
-
-class _Part(NamedTuple):
-    """Averages of a part."""
-
-    indices: Tensor | None
-    values: Tensor
-    by: Tensor | None
-    whole: bool
 
 
 class _Lines:
@@ -206,11 +158,9 @@ class _Lines:
             shifts = [cut.start - first for cut, first in zip(cuts, firsts, strict=False)] + [self.numel - firsts[-1]]
             self._shifts.append(torch.tensor(shifts, device=device))
 
-    def index(self, rank: int, part: _Part) -> Tensor:
+    def index(self, rank: int, places: Tensor) -> Tensor:
         """Return the coordinates in the group of whole parameters, given those of a rank's parts."""
-        if part.indices is None:
-            return torch.cat([torch.arange(cut.start, cut.stop, device=part.values.device) for cut in self._cuts[rank]])
-        places = part.indices.long()
+        places = places.long()
         return places + self._shifts[rank][torch.searchsorted(self._stops[rank], places, right=True)]
 
     def spread(self, vectors: Sequence[Tensor]) -> Tensor:
@@ -222,27 +172,6 @@ class _Lines:
         return every
 
 
-def _facts_of(averages: Averages) -> Sent:
-    values, delivery = averages.values, averages.delivery
-    assert values is not None
-    assert delivery is not None
-    return Sent(len(values), averages.indices is not None, delivery.by is not None, delivery.whole)
-
-
-def _kinds_of(averages: Averages) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-    """Return the dtypes of coordinates, averages and divisors."""
-    assert averages.values is not None
-    assert averages.delivery is not None
-    return torch.int32, averages.values.dtype, averages.delivery.wide
-
-
-def _vectors_of(averages: Averages) -> list[Tensor]:
-    """Return what is sent of averages, in the order in which it is read."""
-    indices, by = averages.indices, None if averages.delivery is None else averages.delivery.by
-    vectors = [None if indices is None else indices.int(), averages.values, by]
-    return [vector for vector in vectors if vector is not None]
-
-
 def _device_of(averages: Averages) -> torch.device:
     assert averages.values is not None
     return averages.values.device
@@ -250,12 +179,3 @@ def _device_of(averages: Averages) -> torch.device:
 
 def _behind(start: int, span: slice) -> slice:
     return slice(start + span.start, start + span.stop)
-
-
-def _lengthened(length: int) -> int:
-    return -(-length // UNIT) * UNIT
-
-
-def _by(part: _Part) -> Tensor:
-    """Return divisors; of averages that nobody divides, ones."""
-    return torch.ones_like(part.values) if part.by is None else part.by

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -12,19 +12,15 @@ from lightning_sparse.engine.pipeline import scatter_average_
 from lightning_sparse.engine.state.record import Averages, Kept
 from lightning_sparse.ops import static_shapes
 
-Mark = Callable[[Tensor, Set[str]], None]
-"""Puts NaN into the gradients of a step if () a flag is set, but for those of parameters that no rank used."""
-
 
 @torch.no_grad()
-def place(kept: Kept, places: Mapping[str, Tensor], scale: Tensor | None, mark: Mark) -> None:
+def place(kept: Kept, places: Mapping[str, Tensor], scale: Tensor | None) -> None:
     """Put averages where gradients lay, times the present scale of the loss; NaN, if they are of a skipped step.
 
     Args:
         kept: averages by parameter, in the coordinates of the places.
         places: flat gradients by parameter, of all that the averages name.
         scale: () of the loss; None: none.
-        mark: puts NaN into places, where the step is skipped.
     """
     host_knows = not static_shapes(next(iter(places.values())).device)
     if not (host_knows and kept.decision):
@@ -35,7 +31,25 @@ def place(kept: Kept, places: Mapping[str, Tensor], scale: Tensor | None, mark: 
         for averages, names in parts.values():
             _scatter(averages, {name: places[name] for name in names}, scale)
     if kept.skipped is not None and (not host_knows or kept.skipped):
-        mark(kept.skipped, places.keys() - kept.averages.keys())
+        fill_nan_((places[name] for name in kept.averages), kept.skipped)
+
+
+def fill_nan_(gradients: Iterable[Tensor], skipped: Tensor) -> None:
+    """Write NaN into flat gradients of a skipped step; if only the device knows it, into the first of each.
+
+    Args:
+        gradients: on one device.
+        skipped: () flag, which is set where the host knows it.
+    """
+    of_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for flat in gradients:
+        if not static_shapes(skipped.device):
+            flat.fill_(float("nan"))
+        elif flat.numel():
+            of_dtype.setdefault(flat.dtype, []).append(flat[:1])
+    for dtype, firsts in of_dtype.items():
+        factor = torch.ones((), dtype=dtype, device=skipped.device).masked_fill_(skipped, float("nan"))
+        torch._foreach_mul_(firsts, factor)
 
 
 def _scatter(averages: Averages, places: Mapping[str, Tensor], scale: Tensor | None) -> None:

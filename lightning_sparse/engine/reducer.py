@@ -38,7 +38,7 @@ from lightning_sparse.engine.optimizers.clipping import GradientClipping
 from lightning_sparse.engine.optimizers.scaled import Lengths
 from lightning_sparse.engine.parts import Parts
 from lightning_sparse.engine.pipeline import forget_overflow_
-from lightning_sparse.engine.placing import Mark
+from lightning_sparse.engine.placing import fill_nan_
 from lightning_sparse.engine.regrouping import Groups
 from lightning_sparse.engine.skip import Decision, Header, any_set
 from lightning_sparse.engine.sources.gradient_hooks import Usage, refuse_sparse_gradients
@@ -121,7 +121,7 @@ class Reducer(Groups):
         """Of these, those that were sent before the step began."""
         self.direct_bytes = ring_all_reduce_bytes(sum(own(p).nbytes for p in parameters.values()), comm.world_size)
         """Bytes that this rank sends where DDP averages everything by itself."""
-        self.loss_scale, self._before_exchange, self._aside = loss_scale, before_exchange, aside
+        self.loss_scale, self._before_exchange, self.aside = loss_scale, before_exchange, aside
         # Ranks of a node, of which each may use other parameters, exchange the mean of their gradients.
         self._usage = Usage(parameters, comm, within if self.parts else None) if watch_usage else None
         self._looking = refuse_sparse_gradients(parameters, self.failing_together)
@@ -247,7 +247,6 @@ class Reducer(Groups):
     def finish(
         self,
         gradients: Iterable[tuple[str, Tensor]],
-        mark: Mark | None,
         deliver: Callable[[], None] | None = None,
     ) -> None:
         """Take the last gradients of a backward; averages are in their places when this returns.
@@ -257,14 +256,13 @@ class Reducer(Groups):
 
         Args:
             gradients: as of :meth:`arrive`.
-            mark: is called when all groups have been exchanged and the step may be skipped: puts NaN into gradients.
             deliver: is called when the exchange has settled, and calls :meth:`hand_over`; None: averages are handed
                 over as they are.
         """
         with held():
             begin = Stamp.now(self.device)
             self.start(gradients)
-            self._executor.submit(partial(self._settle, mark, deliver is None))
+            self._executor.submit(partial(self._settle, deliver is None))
             if deliver is not None:
                 self.submit(deliver, "in handing averages over")
             self._settling = True
@@ -306,7 +304,7 @@ class Reducer(Groups):
         with held():
             if not self._settling:
                 self._settling = True
-                self._executor.submit(partial(self._settle, None, False))
+                self._executor.submit(partial(self._settle, False))
         try:
             self._executor.drain()
         except Exception:  # it counts as never made
@@ -411,7 +409,7 @@ class Reducer(Groups):
         """All that this rank waits for others in."""
         return {
             self.comm,
-            self._aside,
+            self.aside,
             self.within or self.comm,
             self.comm if self._usage is None else self._usage.comm,
         }
@@ -533,21 +531,20 @@ class Reducer(Groups):
             used = [piece for name, piece in arrived if name not in unused]
             clipping.apply_(used, self.comm.world_size, share, members[0].scale, self._norm_of)
 
-    def _settle(self, mark: Mark | None, at_once: bool) -> None:
+    def _settle(self, at_once: bool) -> None:
         """Take what was sent out of the residuals, if the step counts, now that all groups have been exchanged.
 
         A gradient that is not finite is so on all ranks by now, so that nothing is sent.
 
         Args:
-            mark: see :meth:`finish`.
-            at_once: whether averages are handed over now.
+            at_once: whether averages are handed over now; NaN takes the place of gradients, if the step is skipped.
         """
         with self.on_stream(), self.failing_together("in settling the step"):
             voids = [group.void for group in self.groups if group.void is not None]
             skipped = self._anywhere_within(any_set(voids, self.device, self.on_stream.host_knows))
-            unused = {name for group in self.groups for name in group.unused}
-            if mark is not None and (not self.on_stream.host_knows or skipped):
-                mark(skipped, unused)
+            if at_once and (not self.on_stream.host_knows or skipped):
+                used = (group.arrived[name] for group in self.groups for name in group.arrived.keys() - group.unused)
+                fill_nan_(used, skipped)
             # On a device, with nonfinite="nan" and without a loss scale, nobody asks.
             asked = self.on_stream.host_knows or self.settings.nonfinite == "skip" or self.loss_scale() is not None
             flag = skipped if asked else None

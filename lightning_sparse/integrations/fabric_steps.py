@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_sparse.core.clock import Totals
-from lightning_sparse.core.interrupts import uninterrupted
 from lightning_sparse.engine import Engine
+from lightning_sparse.engine.optimizers.hooks import uninterrupted
 from lightning_sparse.engine.optimizers.kinds import ids_of, stepping
 from lightning_sparse.integrations.base import CHECKPOINT_KEY, SparseStrategy, profile_of
 from lightning_sparse.integrations.earlier import Left
@@ -122,18 +122,7 @@ class SparseFabricMixin(SparseStrategy, Base):
 
         Signals wait while the optimizer updates parameters.
         """
-        closure: Callable[[], Any] | None = kwargs.pop("closure", None)
-
-        def then_skip() -> Any:
-            result = closure() if closure is not None else None
-            self._skip_void(optimizer, self.precision)
-            return result
-
-        with uninterrupted(optimizer):
-            if closure is not None:
-                kwargs["closure"] = then_skip
-            else:
-                then_skip()
+        with uninterrupted():
             return super().optimizer_step(optimizer, **kwargs)
 
     def clip_gradients_norm(self, module: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:

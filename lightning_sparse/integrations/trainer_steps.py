@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from lightning_sparse.core.interrupts import SAVING, uninterrupted
+from lightning_sparse.core.interrupts import SAVING
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.network import LostRankError
 from lightning_sparse.engine.network.process_group import BATCHES, is_loss
+from lightning_sparse.engine.optimizers.hooks import uninterrupted
 from lightning_sparse.integrations.base import SparseStrategy, profile_of
 from lightning_sparse.integrations.callback import Callback
 from lightning_sparse.integrations.earlier import Left, checksums
@@ -153,7 +154,7 @@ class SparseTrainerMixin(SparseStrategy, Base):
         backward on, so that ranks save the same step; Ctrl-C does not, because callbacks run in between.
         """
         self._follow_others()  # before the step's hooks; it forms gradients where optimization is automatic
-        with uninterrupted(optimizer) as hold:
+        with uninterrupted() as hold:
 
             def then_skip() -> Any:
                 result = closure()

@@ -123,7 +123,8 @@ def unsuited(optimizer: Optimizer, parameters: Collection[int]) -> Unsuited | No
 
 def _keeps(optimizer: Optimizer, parameters: Collection[int]) -> bool:
     """Return True if an optimizer keeps more than scalars for some parameters."""
-    states = (state for parameter, state in optimizer.state.items() if id(parameter) in parameters)
+    known = getattr(optimizer, "state", {})  # optimizers of users need not be torch's
+    states = (state for parameter, state in known.items() if id(parameter) in parameters)
     return any(isinstance(part, Tensor) and part.numel() > 1 for state in states for part in state.values())
 
 

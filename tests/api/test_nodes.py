@@ -371,7 +371,7 @@ def refused(size: Any, hosts: list[str] | None, options: dict[str, Any]) -> str:
         ("auto", ["a", "a", "a", "b"], {}, "3 on 'a', 1 on 'b'"),
         ("auto", ["a", "b", "a", "b"], {}, "one after another"),
         (2, None, {"grouping": "layer", "sparsifier": "topk"}, ""),
-        (4, None, {"grouping": "layer"}, "group 'few' have 3 coordinates at most"),
+        (4, None, {"grouping": "layer"}, "has none of group 'few'. Choose a coarser grouping"),
         ("nodes", None, {}, "but got 'nodes'"),
         (2, None, {"delay": 1}, "Expected delay to be 0 with node_size"),
         (2, None, {"fallback": "dense"}, "Expected fallback to be None with node_size"),
@@ -763,4 +763,4 @@ def regrouped_by(size: int, alike: bool) -> str:
 def test_plans_that_nodes_cannot_follow_are_refused_on_all_ranks(four_ranks: Ranks) -> None:
     assert four_ranks(regrouped_by, 2, True) == ["followed"] * 4
     assert all("The ranks disagree" in told for told in four_ranks(regrouped_by, 2, False))
-    assert all("this one has none of 'few'" in told for told in four_ranks(regrouped_by, 4, True))
+    assert all("none of group 'few'" in told for told in four_ranks(regrouped_by, 4, True))

@@ -7,7 +7,7 @@ that was absorbed, at every moment.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -71,17 +71,12 @@ class AtTheEnd:
         grads = {name: self._grad(p) for name, p in self.parameters.items()}
         flat = {name: flattened(grad) for name, grad in grads.items()}
         entrance = self.engine.entrance
-        entrance.finish(flat.items(), lambda skipped, unused: self.mark(flat, skipped, unused))
+        entrance.finish(flat.items())
         for name in grads.keys() - entrance.unused:
             self.parameters[name].grad = grads[name]
 
     def _grad(self, parameter: nn.Parameter) -> Tensor:
         return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-
-    def mark(self, flat: dict[str, Tensor], skipped: Tensor, unused: Set[str]) -> None:
-        for name, values in flat.items() if skipped else ():
-            if name not in unused:
-                values.fill_(float("nan"))
 
     def close(self) -> None:
         self.engine.close()

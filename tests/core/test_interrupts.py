@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from lightning_sparse.core.interrupts import SAVING, Hold, uninterrupted
+from lightning_sparse.core.interrupts import SAVING, Hold
+from lightning_sparse.engine.optimizers.hooks import uninterrupted
 
 
 class Stepping(torch.optim.SGD):
@@ -58,7 +59,7 @@ def test_handlers_see_whole_steps_in_the_order_of_the_signals(parameters: Any, s
     optimizer.step()
     assert {entry[1:] for entry in seen} == {(1.0, 0.0)}  # without help, they see half of a step
     seen.clear()
-    with uninterrupted(optimizer):
+    with uninterrupted():
         optimizer.step()
     assert seen == [(signal.SIGUSR2, 2.0, 2.0), (signal.SIGUSR1, 2.0, 2.0)]
     assert [signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)] == handlers
@@ -77,7 +78,7 @@ def test_while_a_closure_runs_signals_are_handled_at_once(parameters: Any, seen:
         assert seen == [(signal.SIGUSR1, 0.0, 0.0)]
         return 7.0
 
-    with uninterrupted(optimizer):
+    with uninterrupted():
         assert (optimizer.step(closure) if positional else optimizer.step(closure=closure)) == 7.0
     assert seen[1:] == [(signal.SIGUSR2, 1.0, 1.0)]
 
@@ -87,7 +88,7 @@ def test_ctrl_c_comes_after_the_step_and_what_came_behind_it_is_not_lost(paramet
     optimizer.in_between = lambda: send(signal.SIGINT, signal.SIGUSR1)  # type: ignore[method-assign]
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with pytest.raises(KeyboardInterrupt), uninterrupted(optimizer):
+        with pytest.raises(KeyboardInterrupt), uninterrupted():
             optimizer.step()
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
@@ -105,7 +106,7 @@ def test_handlers_are_given_back_after_an_error(parameters: Any, seen: list[Any]
 
     optimizer.in_between = fail  # type: ignore[method-assign]
     before = signal.getsignal(signal.SIGUSR1)
-    with pytest.raises(ZeroDivisionError), uninterrupted(optimizer):
+    with pytest.raises(ZeroDivisionError), uninterrupted():
         optimizer.step()
     assert seen == [(signal.SIGUSR1, 1.0, 0.0)]
     assert signal.getsignal(signal.SIGUSR1) is before
@@ -140,7 +141,7 @@ def test_other_threads_hold_nothing(parameters: Any, seen: list[Any]) -> None:
     optimizer = Stepping(parameters, 1.0)
 
     def step() -> None:
-        with uninterrupted(optimizer):
+        with uninterrupted():
             optimizer.step()
 
     thread = threading.Thread(target=step)
@@ -159,7 +160,7 @@ def test_an_optimizer_without_hooks_steps_as_it_would(parameters: Any, seen: lis
         def step(self, closure: Any = None) -> Any:
             return closure()
 
-    with uninterrupted(Wrapped()) as hold:  # type: ignore[arg-type]
+    with uninterrupted() as hold:  # type: ignore[arg-type]
 
         def closure() -> str:
             hold.start(SAVING)

@@ -81,7 +81,8 @@ def averages(parts: Parts, names: Sequence[str], whole: Tensor, by: Tensor | Non
     if indices is not None and len(chosen):  # padding, as where shapes are static
         indices, kept = torch.cat([indices, torch.tensor([at])]), torch.cat([kept, torch.tensor([len(whole) - 1])])
     bounds = bounds_of(spans, torch.device("cpu"))
-    delivery = Delivery(spans, indices, None if by is None else by[kept], Residual(), 2, bounds, torch.empty(()))
+    divisor, like = None if by is None else by[kept], torch.empty(())
+    delivery = Delivery(spans, indices, divisor, Residual(), 2, bounds, like, whole=indices is None)
     return Averages(spans, indices, whole[kept], delivery)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -129,6 +130,21 @@ def test_a_scaler_that_the_engine_was_not_shown_skips_as_ever(one_rank: None, fu
         scaler.update()
         assert torch.equal(flat(run.ddp), before) == void
     assert scaler.get_scale() == 2.0
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_scaler_that_the_engine_was_not_shown_is_told_of_where_nothing_adapts(one_rank: None, enabled: bool) -> None:
+    for kind in (torch.optim.SGD, torch.optim.AdamW):
+        run = Run(lambda parameters, kind=kind: kind(parameters, lr=0.01), skip=None)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=enabled)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                run.optimizer.zero_grad()
+                scaler.scale(run.ddp(torch.randn(4, 20)).square().mean()).backward()
+                scaler.step(run.optimizer)
+                scaler.update()
+        assert sum("scaler=scaler" in str(one.message) for one in told) == (enabled and kind is torch.optim.SGD)
 
 
 def test_beside_a_loss_scale_the_flag_is_the_scalers(streams: Streams) -> None:

@@ -70,7 +70,6 @@ class TorchCollective:
         """Ranks of the groups that are made at the same time, see :meth:`of_its_own`."""
         self._owned = self._given_back = False
         self._keys, self._left = "", 0
-        self._averages: bool | None = None
         alone = not (dist.is_available() and dist.is_initialized())
         self.rank: int = 0 if alone else dist.get_rank(group)
         """This rank."""
@@ -324,24 +323,13 @@ class TorchCollective:
         if self.world_size == 1:
             future.set_result(x)
             return future
-        if self._averages is None:
-            self._averages = self._can_average(x)
-        operation = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
-        work = dist.all_reduce(x if self._averages else x.div_(self.world_size), operation, self.group, async_op=True)
+        work = dist.all_reduce(x.div_(self.world_size), group=self.group, async_op=True)
         if wait:
             work.wait()
             future.set_result(x)
             return future
         started: Future[Tensor] = work.get_future()
         return started.then(lambda _: x)
-
-    def _can_average(self, x: Tensor) -> bool:
-        """Return True if the backend divides by itself, which saves a pass; not all versions of gloo do."""
-        try:
-            dist.all_reduce(x.new_zeros(1), dist.ReduceOp.AVG, self.group)
-        except RuntimeError:
-            return False
-        return True
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         """Return x of rank ``src`` on all ranks; in place."""

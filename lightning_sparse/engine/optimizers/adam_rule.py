@@ -148,7 +148,7 @@ class AdamRule:
         factors = factors_of(delivery.handed, gradients, scale, self._sampler)
         if factors.odd is not None and factors.odd > MANY:
             self._tell(advice(parameters, float(factors.odd)))
-        decay = min(delivery.second_decay, DECAY)
+        decay = min(delivery.memory.second_decay, DECAY)
         delivery.lengthen_(self._lengths.follow(list(delivery.spans), factors.by, decay))
 
     def after(self) -> None:

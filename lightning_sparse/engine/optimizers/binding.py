@@ -13,16 +13,13 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
 from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core.console import page, say
 from lightning_sparse.engine.agreement import check_equal_on_ranks
 from lightning_sparse.engine.group import GroupReducer
-from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.adam_rule import AdamRule
 from lightning_sparse.engine.optimizers.arrived import Arrived, OfGroup
 from lightning_sparse.engine.optimizers.clipping import Clipping
@@ -43,6 +40,7 @@ from lightning_sparse.engine.optimizers.kinds import (
 from lightning_sparse.engine.optimizers.momentum import has_velocities
 from lightning_sparse.engine.optimizers.momentum_rule import MomentumRule
 from lightning_sparse.engine.optimizers.pairs import check_pair
+from lightning_sparse.engine.optimizers.scaled import HIDDEN, steps_for_a_scaler
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.state.schema import second_moment_in
 from lightning_sparse.methods.memory import Memory, NoMemory, Residual
@@ -64,21 +62,13 @@ class OptimizerBinding:
         left_open: whether the memory may be chosen here.
     """
 
-    def __init__(
-        self,
-        reducer: Reducer,
-        parameters: Mapping[str, Parameter],
-        comm: TorchCollective,
-        device: torch.device,
-        left_open: bool,
-    ) -> None:
+    def __init__(self, reducer: Reducer, left_open: bool) -> None:
         self.optimizers: list[Optimizer] = []
         """Those that :meth:`bind` was given last, but for those that hold no parameter of the engine."""
         self.left_open = left_open
         self.watchers: list[Callable[[Optimizer], None]] = []
         """Called before each step."""
-        self._reducer, self._parameters, self._comm, self._device = reducer, parameters, comm, device
-        self._names = {id(p): name for name, p in parameters.items()}
+        self._reducer, self._parameters, self._names = reducer, reducer.parameters, reducer.names
         self._read: tuple[int, list[Any]] = (0, [])
         """By what the memory was chosen in the latest step: for which groups, and by which settings."""
         self._second: tuple[int, set[int]] = (-1, set())
@@ -131,6 +121,9 @@ class OptimizerBinding:
             self._adam.before(optimizer, list(self._arrived(optimizer)))
         elif type(optimizer) is SGD:
             self._momentum.before(optimizer, self._arrived(optimizer), self._spends(optimizer), 0 if flushed else 1)
+        unscaled = mine and not self._reducer.direct and self._reducer.loss_scale() is None
+        if unscaled and not self.takes(optimizer) and steps_for_a_scaler():
+            self._once(rank_zero_warn, HIDDEN)
         self._adam.leave(optimizer)
         for watch in self.watchers:
             watch(optimizer)
@@ -257,11 +250,12 @@ class OptimizerBinding:
         self._read = reducer.adoptions, decays
         if reducer.adoptions != adoptions:
             chosen = {"memory for the optimizers": reducer.settings.memory_in_use}
-            for network in (self._comm, reducer.within) if reducer.within else (self._comm,):
-                check_equal_on_ranks(chosen, network, self._device)
+            for network in (self._reducer.aside, reducer.within) if reducer.within else (self._reducer.aside,):
+                check_equal_on_ranks(chosen, network, self._reducer.device)
             with reducer.record.changing(), reducer.on_stream.between_steps():
                 taken = [optimizer for optimizer in optimizers if self.takes(optimizer)]
-                go_on_from_dense(reducer.groups, taken, self._parameters, self._comm, self._device, reducer.parts)
+                device = reducer.device
+                go_on_from_dense(reducer.groups, taken, self._parameters, reducer.aside, device, reducer.parts)
 
     def suit(self, optimizers: Sequence[Optimizer], begins: bool = False) -> None:
         """Choose the memory that suits optimizers, where that was left open; between two steps.

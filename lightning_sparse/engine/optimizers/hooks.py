@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from lightning_sparse.core.interrupts import Hold
 
 
 class StepListener(Protocol):
@@ -33,6 +37,28 @@ class StepListener(Protocol):
 
 _listeners: list[weakref.ref[StepListener]] = []
 """In the order in which they came."""
+_holds: list[Hold] = []
+"""Of contexts in which signals wait while optimizers step."""
+
+
+@contextmanager
+def uninterrupted() -> Iterator[Hold]:
+    """Hold back signals while optimizers step in this context, but not while their closures run.
+
+    Signals are delivered when the context ends, which may be later than the step. Of optimizers without torch's hooks,
+    only signals that the caller holds back are held.
+
+    Yields:
+        The :class:`Hold`, so that the caller can start it earlier.
+    """
+    _register_hooks()
+    hold = Hold()
+    _holds.append(hold)
+    try:
+        yield hold
+    finally:
+        _holds.remove(hold)
+        hold.end()
 
 
 def listen(listener: StepListener) -> None:
@@ -79,6 +105,8 @@ def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return None
 
     def then_go_on() -> Any:
+        for hold in _holds:
+            hold.end()
         result = closure()
         _before(optimizer)
         return result
@@ -89,6 +117,8 @@ def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _before(optimizer: Optimizer) -> None:
+    for hold in _holds:
+        hold.start()
     for each in _all():
         each.before(optimizer)
 

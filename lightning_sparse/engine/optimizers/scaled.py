@@ -7,11 +7,14 @@ second moments of :class:`~lightning_sparse.SecondMoment` are formed before, so 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence, Set
+from types import FrameType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.nn import Parameter
 
 from lightning_sparse.core.layout import own
@@ -23,6 +26,23 @@ SAMPLED = 64
 FAR, MANY = 0.05, 0.02
 """Distance from the factor that a coordinate may have, relative to it; share of coordinates that may be further away.
 """
+
+
+HIDDEN = (
+    "A GradScaler that the engine was not shown unscales gradients. In the residuals, each gradient waits with the "
+    "loss scale of its own step, and is divided by that of a later one. Show it: attach(..., scaler=scaler)."
+)
+
+
+def steps_for_a_scaler() -> bool:
+    """Return True while an enabled ``GradScaler`` lets an optimizer step.
+
+    Nothing on an optimizer that is not fused tells of its scaler, but the scaler's method is among the callers.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not GradScaler.step.__code__:
+        frame = frame.f_back
+    return frame is not None and bool(frame.f_locals["self"].is_enabled())
 
 
 class Handed(NamedTuple):
@@ -122,10 +142,9 @@ class Lengths:
     """
 
     def __init__(self) -> None:
-        self._known: Mapping[tuple[str, ...], Tensor] = {}
-        """By names of parameters, (parameters, 2) float64: m before its correction, and the correction. Replaced, never
-        written to."""
-        self._began: Mapping[tuple[str, ...], Tensor] = {}
+        self._known: Mapping[str, Tensor] = {}
+        """By parameter, (2,) float64: m before its correction, and the correction. Replaced, never written to."""
+        self._began: Mapping[str, Tensor] = {}
         """:attr:`_known` when the latest exchange began, before its averages were applied."""
 
     def begin_step(self) -> None:
@@ -140,18 +159,12 @@ class Lengths:
             factors: (parameters,) float64, NaN where no average is about to be applied.
             decay: of m.
         """
-        key = tuple(names)
-        if key not in self._known:  # in other groups than before
-            apart = {names: pairs for names, pairs in self._known.items() if not {*names} & {*key}}
-            rest = _each({names: pairs for names, pairs in self._known.items() if names not in apart})
-            mine = torch.stack([rest.pop(name, factors.new_zeros(2)).to(factors.device) for name in key])
-            apart.update(((name,), pair.unsqueeze(0)) for name, pair in rest.items())
-            self._known = {**apart, key: mine}
-        before = self._known[key].to(factors.device)
+        nothing = factors.new_zeros(2)
+        before = torch.stack([self._known.get(name, nothing).to(factors.device) for name in names])
         fresh = torch.stack([factors.square(), torch.ones_like(factors)], dim=1)
         known = factors.isfinite().unsqueeze(1)
         after = (decay * before + (1 - decay) * fresh).where(known, before)
-        self._known = {**self._known, key: after}
+        self._known = {**self._known, **dict(zip(names, after.unbind(), strict=True))}
         mean, correction = after.unbind(1)
         lengths = (mean / correction).sqrt()
         return lengths.where(known.squeeze(1), 1.0)
@@ -162,20 +175,14 @@ class Lengths:
         Args:
             waiting: names of parameters whose latest averages do not count as applied.
         """
-        known, began = _each(self._known), _each(self._began)
-        meant = {name: (began if name in waiting else known).get(name) for name in known}
+        meant = {name: (self._began if name in waiting else self._known).get(name) for name in self._known}
         found = {name: pair.to("cpu") for name, pair in meant.items() if pair is not None}
         return dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True)) if found else {}
 
     def load(self, state: Mapping[str, Sequence[float]]) -> None:
         """Go on with what :meth:`state` gave."""
         pairs = torch.tensor([list(pair) for pair in state.values()], dtype=torch.float64, device="cpu")
-        self._began = self._known = {tuple(state): pairs} if state else {}
-
-
-def _each(known: Mapping[tuple[str, ...], Tensor]) -> dict[str, Tensor]:
-    """Return the pair of each parameter."""
-    return {name: pair for names, pairs in known.items() for name, pair in zip(names, pairs.unbind(), strict=True)}
+        self._began = self._known = dict(zip(state, pairs.unbind(), strict=True))
 
 
 def advice(parameters: Mapping[str, Parameter], odd: float) -> str:

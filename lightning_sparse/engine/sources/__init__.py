@@ -5,8 +5,8 @@ A source calls ``engine.entrance``, on all ranks in the same order:
 - ``begin_step()`` when the first gradients of a backward are here; ``arrive`` does so by itself;
 - ``arrive(gradients)`` with flat gradients by name of the parameter. Groups whose last gradient has come begin to work.
   Averages take the place of the gradients;
-- ``finish(gradients, mark)`` with the last ones. Averages are in their places when it returns. Before that,
-  ``mark(skipped, unused)`` is called: it puts NaN into gradients if the step is skipped;
+- ``finish(gradients)`` with the last ones. Averages are in their places when it returns, or NaN if the step is
+  skipped;
 - ``unused`` names the parameters that no rank used in the latest backward, and whose gradients nobody has touched;
 - ``refuse_sum(name)`` where a gradient was added to what stood in its place after the backward before;
 - ``pass_by(averages)`` where it averages all gradients by itself, and ``direct`` says so.

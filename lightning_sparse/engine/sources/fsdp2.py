@@ -6,8 +6,7 @@ When a backward is over, the parts are exchanged with the ranks of other replica
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Set
-from functools import partial
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from torch.nn import Module, Parameter
 from lightning_sparse.core.layout import flattened, own, sharded_as
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.reducer import Reducer
-from lightning_sparse.ops import static_shapes
 
 AVERAGE = "_lightning_sparse_average"
 """Attribute of a gradient that holds averages."""
@@ -97,7 +95,7 @@ class ShardSource:
                 assert isinstance(router, Reducer)  # what stands in front of it is never direct
                 router.pass_by([(router.comm.start_average(values, wait=True), values) for values in flat.values()])
             else:
-                router.finish(flat.items(), partial(_mark, flat))
+                router.finish(flat.items())
                 router.on_stream.join()
             for name in grads.keys() - router.unused:
                 self._parameters[name].grad = grads[name]
@@ -115,22 +113,3 @@ def _grad_of(parameter: Parameter) -> Tensor:
         return sharded_as(torch.zeros_like(own(parameter)), parameter)
     part = own(parameter.grad)
     return parameter.grad if part.is_contiguous() else sharded_as(part.contiguous(), parameter)
-
-
-def _mark(gradients: Mapping[str, Tensor], skipped: Tensor, unused: Set[str]) -> None:
-    """Write NaN into the gradients of a skipped step; if only the device knows it, into the first of each."""
-    values = [vector for name, vector in gradients.items() if name not in unused and vector.numel()]
-    if not static_shapes(skipped.device):
-        for vector in values if skipped else ():
-            vector.fill_(float("nan"))
-        return
-    for of_dtype in _by_dtype(values):
-        nothing = torch.zeros((), dtype=of_dtype[0].dtype, device=skipped.device)
-        torch._foreach_add_([vector[:1] for vector in of_dtype], nothing.masked_fill(skipped, float("nan")))
-
-
-def _by_dtype(vectors: Iterable[Tensor]) -> list[list[Tensor]]:
-    found: dict[torch.dtype, list[Tensor]] = {}
-    for vector in vectors:
-        found.setdefault(vector.dtype, []).append(vector)
-    return list(found.values())

@@ -21,7 +21,7 @@ from lightning_sparse.core.interrupts import held
 from lightning_sparse.core.layout import own, shaped, sharded_as
 from lightning_sparse.engine.executor import ExchangeStream
 from lightning_sparse.engine.group import GroupReducer
-from lightning_sparse.engine.placing import Mark, place
+from lightning_sparse.engine.placing import place
 from lightning_sparse.engine.reducer import Reducer
 
 
@@ -74,12 +74,11 @@ class OneStepLate:
         """Note gradients; they stay where they are until :meth:`finish`."""
         self._places.update(gradients)
 
-    def finish(self, gradients: Iterable[tuple[str, Tensor]], mark: Mark) -> None:
+    def finish(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
         """Take the last gradients of a backward; averages of the one before are in their places when this returns.
 
         Args:
             gradients: (numel,) by name of the parameter.
-            mark: puts NaN into places, where the step before is skipped.
         """
         self.arrive(gradients)
         router = self._router
@@ -100,7 +99,7 @@ class OneStepLate:
                     places[name].zero_()
                 given = router.hand_over(taking_part)
                 for kept in given:
-                    place(kept, places, router.loss_scale(), mark)
+                    place(kept, places, router.loss_scale())
                 router.without_average += not given
                 self._cleared.clear()
                 router.start(copies.items())
@@ -115,7 +114,7 @@ class OneStepLate:
         parts = {name: own(p) for name, p in router.parameters.items()}
         places = {name: torch.zeros(p.numel(), dtype=p.dtype, device=p.device) for name, p in parts.items()}
         for kept in router.hand_over(router.record.kept_names):
-            place(kept, places, None, lambda skipped, unused: None)
+            place(kept, places, None)
         return {name: sharded_as(shaped(places[name], parts[name]), router.parameters[name]) for name in left}
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from lightning_sparse.core.messages import Message, Steps
 from lightning_sparse.engine.network import TorchCollective, drive, drive_together, send
 from lightning_sparse.engine.parts import Parts
-from lightning_sparse.engine.placing import Mark, place
+from lightning_sparse.engine.placing import place
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.skip import digest_of
 from lightning_sparse.engine.state.record import Averages, Kept
@@ -56,7 +56,6 @@ class WithinANode:
         self.refuse_sum = router.refuse_sum
         self._places: dict[str, Tensor] = {}
         """Flat gradients of this backward, where they lie."""
-        self._mark: Mark = lambda skipped, unused: None
         self._own: dict[tuple[str, ...], dict[str, Tensor]] = {}
         """Room for this rank's parts of gradients that come together."""
 
@@ -75,17 +74,15 @@ class WithinANode:
         self.begin_step()
         self._router.arrive(self._parts_of(dict(gradients)))
 
-    def finish(self, gradients: Iterable[tuple[str, Tensor]], mark: Mark) -> None:
+    def finish(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
         """Take the last gradients of a backward; averages are in their places when this returns.
 
         Args:
             gradients: (numel,) by name of the parameter.
-            mark: puts NaN into places, where the step is skipped.
         """
         self.begin_step()
-        self._mark = mark
         try:
-            self._router.finish(self._parts_of(dict(gradients)), None, self._deliver)
+            self._router.finish(self._parts_of(dict(gradients)), self._deliver)
         finally:
             self._places = {}
 
@@ -113,7 +110,7 @@ class WithinANode:
         with record.changing():
             record.kept = [_exchanged(kept, own, facts)]
         router.hand_over(kept.averages.keys())
-        place(_exchanged(kept, own, whole), places, scale, self._mark)
+        place(_exchanged(kept, own, whole), places, scale)
         for made in whole:  # of those whose parameters were all used, some averages are noted already
             if made.delivery is not None and made.delivery.handed is None:
                 made.delivery.sample([places[name] for name in made.spans], scale)

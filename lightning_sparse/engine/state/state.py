@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,6 @@ from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.engine.agreement import Note, by_reason, name_ranks, reason
 from lightning_sparse.engine.delivery import Delivery, bounds_of
 from lightning_sparse.engine.group import GroupReducer
-from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.binding import OptimizerBinding
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.skip import Decision
@@ -90,18 +89,15 @@ class EngineState:
         self,
         reducer: Reducer,
         binding: OptimizerBinding,
-        names: Sequence[str],
         frozen: Mapping[str, Parameter],
-        comm: TorchCollective,
-        device: torch.device,
         shards: Mapping[str, Shard],
     ) -> None:
         self.loads = 0
         """Number of states that were loaded."""
         self._taken = -1
         """The moment of the latest state that was taken."""
-        self._reducer, self._binding, self._names, self._frozen = reducer, binding, names, frozen
-        self._comm, self._device, self._shards = comm, device, shards
+        self._reducer, self._binding, self._names = reducer, binding, list(reducer.parameters)
+        self._comm, self._device, self._frozen, self._shards = reducer.aside, reducer.device, frozen, shards
         self._parked: State = {"parameters": {}, "counters": {}, "spans": {}}
         """Remembered of frozen parameters."""
 
@@ -170,7 +166,7 @@ class EngineState:
             "late": self._late(record.left()),
             "late_skipped": sorted({name for kept in record.kept if kept.decision for name in kept.averages}),
             "absorbed": sorted(record.absorbed),
-            "groups": [_plain_learned(group) for group in reducer.groups if not group.empty],
+            "groups": [_plain_learned(group) for group in reducer.groups],
             "rates": dict(reducer.rates.latest),
             "surplus": {name: list(noted) for name, noted in reducer.rates.surplus.items()},
             "clippings": [
@@ -262,9 +258,6 @@ class EngineState:
                 group = reducer.form(cut, not filled.isdisjoint(names), state["step"], settings)
                 plan.groups.append(group)
                 plan.lost.extend(self._fill(group, whole))
-                if group.empty:  # nothing was learned about it
-                    plan.learned.append(None)
-                    continue
                 known = given.get(cut.name)
                 if known is not None and known["parameters"] == names:
                     try:
@@ -338,7 +331,8 @@ class EngineState:
         indices = None if indices is None else indices.long().to(device)
         by = None if by is None else by.to(device, group.wide, copy=True)
         like = torch.empty((), dtype=group.wide, device=device)
-        delivery = Delivery(spans, indices, by, group.memory, given["ranks"], bounds_of(spans, device), like)
+        bounds, whole = bounds_of(spans, device), indices is None
+        delivery = Delivery(spans, indices, by, group.memory, given["ranks"], bounds, like, whole)
         values = given["values"].to(device, copy=True)
         return Averages(spans, indices, values, delivery, group.residual is not None)
 

@@ -164,13 +164,16 @@ class Watchdog:
             self._told.add("adam")
             return
         WARNED_OF.add(optimizer)
-        reasons = (refusal(each, sparsified) for each in engine.optimizers if holds(each, sparsified))
-        reason = next(filter(None, reasons), None) if is_adam(type(stepping(optimizer))) else None
+        bound = [each for each in engine.optimizers if holds(each, sparsified)]
+        reason = next(filter(None, (refusal(each, sparsified) for each in bound)), None)
+        if bound and not any(stepping(each) is stepping(optimizer) for each in bound):
+            reason = "the engine was shown another optimizer, see engine.bind"
+        reason = reason if is_adam(type(stepping(optimizer))) else None
         here = f"The exchange does not take steps of {found.optimizer} here: {reason}. " if reason else ""
         self._tell(engine, "adam", f"{here}{found.remedy()} watch=ls.Watch(adam=False) silences this.")
 
     def _sparse_groups(self, engine: Engine) -> list[GroupReducer]:
-        groups = [] if engine.direct else [group for group in engine.groups if not (group.plan.dense or group.empty)]
+        groups = [] if engine.direct else [group for group in engine.groups if not (group.plan.dense)]
         for group in groups:
             self._histories.setdefault(group, GroupHistory(group))
         return groups
