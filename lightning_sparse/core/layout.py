@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
@@ -194,6 +195,47 @@ def fills_memory(parameter: Tensor) -> bool:
     if parameter.is_contiguous():  # asking torch for other layouts takes ten times as long
         return True
     return torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+
+
+def layout_of(parameter: Tensor) -> list[int]:
+    """Return sizes and strides by which :func:`flattened` orders the coordinates of a parameter.
+
+    Example:
+        >>> layout_of(torch.empty(2, 3).t()), layout_of(torch.empty(2, 3)[:, :2])
+        ([3, 2, 1, 3], [2, 2, 2, 1])
+    """
+    like = parameter if fills_memory(parameter) else torch.empty(parameter.shape, device="meta")
+    return [*like.shape, *like.stride()]
+
+
+def is_layout(numbers: Sequence[int]) -> bool:
+    """Return True for numbers that :func:`layout_of` may give."""
+    sizes, strides = numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :]
+    filled = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, sizes, strict=False) if size > 1):
+        if stride != filled:
+            return False
+        filled *= size
+    return len(sizes) == len(strides) and all(size > 0 for size in sizes)
+
+
+def order_from(before: Sequence[int], now: Sequence[int]) -> Tensor | None:
+    """Return (numel,) int64: the place of each coordinate in another layout; None where it is the same.
+
+    Example:
+        >>> order_from([2, 3, 3, 1], [2, 3, 1, 2])
+        tensor([0, 3, 1, 4, 2, 5])
+    """
+    sizes, strides = list(now[: len(now) // 2]), list(now[len(now) // 2 :])
+    earlier = list(before[len(before) // 2 :])
+    if list(before[: len(before) // 2]) != sizes:  # of another shape: as it lies
+        return None
+    if all(one == other for one, other, size in zip(earlier, strides, sizes, strict=True) if size > 1):
+        return None
+    places = torch.arange(math.prod(sizes), device="cpu")
+    order = torch.empty_like(places)
+    order.as_strided(sizes, strides).copy_(places.as_strided(sizes, earlier))
+    return order
 
 
 def in_pieces(rows: Iterable[Sequence[Tensor]], most: int) -> Iterator[list[list[Tensor]]]:

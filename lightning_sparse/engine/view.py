@@ -197,6 +197,7 @@ class EngineView:
     def residual(self, name: str) -> Tensor | None:
         """Return the (numel,) of a parameter that this rank has not sent yet, or None where nothing is remembered.
 
+        Coordinates are in the order of memory, which is another one than that of ``flatten()`` for ``channels_last``.
         With ``node_size`` and with sharded parameters, of this rank's part. A view, valid until the next step begins.
 
         Raises:

@@ -120,6 +120,7 @@ def test_with_nan_a_step_is_left_to_the_optimizer(streams: Streams) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_scaler_that_the_engine_was_not_shown_skips_as_ever(one_rank: None, fused: bool) -> None:
     run = Run(lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=fused), skip=None)
+    run.engine.bind(run.optimizer)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for void in (False, True, False):
         before = flat(run.ddp)
@@ -136,6 +137,7 @@ def test_a_scaler_that_the_engine_was_not_shown_skips_as_ever(one_rank: None, fu
 def test_a_scaler_that_the_engine_was_not_shown_is_told_of_where_nothing_adapts(one_rank: None, enabled: bool) -> None:
     for kind in (torch.optim.SGD, torch.optim.AdamW):
         run = Run(lambda parameters, kind=kind: kind(parameters, lr=0.01), skip=None)
+        run.engine.bind(run.optimizer)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=enabled)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")

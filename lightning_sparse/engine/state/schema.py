@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.core.checks import is_integer, is_number
-from lightning_sparse.core.layout import sum_dtype
+from lightning_sparse.core.layout import is_layout, sum_dtype
 from lightning_sparse.engine.optimizers.clipping import ALGORITHMS
 from lightning_sparse.methods.memory import SecondMoment
 
@@ -79,6 +79,7 @@ LIST = Kind("a list", lambda x: isinstance(x, list))
 SURPLUS = _numbers("a number from 1 on and a step", lambda value, step: value >= 1 and _is_int(step))
 LENGTH = _numbers("a number from -1 on and one from 0 to 1", lambda mean, weight: mean >= -1 and 0 <= weight <= 1)
 SQUARE = _numbers("a number from 0 on and one from 0 to 1", lambda mean, weight: mean >= 0 and 0 <= weight <= 1)
+LAYOUT = Kind("sizes and as many strides", lambda x: isinstance(x, list) and all(map(_is_int, x)) and is_layout(x))
 SPAN = _numbers(
     "a start, a length and a number of coordinates",
     lambda start, length, numel: all(map(_is_int, (start, length, numel))) and start + length <= numel,
@@ -100,6 +101,7 @@ LATER: dict[str, Any] = {
     "surplus": {str: SURPLUS},
     "part": [COUNT],
     "spans": {str: SPAN},
+    "layouts": {str: LAYOUT},
     "pending": {str: {"values": VECTOR, "indices?": INDICES}},
     "late": {str: {"values": VECTOR, "indices?": INDICES, "divisor?": VECTOR, "ranks": SIZE, "clipped?": FLAG}},
     "sent": {str: {"values": VECTOR, "indices?": INDICES}},

@@ -10,12 +10,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_sparse.config import SparsificationConfig
+from lightning_sparse.core.layout import layout_of, own
 from lightning_sparse.engine.agreement import Note, by_reason, name_ranks, reason
 from lightning_sparse.engine.delivery import Delivery, bounds_of
 from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.optimizers.binding import OptimizerBinding
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.skip import Decision
+from lightning_sparse.engine.state.layouts import with_layouts
 from lightning_sparse.engine.state.plain import checksum, from_plain, to_plain
 from lightning_sparse.engine.state.record import Averages, Kept
 from lightning_sparse.engine.state.schema import (
@@ -160,6 +162,7 @@ class EngineState:
             "counters": {name: counters[name] for name in self._names} | self._parked["counters"],
             "spans": {name: list(self._shard(reducer.group_of[name], name)) for name in self._names}
             | self._parked["spans"],
+            "layouts": self._layouts(),
             "pending": {  # of rank 0, whose weights are saved
                 name: _plain(*each) for name, each in (pending.items() if rank == 0 else ())
             },
@@ -174,6 +177,11 @@ class EngineState:
             ],
             "squares": reducer.lengths.state(pending.keys()),
         }
+
+    def _layouts(self) -> dict[str, list[int]]:
+        """Return in which order coordinates are remembered, of parameters that are not sharded."""
+        every = {**self._reducer.parameters, **self._frozen}
+        return {name: layout_of(p) for name, p in every.items() if p.dim() > 1 and p.numel() and own(p) is p}
 
     def _late(self, averages: Mapping[str, Averages]) -> dict[str, dict[str, Any]]:
         """Return averages that optimizers have not been given, as plain data and tensors on the CPU."""
@@ -243,10 +251,11 @@ class EngineState:
             filled: names of the parameters of which the state of any rank remembers something.
         """
         reducer, world_size = self._reducer, self._comm.world_size
+        state, lost = with_layouts(state, self._layouts())
         settings = self._binding.settings_for(state)
         alike = state["settings"] == settings.algorithm
         whole = with_pending(state, world_size) if self._comm.rank == 0 else state
-        plan = LoadPlan(state, settings, [], [], [], [], whole)
+        plan = LoadPlan(state, settings, [], [], [], lost, whole)
         if not alike and (state["groups"] or any(state["parameters"].values())):  # one device may have left nothing
             plan.misfits.append(f"The settings were {state['settings']}, and are {settings.algorithm}.")
         given = {one["name"]: one for one in state["groups"] if alike and state["world_size"] == world_size}
