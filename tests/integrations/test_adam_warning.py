@@ -229,13 +229,20 @@ def reasons() -> list[str]:
 
     mixed = said(step)
     engine.close()
-    return [*amsgrad, *mixed]
+    ddp = DistributedDataParallel(ddp.module)
+    engine = ls.attach(ddp, **SPARSE | {"sparsifier": "union_topk"})
+    engine.bind(torch.optim.SGD(ddp.parameters(), lr=0.1))
+    both[:] = [torch.optim.AdamW(ddp.parameters())]  # takes its place, and nobody has said so
+    replaced = said(step)
+    engine.close()
+    return [*amsgrad, *mixed, *replaced]
 
 
 def test_an_adam_that_is_left_to_itself_is_told_why(two_ranks: Ranks) -> None:
     told, _ = two_ranks(reasons)
     assert "The exchange does not take steps of Adam here: amsgrad=True needs torch's own step." in told[0]
     assert "The exchange does not take steps of AdamW here: SGD is none of torch's Adam and AdamW." in told[1]
+    assert "The exchange does not take steps of AdamW here: the engine was shown another optimizer" in told[2]
 
 
 def test_parameters_that_stay_dense_may_have_a_first_moment(two_ranks: Ranks) -> None:

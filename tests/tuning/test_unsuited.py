@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -80,6 +81,12 @@ def test_betas_that_hold_other_settings(name: str, betas: tuple[float, float], e
     optimizer = type(name, (torch.optim.Optimizer,), {})([weight], {"betas": betas})
     found = unsuited(optimizer, {id(weight)})
     assert (None if found is None else (found.kind, found.beta1)) == expected
+
+
+def test_an_optimizer_without_a_state_keeps_nothing() -> None:
+    weight = torch.nn.Parameter(torch.zeros(1))
+    own: Any = SimpleNamespace(param_groups=[{"params": [weight], "lr": 0.1}])
+    assert unsuited(own, {id(weight)}) is None
 
 
 class OwnSGD(torch.optim.SGD):
