@@ -74,9 +74,9 @@ def _entries() -> Iterator[Entry]:
         yield Entry("lstm-600-nodes", method, 16, 5)
         yield Entry("gpt-300-nodes", method, 2, 3)
     for method in ("dense", "ours", "ours-1000", "averaging-10", "diloco-30", "demo"):
-        yield Entry("shakespeare-2000", method, 1, 2, outer=False)
+        yield Entry("shakespeare-2000", method, 1, 3, outer=False)
     for method in ("dense", "ours", "ours-300", "turned-300", "averaging-10"):
-        yield Entry("shift-300", method, 2, 2)
+        yield Entry("shift-300", method, 2, 3)
     yield Entry("shakespeare-alone", "dense", 1, 3)
     for method in ("dense", "ours", "ours-1000"):
         yield Entry("shakespeare-pair", method, 1, 3)
