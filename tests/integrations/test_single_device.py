@@ -311,3 +311,24 @@ def test_a_run_begins_on_one_device_and_goes_on_on_two(
     for (before, after, *_), kept in two_ranks(run, str(tmp_path), package, "AdamW", 2):
         assert not before.any() and after.any()
         assert kept > 0
+
+
+def test_adams_own_moments_outlast_the_step_that_sends_residuals(one_rank: None) -> None:
+    """Those of parameters that stay dense: torch steps them before, and from the next step on again."""
+    model = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    bias, counted, state = model[0].bias, [], None
+    for alone in ("sparse", "dense"):
+        ddp = DistributedDataParallel(model)
+        engine = ls.attach(ddp, density=0.1, single_device=alone)
+        engine.bind(optimizer)
+        if state is not None:
+            engine.load_state_dict(state)
+        for batch in torch.randn(3, 4, 20).unbind():
+            optimizer.zero_grad()
+            ddp(batch).square().mean().backward()
+            optimizer.step()
+            counted.append(float(optimizer.state[bias]["step"]))
+        state = engine.state_dict()
+        engine.close()
+    assert counted == [1, 2, 3, 3, 4, 5]  # the fourth is one of the engine's

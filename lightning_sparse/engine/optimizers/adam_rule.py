@@ -87,8 +87,8 @@ class AdamRule:
         divisors = {each: each.divisors() for each in served}
         for settings, ones in arrived:
             moved: dict[int, list[Moved]] = {}
-            for parameter, name, _, delivery in ones:
-                if delivery is None or name not in served.get(delivery, {}):
+            for parameter, name, group, delivery in ones:
+                if group is None or delivery is None or name not in served.get(delivery, {}):
                     continue
                 indices, divisor = divisors[delivery][name]
                 assert parameter.grad is not None
@@ -96,7 +96,8 @@ class AdamRule:
                 if indices is None:
                     divisor = shaped(divisor, part)
                 moved.setdefault(delivery.ranks, []).append(Moved(part, grad, divisor, indices))
-                self._take_aside(optimizer, parameter, 1)
+                # A dense plan has residuals of a loaded state only, and its optimizers step from then on.
+                self._take_aside(optimizer, parameter, 1, keeps=self._keeps_moments or group.plan.dense)
             for ranks, those in moved.items():
                 self._steps.take_(those, Step(*_rates(settings, ranks), scale, skip))
 
@@ -110,17 +111,23 @@ class AdamRule:
         """
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if id(parameter) in served and own(parameter) is not parameter:
-                self._take_aside(optimizer, parameter, 0)
+                self._take_aside(optimizer, parameter, 0, keeps=self._keeps_moments)
 
-    def _take_aside(self, optimizer: Optimizer, parameter: Parameter, steps: int) -> None:
+    def _take_aside(self, optimizer: Optimizer, parameter: Parameter, steps: int, keeps: bool) -> None:
         """Take a parameter's gradient away while the optimizer steps, and count the steps of one that is sharded.
 
         Distributed checkpoints cannot load a parameter of which the optimizer has no state at all.
+
+        Args:
+            optimizer: that steps.
+            parameter: of it.
+            steps: that are taken now.
+            keeps: whether the optimizer keeps its own state of the parameter.
         """
         assert parameter.grad is not None
         self._aside.append((parameter, parameter.grad))
         parameter.grad = None
-        if self._keeps_moments:
+        if keeps:
             return
         known = optimizer.state.pop(parameter, {})  # maybe moments of dense steps, or of one without a backward
         if own(parameter) is not parameter:

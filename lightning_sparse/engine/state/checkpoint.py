@@ -383,9 +383,10 @@ def _emptied(state: State, comm: TorchCollective) -> tuple[State, str]:
     residuals = [vectors["residual"].double() for vectors in whole if "residual" in vectors]
     norm = sum(float(residual.square().sum()) for residual in residuals) ** 0.5
     empty: State = {name: {} for name in state["parameters"]}
+    ranks = "1 rank" if comm.world_size == 1 else f"{comm.world_size} ranks"
     return {**state, "parameters": empty, "counters": {}, "pending": {}}, (
-        f"Training continues with {comm.world_size} ranks instead of {state['world_size']} and resize='zero': the "
-        f"residuals, an update of norm {norm:.4g} that was still to be sent, are dropped."
+        f"Training continues with {ranks} instead of {state['world_size']} and resize='zero': the residuals, an "
+        f"update of norm {norm:.4g} that was still to be sent, are dropped."
     )
 
 

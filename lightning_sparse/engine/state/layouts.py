@@ -49,7 +49,7 @@ def _in_order(averages: Mapping[str, Any], order: Tensor) -> dict[str, Any]:
         chosen, found = order, dict[str, Any]()
     else:
         places = torch.empty_like(order)
-        places[order] = torch.arange(len(order))
+        places[order] = torch.arange(len(order), device=order.device)
         indices, chosen = places[averages["indices"].long()].sort()
         found = {"indices": indices.int()}
     return {**averages, **found, **{key: averages[key][chosen] for key in averages.keys() & {"values", "divisor"}}}
