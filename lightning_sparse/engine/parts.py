@@ -110,9 +110,10 @@ class Parts:
         return (yield from together([self._whole(each) for each in averages]))
 
     def _whole(self, own: Averages) -> Steps[Averages]:
-        values, delivery, lines = own.values, own.delivery, self._lines_of(own)
+        values, delivery = own.values, own.delivery
         assert values is not None
         assert delivery is not None
+        lines = self._lines_of(own, values.device)
         facts = [len(values), own.indices is not None, delivery.by is not None, delivery.whole]
         told = (yield AllGather(torch.tensor(facts, dtype=torch.int32, device="cpu"))).tolist()
         numbers, sparse, divided, whole = zip(*told, strict=True)
@@ -127,14 +128,14 @@ class Parts:
         join = torch.cat if any(sparse) else lines.spread
         indices = torch.cat([*starmap(lines.index, enumerate(of_ranks[1]))]) if any(sparse) else None
         by = join(of_ranks[-1]) if any(divided) else None
-        made = replace(delivery, spans=lines.spans, bounds=lines.bounds, indices=indices, by=by, handed=None)
-        made.whole = all(whole)
-        return Averages(lines.spans, indices, join(of_ranks[0]), made, own.returns)
+        spans, bounds = lines.spans, lines.bounds
+        made = replace(delivery, spans=spans, bounds=bounds, indices=indices, by=by, whole=all(whole), handed=None)
+        return Averages(spans, indices, join(of_ranks[0]), made, own.returns)
 
-    def _lines_of(self, own: Averages) -> _Lines:
+    def _lines_of(self, own: Averages, device: torch.device) -> _Lines:
         names = tuple(own.spans)
         if names not in self._lines:
-            self._lines[names] = _Lines(self, names, _device_of(own))
+            self._lines[names] = _Lines(self, names, device)
         return self._lines[names]
 
 
@@ -170,11 +171,6 @@ class _Lines:
             pieces = torch.split(vector, [cut.stop - cut.start for cut in cuts])
             torch._foreach_copy_([every[cut] for cut in cuts], list(pieces))
         return every
-
-
-def _device_of(averages: Averages) -> torch.device:
-    assert averages.values is not None
-    return averages.values.device
 
 
 def _behind(start: int, span: slice) -> slice:

@@ -56,9 +56,6 @@ class OptimizerBinding:
 
     Args:
         reducer: whose averages are applied; it is told of memories, rates and clipping.
-        parameters: by name.
-        comm: the ranks.
-        device: where gradients live.
         left_open: whether the memory may be chosen here.
     """
 
@@ -122,7 +119,7 @@ class OptimizerBinding:
         elif type(optimizer) is SGD:
             self._momentum.before(optimizer, self._arrived(optimizer), self._spends(optimizer), 0 if flushed else 1)
         unscaled = mine and not self._reducer.direct and self._reducer.loss_scale() is None
-        if unscaled and not self.takes(optimizer) and steps_for_a_scaler():
+        if unscaled and steps_for_a_scaler() and not self.takes(optimizer):
             self._once(rank_zero_warn, HIDDEN)
         self._adam.leave(optimizer)
         for watch in self.watchers:
@@ -250,8 +247,8 @@ class OptimizerBinding:
         self._read = reducer.adoptions, decays
         if reducer.adoptions != adoptions:
             chosen = {"memory for the optimizers": reducer.settings.memory_in_use}
-            for network in (self._reducer.aside, reducer.within) if reducer.within else (self._reducer.aside,):
-                check_equal_on_ranks(chosen, network, self._reducer.device)
+            for network in (reducer.aside, reducer.within) if reducer.within else (reducer.aside,):
+                check_equal_on_ranks(chosen, network, reducer.device)
             with reducer.record.changing(), reducer.on_stream.between_steps():
                 taken = [optimizer for optimizer in optimizers if self.takes(optimizer)]
                 device = reducer.device

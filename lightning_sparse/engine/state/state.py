@@ -80,10 +80,7 @@ class EngineState:
     Args:
         reducer: of the engine.
         binding: of the engine.
-        names: of all parameters, in order.
         frozen: parameters that need no gradient, by name. A state may remember something of them, which is kept.
-        comm: the ranks.
-        device: for the messages.
         shards: of parameters of which the engine has a part.
     """
 
