@@ -40,10 +40,12 @@ class Replay:
         step: takes one.
         methods: of the ranks.
         steps: of the training.
-        record: makes of a function what repeats its work on the device.
+        record: makes of a function what repeats its work on the device. None: no step is replayed.
     """
 
-    def __init__(self, step: Step, methods: Sequence[Method], steps: int, record: Callable[[Losses], Losses]) -> None:
+    def __init__(
+        self, step: Step, methods: Sequence[Method], steps: int, record: Callable[[Losses], Losses] | None
+    ) -> None:
         self._step, self._methods, self._last, self._record_one = step, methods, steps - 1, record
         self._meters = [meter for method in methods for meter in (method.matrices, method.vectors)]
         self._rate = torch.zeros((), device=methods[0].flat.matrices.device)
@@ -55,11 +57,12 @@ class Replay:
         """Take the step of this number."""
         self._put(rate, batches)
         self._taken += 1
-        if self._taken <= CYCLE or number == self._last:
+        record = self._record_one
+        if record is None or self._taken <= CYCLE or number == self._last:
             return self._take(number)
         place = number % CYCLE
         if place not in self._recorded:
-            self._recorded[place] = self._record(number)
+            self._recorded[place] = self._record(number, record)
         replay, sent = self._recorded[place]
         losses = replay()
         for meter, more in zip(self._meters, sent, strict=True):
@@ -79,9 +82,9 @@ class Replay:
         assert self._texts is not None
         return self._step(number, self._rate, [(x, y) for x, y in self._texts])
 
-    def _record(self, number: int) -> Recorded:
+    def _record(self, number: int, record: Callable[[Losses], Losses]) -> Recorded:
         before = [meter.bytes_sent for meter in self._meters]
-        replay = self._record_one(lambda: self._in_place(number))
+        replay = record(lambda: self._in_place(number))
         after = [meter.bytes_sent for meter in self._meters]
         for meter, sent in zip(self._meters, before, strict=True):
             meter.bytes_sent = sent

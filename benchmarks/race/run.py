@@ -120,7 +120,9 @@ class Simulation:
         self._draw = functools.partial(loaded.draw, self.generator, self.task.batch)
         self._step: Step = functools.partial(take, self.ranks)
         if self.device.type == "cuda":
-            self._step = Replay(self._step, [rank.method for rank in self.ranks], self.task.steps, graphs())
+            methods = [rank.method for rank in self.ranks]
+            record = None if any(method.waits for method in methods) else graphs()
+            self._step = Replay(self._step, methods, self.task.steps, record)
         self.done, self.seconds = 0, 0.0
         self.curve: list[list[float]] = []
 

@@ -80,6 +80,23 @@ def test_repeated_steps_go_on_from_where_the_one_before_ended(name: str, monkeyp
         assert loss == pytest.approx(other, abs=1e-4 if counted[0] <= 20 else 0.02)
 
 
+def test_steps_that_make_the_host_wait_are_not_repeated() -> None:
+    run, loaded = Run("small", "chunked-300", 4.0), load(Path())
+    plain, taken = Simulation(run, loaded), Simulation(run, loaded)
+    methods = [rank.method for rank in taken.ranks]
+    assert all(method.waits for method in methods)
+    numbers: list[int] = []
+
+    def step(number: int, rate: Rate, batches: replay.Batches) -> list[Tensor]:
+        numbers.append(number)
+        return take(taken.ranks, number, float(rate), batches)
+
+    taken._step = replay.Replay(step, methods, 25, record=None)
+    assert plain.train(lambda: False, None) and taken.train(lambda: False, None)
+    assert numbers == list(range(25))
+    assert taken.curve[-1][-1] == pytest.approx(plain.curve[-1][-1], abs=1e-3)
+
+
 def test_a_training_that_diverges_ends() -> None:
     simulation = Simulation(Run("small", "dense", 1e38), load(Path()))
     assert simulation.train(lambda: False, None)

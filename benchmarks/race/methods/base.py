@@ -47,6 +47,8 @@ class Method(ABC):
     """Whether norms are those of averages, as in DDP, and not of each rank's gradients."""
     local: ClassVar[bool] = False
     """Whether ranks train alone for several steps."""
+    waits: bool = False
+    """Whether its steps make the host wait for a device, so that no CUDA graph can repeat them."""
 
     def __init__(self, flat: Flat, at: Place) -> None:
         self.flat, self.at = flat, at

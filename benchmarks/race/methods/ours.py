@@ -178,7 +178,7 @@ class Ours(Exchanged):
     ) -> None:
         sparsifier = Chunked() if chunked else ls.UnionTopK()
         super().__init__(flat, at, sparsifier, ls.SecondMoment(at.betas[1]), density, whole, parts)
-        self.keeps = keeps
+        self.keeps, self.waits = keeps, chunked
         self.optimizer = None if whole else self.adamw(flat.vectors)
         self.bases = [Turned(shape, seed) for seed, shape in enumerate(flat.shapes)] if turned else []
         self.late, self.ahead = late, ahead
