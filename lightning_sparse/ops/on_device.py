@@ -8,6 +8,7 @@ differ in their last bits, and which only a rank's own thresholds see; of equal 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any, TypeVar, cast
 
 import torch
@@ -31,13 +32,6 @@ FEW = 4099
 def accumulate_(acc: Tensor, grad: Tensor, decay: float) -> Tensor:
     """Do the work of :func:`lightning_sparse.ops.accumulate_`, of one run, which is not written to."""
 
-    def kernel(acc: Tensor, grad: Tensor, decay: float) -> Tensor:
-        from lightning_sparse.ops.triton import dense as triton_dense
-
-        finite = torch.ones((), dtype=torch.bool, device=acc.device)
-        triton_dense.add_(acc, grad, decay, finite)
-        return finite
-
     def plain(acc: Tensor, grad: Tensor, decay: float) -> Tensor:
         return reference.accumulate_(acc, [grad], decay)
 
@@ -45,7 +39,7 @@ def accumulate_(acc: Tensor, grad: Tensor, decay: float) -> Tensor:
         places = torch.arange(FEW, device=acc.device)
         return [(places / 8, _with_infinity(places * 1103 % FEW / 64, grad), 0.5)]
 
-    return _best(("accumulate_", grad.dtype), kernel, plain, few, acc, grad)(acc, grad, decay)
+    return _best(("accumulate_", grad.dtype), _kernel("dense", "add_"), plain, few, acc, grad)(acc, grad, decay)
 
 
 def subtract_at_(x: Tensor, indices: Tensor, values: Tensor | None, skipped: Tensor | None) -> None:
@@ -61,11 +55,6 @@ def subtract_at_(x: Tensor, indices: Tensor, values: Tensor | None, skipped: Ten
         tensor([4., 6., 5., 0.])
     """
 
-    def kernel(*given: Any) -> None:
-        from lightning_sparse.ops.triton import values as triton_values
-
-        triton_values.subtract_at_(*given)
-
     def few() -> list[Any]:
         vector = x.new_tensor([1.5, -2.0, 3.25, 0.0, 5.0, 0.0])
         taken = None if values is None else x.new_tensor([0.5, 3.0, 3.0, 7.0, 0.0])
@@ -75,14 +64,18 @@ def subtract_at_(x: Tensor, indices: Tensor, values: Tensor | None, skipped: Ten
     what = "subtract_at_", x.dtype, indices.dtype, values is None, skipped is None
     given = [x, indices] if values is None else [x, indices, values]
     fits = 0 < indices.numel() < 1 << 31 and (values is None or values.dtype == x.dtype)
-    best = _best(what, kernel, reference.subtract_at_, few, *given, doubles=True) if fits else reference.subtract_at_
+    kernel, plain = _kernel("values", "subtract_at_"), reference.subtract_at_
+    best = _best(what, kernel, plain, few, *given, doubles=True) if fits else plain
     best(x, indices, values, skipped)
 
 
 def top_k(x: Tensor, k: int) -> Tensor:
     """Do the work of :func:`lightning_sparse.ops.top_k`."""
-    best = _best(("top_k",), _top_k, reference.top_k, lambda: [(_different(x), min(k, FEW))], x, most=MOST_COUNTED)
-    return best(x, k)
+
+    def few() -> list[Any]:
+        return [(_different(x), min(k, FEW))]
+
+    return _best(("top_k",), _kernel("union", "top_k"), reference.top_k, few, x, most=MOST_COUNTED)(x, k)
 
 
 def above(x: Tensor, threshold: Tensor, span: Span | None, capacity: int, phase: int) -> tuple[Tensor, Tensor]:
@@ -91,7 +84,8 @@ def above(x: Tensor, threshold: Tensor, span: Span | None, capacity: int, phase:
     def few() -> list[Any]:
         return [(_different(x), torch.full_like(threshold, FEW / 2), None, FEW // 4, 7)]
 
-    best = _best(("above",), _above, reference.above, few, x, most=MOST_COUNTED) if span is None else reference.above
+    kernel, plain = _kernel("union", "above"), reference.above
+    best = _best(("above",), kernel, plain, few, x, most=MOST_COUNTED) if span is None else plain
     return best(x, threshold, span, capacity, phase)
 
 
@@ -137,17 +131,11 @@ def form_(acc: Tensor, second: Tensor, grad: Tensor, units: Tensor, beta2: float
         () bool: whether all of acc is finite.
     """
 
-    def kernel(acc: Tensor, second: Tensor, grad: Tensor, units: Tensor, beta2: float) -> Tensor:
-        from lightning_sparse.ops.triton import second as triton_second
-
-        finite = torch.ones((), dtype=torch.bool, device=acc.device)
-        triton_second.form_(acc, second, grad, units.float(), beta2, finite)
-        return finite
-
     def few() -> list[Any]:
         x, by = _different(acc) / 512, units.new_tensor([0.5, 0.75, 0.75 * 0.75 * beta2])
         return [(x / 3, x.square(), _with_infinity(x, grad), by, beta2)]
 
+    kernel = _kernel("second", "form_")
     best = _best(("form_", grad.dtype), kernel, reference.form_, few, acc, second, grad, rtol=1e-6)
     return best(acc, second, grad, units, beta2)
 
@@ -164,15 +152,11 @@ def score_(score: Tensor, acc: Tensor, second: Tensor, power: Tensor, eps: float
         damping: what sums are multiplied by before their squares are added, a number of float32.
     """
 
-    def kernel(*given: Any) -> None:
-        from lightning_sparse.ops.triton import second as triton_second
-
-        triton_second.score_(*given)
-
     def few() -> list[Any]:
         x = _different(acc) / 512
         return [(torch.zeros_like(x), x, x.square() / 7, torch.full_like(power, 0.5), eps, damping)]
 
+    kernel = _kernel("second", "score_")
     best = _best(("score_", eps), kernel, reference.score_, few, score, acc, second, rtol=1e-6)
     best(score, acc, second, power, eps, damping)
 
@@ -180,10 +164,9 @@ def score_(score: Tensor, acc: Tensor, second: Tensor, power: Tensor, eps: float
 def fill_if_(x: Tensor, flag: Tensor, value: float) -> Tensor:
     """Do the work of :func:`lightning_sparse.ops.fill_if_`; a kernel touches nothing if the flag is not set."""
     if on_cuda.takes(x) and flag.device == x.device and x.is_contiguous() and 0 < x.numel() < MOST_NUMEL:
-        from lightning_sparse.ops.triton import dense as triton_dense
-
-        if on_cuda.tried((fill_if_, x.dtype), lambda: triton_dense.fill_if_(x[:0], flag, value)):
-            triton_dense.fill_if_(x, flag, value)
+        kernel = _kernel("dense", "fill_if_")
+        if on_cuda.tried((fill_if_, x.dtype), lambda: kernel(x[:0], flag, value)):
+            kernel(x, flag, value)
             return x
     return x.masked_fill_(flag, value)
 
@@ -191,15 +174,19 @@ def fill_if_(x: Tensor, flag: Tensor, value: float) -> Tensor:
 def choose(flag: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
     """Choose one tensor of each pair, the first ones if the flag is set; in one launch where all are short."""
     if on_cuda.takes(flag) and pairs and all(_alike(*pair) for pair in pairs):
-        from lightning_sparse.ops.triton import dense as triton_dense
-
         first, second = zip(*pairs, strict=True)
         out = tuple(torch.empty_like(x) for x in second)
         what = choose, tuple((x.dtype, x.numel()) for x in out)
-        if on_cuda.tried(what, lambda: triton_dense.choose(flag, first, second, out)):
-            triton_dense.choose(flag, first, second, out)
+        kernel = _kernel("dense", "choose")
+        if on_cuda.tried(what, lambda: kernel(flag, first, second, out)):
+            kernel(flag, first, second, out)
             return list(out)
     return [torch.where(flag, yes, no) for yes, no in pairs]
+
+
+def _kernel(file: str, name: str) -> Callable[..., Any]:
+    """Return a function of a file in ``ops/triton``, which is imported when the function is called."""
+    return lambda *given: getattr(import_module(f"lightning_sparse.ops.triton.{file}"), name)(*given)
 
 
 def _alike(yes: Tensor, no: Tensor) -> bool:
@@ -265,38 +252,9 @@ def _with_infinity(x: Tensor, grad: Tensor) -> Tensor:
 
 def _summing(plain: Op, x: Tensor, *more: Tensor) -> Op:
     """Return what forms some sums over a vector."""
+
+    def few() -> list[Any]:
+        return [(_different(x).to(x.dtype), *more)]
+
     name = plain.__name__
-
-    def kernel(*given: Tensor) -> Any:
-        from lightning_sparse.ops.triton import sums as triton_sums
-
-        return getattr(triton_sums, name)(*given)
-
-    return _best(
-        (name, x.dtype), kernel, plain, lambda: [(_different(x).to(x.dtype), *more)], x, most=MOST_COUNTED, rtol=1e-5
-    )
-
-
-def _top_k(x: Tensor, k: int) -> Tensor:
-    from lightning_sparse.ops.triton import launch as triton_launch
-    from lightning_sparse.ops.triton import select as triton_select
-    from lightning_sparse.ops.triton import union as triton_union
-
-    sizes = [triton_select.CONTROL, 2 * triton_select.DIGITS.value, triton_launch.PROGRAMS]
-    control, histograms, counts = torch.split_with_sizes(x.new_zeros(sum(sizes), dtype=torch.int32), sizes)
-    words = control.new_empty(triton_union.bitmap_words(x.numel()))
-    # Nothing is noted, so that the search looks at everything.
-    search, bound = triton_select.Scratch(control, histograms, words, counts), x.new_full((), torch.inf)
-    return triton_select.pick(x, search, bound, k, k, None, 0, 1).keys.long() >> 1
-
-
-def _above(x: Tensor, threshold: Tensor, span: None, capacity: int, phase: int) -> tuple[Tensor, Tensor]:
-    from lightning_sparse.ops.triton import dense as triton_dense
-    from lightning_sparse.ops.triton import launch as triton_launch
-    from lightning_sparse.ops.triton import union as triton_union
-
-    counts = x.new_empty(triton_launch.PROGRAMS, dtype=torch.int32)
-    words = counts.new_empty(triton_union.bitmap_words(x.numel()))
-    triton_dense.look(x, words, counts, counts.new_empty(1), threshold.to(x.dtype))
-    found, sizes = triton_union.listed(triton_union.Bitmap(words, counts), x.numel(), capacity, phase)
-    return found, sizes[1]
+    return _best((name, x.dtype), _kernel("sums", name), plain, few, x, most=MOST_COUNTED, rtol=1e-5)

@@ -55,7 +55,7 @@ TYPES = (
     dict.fromkeys(FLOATS, "*fp32")
     | dict.fromkeys(LONGS, "*i64")
     | {"decay": "fp32", "value": "fp32", "void": "*u8", "after": "*fp64"}
-    | dict.fromkeys(("flag", "finite", "skipped"), "*i1")
+    | dict.fromkeys(("flag", "skipped"), "*i1")
     | {"threshold": "*fp64", "parts": "*fp64", "sums": "*fp64", "state": ("*fp64",) * 5, "power": "*fp64"}
     | {"keep": "fp32", "add": "fp32", "damping": "fp32", "offset": "fp32"}
 )
@@ -73,20 +73,22 @@ def kernels(what: list[str]) -> Iterator[tuple[str, Any, dict[str, Any], dict[st
     both = tile | {"PROGRAMS": triton_launch.PROGRAMS}
     picks = {"PICKS": triton_union.PICKS}
     if "form" in what:
-        yield "form", triton_dense._form, tile | {"SCALED": False}, {}, 8
+        yield "form", triton_dense._form, tile | {"SCALED": False, "NOTES": True}, {}, 8
     if "form_bf16" in what:
-        yield "form_bf16", triton_dense._form, tile | {"SCALED": True}, {"grad": "*bf16"}, 8
+        yield "form_bf16", triton_dense._form, tile | {"SCALED": True, "NOTES": True}, {"grad": "*bf16"}, 8
     if "add" in what:
-        yield "add", triton_dense._add, tile, {}, 8
-        yield "add_bf16", triton_dense._add, tile, {"grad": "*bf16"}, 8
+        alone = tile | {"SCALED": False, "NOTES": False}
+        yield "add", triton_dense._form, alone, {"verdict": "*i1"}, 8
+        yield "add_bf16", triton_dense._form, alone, {"verdict": "*i1", "grad": "*bf16"}, 8
     if "look" in what:
         yield "look", triton_dense._look, tile, {}, 8
     adam = tile | {"EPS": 1e-8}
     if "weigh" in what:
-        yield "weigh", triton_second._weigh, adam | {"SCALED": False}, {}, 8
+        yield "weigh", triton_second._weigh, adam | {"SCALED": False, "NOTES": True}, {}, 8
     if "second" in what:
-        yield "weigh_bf16", triton_second._weigh, adam | {"SCALED": True}, {"grad": "*bf16"}, 8
-        yield "moments", triton_second._form_moments, tile, {}, 8
+        yield "weigh_bf16", triton_second._weigh, adam | {"SCALED": True, "NOTES": True}, {"grad": "*bf16"}, 8
+        alone = tile | {"EPS": 0.0, "SCALED": False, "NOTES": False}
+        yield "moments", triton_second._weigh, alone, {"verdict": "*i1"}, 8
         yield "scores", triton_second._store_scores, adam, {}, 8
         given = dict.fromkeys(("lengths", "norm", "units"), "*fp64") | {"scale": "*fp32", "numel": "i32"}
         given |= dict.fromkeys(("beta2", "rest"), "fp32")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -30,10 +31,10 @@ def _absorb(
 
 @triton.jit(do_not_specialize=["numel", "per"])
 def _form(
-    acc, grad, words, counts, broken, bound, scale, decay, numel, per,
-    TILE: tl.constexpr, SCALED: tl.constexpr,
+    acc, grad, words, counts, verdict, bound, scale, decay, numel, per,
+    TILE: tl.constexpr, SCALED: tl.constexpr, NOTES: tl.constexpr,
 ):  # fmt: skip
-    """Form acc and clear the gradient; note which magnitudes reach the bound, and whether something is not finite.
+    """Form acc, and tell whether something is not finite. NOTES: clear the gradient, and note what reaches the bound.
 
     A tile is 64 words of 32 lanes, so that a row of flags becomes a word. Places are counted from the start of a tile,
     which takes fewer registers. Zeros, and so what lies behind the end, are never noted.
@@ -42,23 +43,27 @@ def _form(
     row = tl.arange(0, TILE // 32)
     lane = tl.arange(0, 32)
     places = row[:, None] * 32 + lane[None, :]
-    least = tl.maximum(tl.load(bound), TINY)
+    if NOTES:
+        least = tl.maximum(tl.load(bound), TINY)
     found = tl.zeros((TILE // 32, 32), tl.int32)  # added up behind the loop; what is not finite, in the upper half
     for tile in range(pid * per, tl.minimum((pid + 1) * per, tl.cdiv(numel, TILE))):
         start = tile * TILE
         left = numel - start
         if left >= TILE:  # without a mask: 128 bits at once
-            x, formed = _absorb(acc + start, grad + start, scale, decay, places, left, SCALED, True, True)
+            x, formed = _absorb(acc + start, grad + start, scale, decay, places, left, SCALED, NOTES, True)
         else:
-            x, formed = _absorb(acc + start, grad + start, scale, decay, places, left, SCALED, True, False)
-        reached = (tl.abs(x) >= least).to(tl.int32)
-        tl.store(words + tile * (TILE // 32) + row, tl.sum(reached << lane[None, :], axis=1))
-        found += reached + (((tl.abs(formed) < float("inf")).to(tl.int32) ^ 1) << 16)
-    tl.store(counts + pid, tl.sum(found & 0xFFFF))
+            x, formed = _absorb(acc + start, grad + start, scale, decay, places, left, SCALED, NOTES, False)
+        found += ((tl.abs(formed) < float("inf")).to(tl.int32) ^ 1) << 16
+        if NOTES:
+            reached = (tl.abs(x) >= least).to(tl.int32)
+            tl.store(words + tile * (TILE // 32) + row, tl.sum(reached << lane[None, :], axis=1))
+            found += reached
     if tl.max(found) > 0xFFFF:
-        tl.store(broken, 1)
-    if pid == 0:
-        tl.store(acc + numel, 0.0)
+        tl.store(verdict, 1 if NOTES else 0)
+    if NOTES:
+        tl.store(counts + pid, tl.sum(found & 0xFFFF))
+        if pid == 0:
+            tl.store(acc + numel, 0.0)
 
 
 def accumulate_(
@@ -89,38 +94,27 @@ def accumulate_(
     share = Share.of(numel)
     launch(
         _form, share.programs, acc, grad, words, counts, broken, bound, bound if scale is None else scale,
-        decay, numel, share.per, TILE=TILE, SCALED=scale is not None,
+        decay, numel, share.per, TILE=TILE, SCALED=scale is not None, NOTES=True,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["numel", "per"])
-def _add(acc, grad, finite, decay, numel, per, TILE: tl.constexpr):
-    pid = tl.program_id(0)
-    i = tl.arange(0, TILE)
-    trouble = tl.zeros((TILE,), tl.int32)
-    for tile in range(pid * per, tl.minimum((pid + 1) * per, tl.cdiv(numel, TILE))):
-        start = tile * TILE
-        left = numel - start
-        if left >= TILE:
-            _, x = _absorb(acc + start, grad + start, grad, decay, i, left, False, False, True)
-        else:
-            _, x = _absorb(acc + start, grad + start, grad, decay, i, left, False, False, False)
-        trouble |= (tl.abs(x) < float("inf")).to(tl.int32) ^ 1
-    if tl.max(trouble) > 0:
-        tl.store(finite, 0)
-
-
-def add_(acc: Tensor, grad: Tensor, decay: float, finite: Tensor) -> None:
+def add_(acc: Tensor, grad: Tensor, decay: float) -> Tensor:
     """Add the gradient to (numel,) acc, and nothing else; 12 bytes a coordinate in float32.
 
     Args:
         acc: as of :func:`accumulate_`, without a slot more.
         grad: (numel,) float32, bfloat16 or float16, not written to.
         decay: of acc.
-        finite: () bool, set to False if something would not be finite, else left as it is.
+
+    Returns:
+        () bool: whether all is finite.
     """
-    share = Share.of(acc.numel())
-    launch(_add, share.programs, acc, grad, finite, decay, acc.numel(), share.per, TILE=TILE)
+    share, finite = Share.of(acc.numel()), acc.new_ones((), dtype=torch.bool)
+    launch(
+        _form, share.programs, acc, grad, acc, acc, finite, acc, acc, decay, acc.numel(), share.per, TILE=TILE,
+        SCALED=False, NOTES=False,
+    )  # fmt: skip
+    return finite
 
 
 @triton.jit(do_not_specialize=["numel", "per"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -106,37 +107,42 @@ def _moments(
 
 @triton.jit(do_not_specialize=["numel", "per"])
 def _weigh(
-    acc, second, grad, words, counts, broken, bound, scale, power, by, units, add, damping, numel, per,
-    EPS: tl.constexpr, TILE: tl.constexpr, SCALED: tl.constexpr,
+    acc, second, grad, words, counts, verdict, bound, scale, power, by, units, add, damping, numel, per,
+    EPS: tl.constexpr, TILE: tl.constexpr, SCALED: tl.constexpr, NOTES: tl.constexpr,
 ):  # fmt: skip
-    """Form both, clear the gradient, and note which scores reach the bound, as ``triton_dense._form`` does."""
+    """Form both and note which scores reach the bound, as ``triton_dense._form`` does."""
     pid = tl.program_id(0)
     row = tl.arange(0, TILE // 32)
     lane = tl.arange(0, 32)
     i = row[:, None] * 32 + lane[None, :]
-    reach = tl.maximum(tl.load(bound), TINY)
-    least = _least(power, EPS)
-    damp = _damp(power, damping)
+    if NOTES:
+        reach = tl.maximum(tl.load(bound), TINY)
+        least = _least(power, EPS)
+        damp = _damp(power, damping)
     found = tl.zeros((TILE // 32,), tl.int32)  # added up behind the loop; what is not finite, in the upper half
     for tile in range(pid * per, tl.minimum((pid + 1) * per, tl.cdiv(numel, TILE))):
         start = tile * TILE
         left = numel - start
         vectors = acc + start, second + start, grad + start
         if left >= TILE:
-            x, moment, formed = _moments(*vectors, scale, units, add, i, left, SCALED, True, True)
+            x, moment, formed = _moments(*vectors, scale, units, add, i, left, SCALED, NOTES, True)
         else:
-            x, moment, formed = _moments(*vectors, scale, units, add, i, left, SCALED, True, False)
-        reached = (tl.abs(_score(x, moment, least, damp)) >= reach).to(tl.int32)
-        tl.store(words + tile * (TILE // 32) + row, tl.sum(reached << lane[None, :], axis=1))
-        found += tl.sum(reached + (((tl.abs(formed) < float("inf")).to(tl.int32) ^ 1) << 16), axis=1)
-    tl.store(counts + pid, tl.sum(found & 0xFFFF))
+            x, moment, formed = _moments(*vectors, scale, units, add, i, left, SCALED, NOTES, False)
+        noted = ((tl.abs(formed) < float("inf")).to(tl.int32) ^ 1) << 16
+        if NOTES:
+            reached = (tl.abs(_score(x, moment, least, damp)) >= reach).to(tl.int32)
+            tl.store(words + tile * (TILE // 32) + row, tl.sum(reached << lane[None, :], axis=1))
+            noted += reached
+        found += tl.sum(noted, axis=1)
     if tl.max(found) > 0xFFFF:
-        tl.store(broken, 1)
-    if pid == 0:
-        tl.store(acc + numel, 0.0)
-        tl.store(second + numel, 0.0)
-        tl.store(by, least)
-        tl.store(by + 1, damp)
+        tl.store(verdict, 1 if NOTES else 0)
+    if NOTES:
+        tl.store(counts + pid, tl.sum(found & 0xFFFF))
+        if pid == 0:
+            tl.store(acc + numel, 0.0)
+            tl.store(second + numel, 0.0)
+            tl.store(by, least)
+            tl.store(by + 1, damp)
 
 
 def weigh_(
@@ -178,43 +184,29 @@ def weigh_(
     launch(
         _weigh, share.programs, acc, weighed.second, grad, words, counts, broken, bound,
         bound if scale is None else scale, power, weighed.by, units, 1 - beta2, damping, numel, share.per,
-        EPS=eps, TILE=TILE, SCALED=scale is not None,
+        EPS=eps, TILE=TILE, SCALED=scale is not None, NOTES=True,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["numel", "per"])
-def _form_moments(acc, second, grad, units, finite, add, numel, per, TILE: tl.constexpr):
-    pid = tl.program_id(0)
-    i = tl.arange(0, TILE)
-    trouble = tl.zeros((TILE,), tl.int32)
-    for tile in range(pid * per, tl.minimum((pid + 1) * per, tl.cdiv(numel, TILE))):
-        start = tile * TILE
-        left = numel - start
-        vectors = acc + start, second + start, grad + start
-        if left >= TILE:
-            _, _, x = _moments(*vectors, grad, units, add, i, left, False, False, True)
-        else:
-            _, _, x = _moments(*vectors, grad, units, add, i, left, False, False, False)
-        trouble |= (tl.abs(x) < float("inf")).to(tl.int32) ^ 1
-    if tl.max(trouble) > 0:
-        tl.store(finite, 0)
-
-
-def form_(acc: Tensor, second: Tensor, grad: Tensor, units: Tensor, beta2: float, finite: Tensor) -> None:
+def form_(acc: Tensor, second: Tensor, grad: Tensor, units: Tensor, beta2: float) -> Tensor:
     """Form accumulator and second moment of (numel,) vectors, and nothing else; 20 bytes a coordinate in float32.
 
     Args:
         acc: as of :func:`weigh_`, without a slot more.
         second: as acc.
         grad: (numel,) float32, bfloat16 or float16, not written to.
-        units: as of :func:`weigh_`.
+        units: as of :func:`weigh_`, of any precision.
         beta2: decay of the second moment.
-        finite: () bool, set to False if some of acc would not be finite, else left as it is.
+
+    Returns:
+        () bool: whether all of acc is finite.
     """
-    share = Share.of(acc.numel())
+    share, finite = Share.of(acc.numel()), acc.new_ones((), dtype=torch.bool)
     launch(
-        _form_moments, share.programs, acc, second, grad, units, finite, 1 - beta2, acc.numel(), share.per, TILE=TILE
+        _weigh, share.programs, acc, second, grad, acc, acc, finite, acc, acc, acc, acc, units.float(), 1 - beta2, 1.0,
+        acc.numel(), share.per, EPS=0.0, TILE=TILE, SCALED=False, NOTES=False,
     )  # fmt: skip
+    return finite
 
 
 @triton.jit(do_not_specialize=["numel", "per"])

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_sparse.ops.triton import select
+from lightning_sparse.ops.triton.dense import look
 from lightning_sparse.ops.triton.launch import PROGRAMS, TILE, Share, launch
 from lightning_sparse.ops.triton.select import _lowest, _ones
 
@@ -208,3 +210,22 @@ def raise_levels_(levels: Tensor, indices: Tensor, places: Tensor, told: Tensor,
         _raise_levels, -(-places.numel() // PICKS), places, told, indices, levels, places.numel(), indices.numel(),
         numel, CODES=levels.dim() > 1, PICKS=PICKS, warps=4,
     )  # fmt: skip
+
+
+def top_k(x: Tensor, k: int) -> Tensor:
+    """Do the work of :func:`lightning_sparse.ops.top_k`, of float32."""
+    sizes = [select.CONTROL, 2 * select.DIGITS.value, PROGRAMS]
+    control, histograms, counts = torch.split_with_sizes(x.new_zeros(sum(sizes), dtype=torch.int32), sizes)
+    # Nothing is noted, so that the search looks at everything.
+    words, bound = control.new_empty(bitmap_words(x.numel())), x.new_full((), torch.inf)
+    search = select.Scratch(control, histograms, words, counts)
+    return select.pick(x, search, bound, k, k, None, 0, 1).keys.long() >> 1
+
+
+def above(x: Tensor, threshold: Tensor, span: None, capacity: int, phase: int) -> tuple[Tensor, Tensor]:
+    """Do the work of :func:`lightning_sparse.ops.above`, of all of a vector of float32."""
+    counts = x.new_empty(PROGRAMS, dtype=torch.int32)
+    words = counts.new_empty(bitmap_words(x.numel()))
+    look(x, words, counts, counts.new_empty(1), threshold.to(x.dtype))
+    found, sizes = listed(Bitmap(words, counts), x.numel(), capacity, phase)
+    return found, sizes[1]
