@@ -4,37 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any
 
 from torch import Tensor
 
 Found = tuple[Tensor, Tensor]
 """Ascending int32 coordinates and their magnitudes."""
-Summed = Literal["values", "magnitudes", "logarithms", "beyond"]
-"""Terms of the sums over a vector, next to their squares: values; magnitudes; magnitudes and their logarithms; or the
-excess of magnitudes over a level."""
-SUMMED: tuple[Summed, ...] = get_args(Summed)
-
-
-class Sums(NamedTuple):
-    """Sums over a vector, in float64."""
-
-    number: float
-    """Number of magnitudes that reach the bound, by default the smallest normal number; unused for values."""
-    total: float
-    squares: float
-    """Sum of squares."""
-    largest: float
-    """Largest magnitude; unused for values."""
-    mantissa: float
-    """Mantissa of the product of the counted magnitudes; for logarithms only."""
-    exponent: float
-    """The product is ``mantissa * 2 ** exponent``."""
-
-    @property
-    def logarithms(self) -> float:
-        """Sum of the logarithms of the counted magnitudes."""
-        return math.log(self.mantissa) + self.exponent * math.log(2)
 
 
 class Candidates:
@@ -43,8 +18,7 @@ class Candidates:
     A group keeps one instance from step to step. The selection of a step leaves a bound that the next selection will
     probably reach (:meth:`expect`). The pass that forms the next accumulator collects the coordinates that reach it
     (:meth:`note`), and the next selection starts from these (:meth:`reaching`). A wrong bound costs one more pass and
-    never changes a result, so this is not part of a group's state. A selection by sums over the accumulator requests
-    them in the same way (:meth:`sums`).
+    never changes a result, so this is not part of a group's state.
 
     The hints are valid for one vector with its content at that time: any later operation of torch that writes to the
     vector invalidates them.
@@ -56,8 +30,6 @@ class Candidates:
     def __init__(self) -> None:
         self.bound = math.inf
         """Least magnitude that the next pass collects."""
-        self.summed: Summed | None = None
-        """Sums that the next pass forms."""
         self.on_device: Any = None
         """Buffers that kernels on a device keep for the next step, see :mod:`~lightning_sparse.engine.fused`."""
         self._expected = math.inf
@@ -66,7 +38,6 @@ class Candidates:
         self._finite = True
         self._reached = math.inf
         self._found: Found | None = None
-        self._sums: tuple[Summed | None, Sums | None] = None, None
 
     def __eq__(self, other: object) -> bool:
         """Return True for all instances: hints are not part of the state."""
@@ -74,26 +45,17 @@ class Candidates:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def note(
-        self,
-        x: Tensor,
-        runs: Sequence[Tensor],
-        found: Found | None,
-        finite: bool,
-        sums: Sums | None = None,
-    ) -> None:
-        """Keep the results of a pass with :attr:`bound` and :attr:`summed`.
+    def note(self, x: Tensor, runs: Sequence[Tensor], found: Found | None, finite: bool) -> None:
+        """Keep the results of a pass with :attr:`bound`.
 
         Args:
             x: (numel,) vector that the pass has formed and that is selected by.
             runs: vectors that it has set to zero.
             found: ascending coordinates and their magnitudes; None: too many.
             finite: True if all of the gradient was finite.
-            sums: sums over x.
         """
         self._vector, self._cleared = _state_of(x), list(map(_state_of, runs))
         self._found, self._finite, self._reached, self._expected = found, finite, self.bound, math.inf
-        self._sums = self.summed, sums
 
     def expect(self, bound: float) -> None:
         """Let the next pass collect magnitudes of at least this bound; the lowest of several bounds in a step."""
@@ -104,11 +66,6 @@ class Candidates:
     def reaching(self, x: Tensor, bound: float) -> Found | None:
         """Return ascending coordinates of x, among them all that reach a bound, and magnitudes; None if unknown."""
         return self._found if bound >= self._reached and self._holds_for(x) else None
-
-    def sums(self, x: Tensor, summed: Summed) -> Sums | None:
-        """Return the sums over x, or None if they are unknown; the next pass forms them."""
-        self.summed = summed
-        return self._sums[1] if self._sums[0] == summed and self._holds_for(x) else None
 
     def cleared(self, runs: Sequence[Tensor]) -> bool:
         """Return True if the pass has set these vectors to zero and they have not been written to since."""

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sparse.core.candidates import Candidates, Found, Summed
+from lightning_sparse.core.candidates import Candidates, Found
 from lightning_sparse.core.layout import Span
 from lightning_sparse.ops import (
     host_arrays,
@@ -104,8 +104,8 @@ def accumulate_(acc: Tensor, runs: Sequence[Tensor], decay: float, candidates: C
         return reduce(torch.logical_and, added)
     if candidates is None or decay != 1:
         return reference.accumulate_(acc, runs, decay)
-    found, finite, added_up = host_dense.accumulate(acc, runs, candidates.bound, candidates.summed)
-    candidates.note(acc, runs, found, finite, added_up)
+    found, finite = host_dense.accumulate(acc, runs, candidates.bound)
+    candidates.note(acc, runs, found, finite)
     return torch.tensor(finite, device="cpu")
 
 
@@ -116,9 +116,9 @@ def weigh_(
 
     One pass does this, and collects candidates of the score. () bool: whether all of the new acc was finite.
     """
-    found, finite, added_up = host_dense.weigh(acc, second, score, runs, by, candidates.bound, candidates.summed)
+    found, finite = host_dense.weigh(acc, second, score, runs, by, candidates.bound)
     cleared = [] if score.data_ptr() == runs[0].data_ptr() else runs
-    candidates.note(score, cleared, found, finite, added_up)
+    candidates.note(score, cleared, found, finite)
     return torch.tensor(finite, device="cpu")
 
 
@@ -189,19 +189,14 @@ def above(
     return indices, torch.tensor(indices.numel(), device="cpu")
 
 
-def moments(x: Tensor, candidates: Candidates | None = None) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation, () float64 each; infinite or NaN where squares or their sum overflow.
-
-    Args:
-        x: (numel,) finite values.
-        candidates: of the group, where x is its accumulator: they may save a pass.
-    """
-    return on_device.moments(x) if static_shapes(x.device) else host_sums.moments(x, candidates)
+def moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of (numel,) finite values, () float64 each; infinite or NaN where sums overflow."""
+    return on_device.moments(x) if static_shapes(x.device) else host_sums.moments(x)
 
 
-def mean_and_maximum(x: Tensor, candidates: Candidates | None = None) -> tuple[Tensor, Tensor]:
-    """Mean and maximum of magnitudes, () float64 each; arguments as of :func:`moments`."""
-    return on_device.mean_and_maximum(x) if static_shapes(x.device) else host_sums.mean_and_maximum(x, candidates)
+def mean_and_maximum(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and maximum of magnitudes of (numel,) finite values, () float64 each."""
+    return on_device.mean_and_maximum(x) if static_shapes(x.device) else host_sums.mean_and_maximum(x)
 
 
 def tail(x: Tensor, threshold: Tensor | float) -> Tensor:
@@ -346,16 +341,13 @@ def _on_host(span: Span | None, x: Tensor) -> tuple[int, int]:
     return (0, x.numel()) if span is None else (int(span[0]), int(span[1]))
 
 
-def summed(
-    x: Tensor, threshold: Any, logarithms: bool, candidates: Candidates | None = None
-) -> tuple[Any, Any, Any, Any]:
+def summed(x: Tensor, threshold: Any, logarithms: bool) -> tuple[Any, Any, Any, Any]:
     """Return :func:`.reference.excess`, and the sum of the logarithms if it is wanted, in one pass on the CPU.
 
     Args:
         x: (numel,) finite values.
         threshold: () float64 on a device, a number on the CPU; 0 if logarithms are wanted.
         logarithms: True: sum up ``ln |x|`` over the x that are not zero, too; else the last result has no meaning.
-        candidates: of the group, if x is its accumulator and the threshold 0: they may save the pass.
 
     Returns:
         Four () float64 on a device; four numbers on the CPU.
@@ -363,8 +355,7 @@ def summed(
     if static_shapes(x.device):
         number, total, squares = on_device.excess(x, threshold)
         return number, total, squares, on_device.log_sum(x) if logarithms else total
-    kind: Summed = "logarithms" if logarithms else "beyond" if threshold else "magnitudes"
-    found = sums(x, kind, candidates, level=threshold)
+    found = sums(x, "logarithms" if logarithms else "beyond" if threshold else "magnitudes", level=threshold)
     return found.number, found.total, found.squares, found.logarithms if logarithms else 0.0
 
 

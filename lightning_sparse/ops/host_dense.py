@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lightning_sparse.core.candidates import Candidates, Found, Summed, Sums
+from lightning_sparse.core.candidates import Candidates, Found
 from lightning_sparse.ops import reference
 from lightning_sparse.ops.c.native_buffers import written
 from lightning_sparse.ops.host_arrays import CHUNK, compiled_on
@@ -16,9 +16,7 @@ from lightning_sparse.ops.host_reach import Hits
 from lightning_sparse.ops.reference import Weights
 
 
-def accumulate(
-    acc: Tensor, runs: Sequence[Tensor], bound: float, summed: Summed | None = None
-) -> tuple[Found | None, bool, Sums | None]:
+def accumulate(acc: Tensor, runs: Sequence[Tensor], bound: float) -> tuple[Found | None, bool]:
     """``acc = acc + grad`` and ``grad = 0``, in one pass; a coordinate whose sum is not finite is left as it is.
 
     Args:
@@ -26,15 +24,14 @@ def accumulate(
         runs: in which the gradient lies, numel coordinates in order, of the same dtype, or bfloat16 or float16; set to
             zero.
         bound: magnitude.
-        summed: what compiled code adds up of acc.
 
     Returns:
-        What of acc reaches the bound, None if that is more than an eighth; whether all sums were finite; and what was
-        added up, None if nothing was. If a sum was not finite, nothing is known of the other two.
+        What of acc reaches the bound, None if that is more than an eighth or a sum was not finite; and whether all sums
+        were finite.
     """
     if compiled := compiled_on(acc, *runs):
         written(acc, *runs)
-        return compiled.accumulate(acc, runs, bound, acc.numel() // Candidates.ROOM, summed)
+        return compiled.accumulate(acc, runs, bound, acc.numel() // Candidates.ROOM)
     return _in_chunks(_add_, [acc], runs, True, bound)
 
 
@@ -45,8 +42,7 @@ def weigh(
     runs: Sequence[Tensor],
     by: Weights,
     bound: float,
-    summed: Summed | None = None,
-) -> tuple[Found | None, bool, Sums | None]:
+) -> tuple[Found | None, bool]:
     """Form the sums of :class:`~lightning_sparse.SecondMoment` of a gradient g, in one pass.
 
     ``acc = acc + g``, ``second = keep second + add g^2``, at most the largest number, and
@@ -60,17 +56,15 @@ def weigh(
         runs: in which the gradient lies, numel coordinates in order, of the same dtype, or bfloat16 or float16.
         by: numbers.
         bound: magnitude.
-        summed: what compiled code adds up of the score.
 
     Returns:
-        As :func:`accumulate`, but of the score: what of it reaches the bound; whether all of the new acc was finite;
-        and what was added up of the score.
+        As :func:`accumulate`, but what of the score reaches the bound; and whether all of the new acc was finite.
     """
     clear = score.data_ptr() != runs[0].data_ptr()
     if compiled := compiled_on(acc, second, score, *runs):
         written(acc, second, score, *runs)
         room = score.numel() // Candidates.ROOM
-        return compiled.weigh((acc, second, score), runs, clear, by, bound, room, summed)
+        return compiled.weigh((acc, second, score), runs, clear, by, bound, room)
     form = partial(reference.weigh_, room=acc.new_empty(3, min(CHUNK, acc.numel())), by=by)
     return _in_chunks(form, [acc, second, score], runs, clear, bound)
 
@@ -83,7 +77,7 @@ def _add_(acc: Tensor, piece: Tensor) -> Tensor:
 
 def _in_chunks(
     form: Callable[..., Tensor], formed: Sequence[Tensor], runs: Sequence[Tensor], clear: bool, bound: float
-) -> tuple[Found | None, bool, Sums | None]:
+) -> tuple[Found | None, bool]:
     """Call a pass in torch for pieces that stay in cache, and collect what reaches a bound while they are there.
 
     Args:
@@ -102,4 +96,4 @@ def _in_chunks(
                 piece.zero_()
             hits.add(here[-1], start)
             start += len(piece)
-    return hits.found() if finite else None, finite, None
+    return hits.found() if finite else None, finite

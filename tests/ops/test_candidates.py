@@ -12,7 +12,7 @@ from torch import Tensor
 import lightning_sparse as ls
 from lightning_sparse import ops
 from lightning_sparse.core.candidates import Candidates
-from lightning_sparse.ops import host_choose, host_sums, reference
+from lightning_sparse.ops import host_choose, reference
 from tests.covering import by_default, covering
 from tests.lockstep import Ranks, equal_states
 from tests.ops.compiled import VARIANTS
@@ -78,20 +78,6 @@ def test_the_next_selection_looks_at_candidates_only(monkeypatch: pytest.MonkeyP
     above, count = ops.above(acc, threshold, candidates=candidates)
     assert 0 < int(count) < 300
     assert above.tolist() == (acc.abs() >= threshold).nonzero().flatten().tolist()
-
-
-@pytest.mark.parametrize("kernel", ["portable"], indirect=True)  # numpy adds up in a pass of its own
-def test_sums_are_known_from_the_pass_that_forms_the_vector(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    candidates = Candidates()
-    expected = [float(x) for x in ops.moments(accumulated(candidates), candidates)]
-    acc = accumulated(candidates)
-    with monkeypatch.context() as without:
-        without.setattr(host_sums, "_formed", None)
-        assert [float(x) for x in ops.moments(acc, candidates)] == expected
-    acc[0] += 1
-    assert [float(x) for x in ops.moments(acc, candidates)] != expected
-    # Other sums than the pass was asked for.
-    assert float(ops.mean_and_maximum(acc, candidates)[1]) == float(acc.abs().max())
 
 
 @pytest.mark.usefixtures("kernel")

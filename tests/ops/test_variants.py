@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_sparse import ops
-from lightning_sparse.core.candidates import Candidates, Summed
+from lightning_sparse.core.candidates import Candidates
 from lightning_sparse.ops import host_dense, host_reach, host_sums, reference
 from tests.covering import covering, in_one_test
 from tests.ops.compiled import NUMPY
@@ -77,7 +77,7 @@ def test_one_pass_accumulates_clears_and_collects(
         for kernel in each_kernel():
             acc, given = residual.clone(), grad.clone()
             runs = [run for run in torch.tensor_split(given, cuts) if len(run)]
-            found, finite, _ = host_dense.accumulate(acc, runs, bound)
+            found, finite = host_dense.accumulate(acc, runs, bound)
             assert bits(acc) == bits(expected), kernel
             assert bits(given) == zeros, kernel
             assert finite != spoilt, kernel
@@ -146,24 +146,6 @@ def test_sums_have_the_same_bits(numel: int, kind: str, each_kernel: Callable[[]
     torch.testing.assert_close(
         plain, torch.stack([e.double() for e in expected]), rtol=1e-9, atol=1e-12 * float(exact.max()), equal_nan=True
     )
-
-
-@in_one_test("numel, summed", product(SIZES, ["values", "magnitudes", "logarithms"]))
-def test_a_pass_forms_the_sums_of_what_it_forms(
-    numel: int, summed: Summed, each_kernel: Callable[[], Iterator[str]]
-) -> None:
-    grad = values(numel, "normal", 2)
-    cuts = [min(cut, numel) for cut in (numel // 3, numel // 3 + 5, numel // 2 + 70, numel - numel // 7)]
-    cuts.sort()
-    acc, second, score = (torch.empty(numel + 1)[1:] for _ in range(3))  # whatever lines of a cache they begin at
-    for kernel in each_kernel():
-        acc.copy_(values(numel, "zeros")), second.copy_(values(numel, "normal", 3).abs())
-        runs = [run for run in torch.tensor_split(grad.clone(), cuts) if len(run)]
-        made = host_dense.accumulate(acc, runs, 2.0, summed)[2]
-        assert made == (None if kernel == NUMPY else host_sums.sums(acc, summed)), kernel
-        runs = [run for run in torch.tensor_split(grad.clone(), cuts) if len(run)]
-        made = host_dense.weigh(acc, second, score, runs, WEIGHTS[0], 2.0, summed)[2]
-        assert made == (None if kernel == NUMPY else host_sums.sums(score, summed)), kernel
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -272,7 +254,7 @@ def test_one_pass_forms_second_moments_and_scores(
             in_place = runs == 1 and wide == dtype
             scores = given if in_place else torch.empty_like(residual)
             sums, squares = residual.clone(), now.clone()
-            found, finite, _ = host_dense.weigh(sums, squares, scores, lie, by, bound)
+            found, finite = host_dense.weigh(sums, squares, scores, lie, by, bound)
             for ours, theirs in ((sums, acc), (squares, second), (scores[fits], score[fits])):
                 np.testing.assert_array_equal(ours.numpy(), theirs, err_msg=kernel)
             assert in_place or not given.any(), kernel
@@ -334,18 +316,18 @@ def test_what_would_not_be_finite_is_left_as_it_is(
                 return list(torch.tensor_split(grad.clone(), cuts if split else []))
 
             given, sums = runs(), residual.clone()
-            found, finite, added = host_dense.accumulate(sums, given, 1.0, "values")
+            found, finite = host_dense.accumulate(sums, given, 1.0)
             assert bits(sums) == bits(expected), told
             assert not any(run.any() for run in given), told
             assert finite == whole, told
-            assert whole or (found is None and added is None), told
+            assert whole or found is None, told
             given, sums, squares, scores = runs(), residual.clone(), now.clone(), torch.empty_like(residual)
-            found, finite, added = host_dense.weigh(sums, squares, scores, given, by, 1.0, "values")
+            found, finite = host_dense.weigh(sums, squares, scores, given, by, 1.0)
             assert (bits(sums), bits(squares)) == (acc.tobytes(), second.tobytes()), told
             assert bits(scores[fits]) == score[fits.numpy()].tobytes(), told
             assert not any(run.any() for run in given), told
             assert finite == whole, told
-            assert whole or (found is None and added is None), told
+            assert whole or found is None, told
         for decay, left, all_fit in ((1.0, expected, whole), (0.5, less, bool(decayed.isfinite().all()))):
             sums = residual.clone()
             assert bool(reference.accumulate_(sums, torch.tensor_split(grad, cuts), decay)) == all_fit, places
@@ -387,7 +369,7 @@ def test_infinity_is_noticed_whatever_is_collected(each_kernel: Callable[[], Ite
         for bound in (1.0, float("inf"), float("nan")):
             acc, grad = torch.ones(70_000), torch.zeros(70_000)
             grad[3], grad[5] = -float("inf"), 2.0
-            found, finite, _ = host_dense.accumulate(acc, [grad], bound)
+            found, finite = host_dense.accumulate(acc, [grad], bound)
             assert not finite, (kernel, bound)
             assert found is None, (kernel, bound)
             assert acc[3:6].tolist() == [1, 1, 3], (kernel, bound)

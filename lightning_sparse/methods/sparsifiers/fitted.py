@@ -7,7 +7,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_sparse.core.candidates import Candidates
 from lightning_sparse.methods.laws import gamma_shape, pareto_moments
 from lightning_sparse.methods.scalars import Flag, Number, divisor, either, functions, greater, known, lesser, tensor
 from lightning_sparse.ops import summed, tail
@@ -27,7 +26,6 @@ def threshold(
     most: int,
     first_ratio: float = 0.25,
     recount: bool = True,
-    candidates: Candidates | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the magnitude that about ``aim`` coordinates reach, by fits in stages.
 
@@ -40,7 +38,6 @@ def threshold(
         first_ratio: share that the first of several stages keeps. If at least this share is wanted, it is the only
             stage.
         recount: True: a later stage aims from the number of survivors; False: its share is fixed beforehand.
-        candidates: of the group, if x is its accumulator: they may save a pass.
 
     Returns:
         The threshold, () float64, above 0: the least positive number of x's precision selects all but zeros. And the
@@ -57,7 +54,7 @@ def threshold(
         fit = fits[min(stage, 1)]
         if stage:
             left = tail(left, found)
-        number, total, squares, logarithms = summed(left, found, fit == "gamma", None if stage else candidates)
+        number, total, squares, logarithms = summed(left, found, fit == "gamma")
         some = divisor(number)
         ratio = wanted / some
         if stage == 0:

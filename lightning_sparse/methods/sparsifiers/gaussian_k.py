@@ -78,7 +78,7 @@ class GaussianK(Sparsifier):
         if self.variant == "published":
             mean, deviation = known(acc.mean().double()), known(acc.std().double())
             return survivors.beyond(_published(survivors, mean + z * deviation, k), k, ctx.step), state
-        mean, deviation = moments(acc, ctx.candidates)
+        mean, deviation = moments(acc)
         # Squares may overflow though the values do not.
         start = known((mean.abs() + z * deviation).nan_to_num().clamp(max=torch.finfo(acc.dtype).max))
 

@@ -69,7 +69,7 @@ class RedSync(Sparsifier):
     def select(self, acc: Tensor, state: Any, ctx: Context) -> tuple[Selection, Any]:
         """Select the coordinates that reach the threshold of the bisection; no state."""
         k = count(ctx.density, acc.numel())
-        mean, largest = map(known, mean_and_maximum(acc, ctx.candidates))
+        mean, largest = map(known, mean_and_maximum(acc))
         survivors = Survivors(acc, 2 * k, ctx.candidates)
         if self.variant == "published":
             return survivors.beyond(_published(survivors, mean, largest, k), k, ctx.step), state

@@ -81,7 +81,6 @@ class _SIDCo(Sparsifier):
             most=most,
             first_ratio=self.first_ratio,
             recount=self.variant == "corrected",
-            candidates=ctx.candidates,
         )
         room = min(numel, CAPACITY * k)
         selection = reaching(acc, decided, room, ctx.step, candidates=ctx.candidates)

@@ -2,7 +2,7 @@
 // host_reach.py for float32, without Python. They are called through ctypes, which releases the GIL meanwhile. Results
 // equal those in Python bit for bit. Built by library.py, once for each set of instructions: plain C that compilers turn
 // into vectors.
-#include "lanes.h"
+#include "common.h"
 
 #define STRIP 64       // elements that are worked on in registers
 #define BLOCK 2048     // and in the first-level cache
@@ -145,7 +145,7 @@ INLINE void clear_strip(void *grad, int kind) {
 
 // A run of a gradient; what is found comes behind what was found before.
 INLINE int64_t accumulate(float *acc, void *grad, int kind, int64_t n, float bound, int64_t first, int32_t *indices,
-                          float *magnitudes, int64_t found, int64_t room, int32_t *finite, lanes *sums) {
+                          float *magnitudes, int64_t found, int64_t room, int32_t *finite) {
   float wide[STRIP], left[2][STRIP];
   uint32_t level = level_of(bound);
   int64_t item = kind ? 2 : 4;
@@ -167,7 +167,6 @@ INLINE int64_t accumulate(float *acc, void *grad, int kind, int64_t n, float bou
       memset(g + item * at, 0, (size_t)(item * rest));
       found = collect_marked(left[0], &m, first + at, indices, magnitudes, found, room);
     }
-    if (sums->kind) add_to(sums, first + start, acc + start, acc + start + FAR, size);
   }
   return found;
 }
@@ -199,7 +198,7 @@ INLINE int32_t weigh_strip(float *restrict acc, const float *restrict grad, floa
 // A run of a gradient; what is found comes behind what was found before. The score may take the gradient's place.
 INLINE int64_t weigh(float *acc, float *second, float *score, void *grad, int kind, int clear, int64_t n,
                      const weights by, float bound, int64_t first, int32_t *indices, float *magnitudes, int64_t found,
-                     int64_t room, int32_t *finite, lanes *sums) {
+                     int64_t room, int32_t *finite) {
   float wide[STRIP], in[3][STRIP], out[STRIP];
   uint32_t level = level_of(bound);
   int64_t item = kind ? 2 : 4;
@@ -226,7 +225,6 @@ INLINE int64_t weigh(float *acc, float *second, float *score, void *grad, int ki
       memcpy(score + at, out, bytes);
       found = collect_marked(out, &m, first + at, indices, magnitudes, found, room);
     }
-    if (sums->kind) add_to(sums, first + start, score + start, acc + start + FAR, size);
   }
   return found;
 }
@@ -248,32 +246,23 @@ EXPORT int64_t ls_above(const float *x, int64_t n, float bound, int32_t *indices
   return hits ? collect(left, hits, whole, indices, magnitudes, found, room) : found;
 }
 
-// The gradient lies in runs, of which each ends at a coordinate. summed: what is summed up on the way, 0 for nothing;
-// out: see end_sums.
+// The gradient lies in runs, of which each ends at a coordinate.
 EXPORT int64_t ls_accumulate(float *acc, void *const *runs, const int64_t *ends, int64_t count, int kind, float bound,
-                             int32_t *indices, float *magnitudes, int64_t room, int32_t *finite, int64_t summed,
-                             double *out) {
+                             int32_t *indices, float *magnitudes, int64_t room, int32_t *finite) {
   int64_t found = 0, at = 0;
-  lanes sums;
-  *finite = 1, sums.kind = 0;
-  if (summed) begin_sums(&sums, summed, ends[count - 1], 0, SMALLEST);
+  *finite = 1;
   for (int64_t run = 0; run < count; at = ends[run++])
-    found = accumulate(acc + at, runs[run], kind, ends[run] - at, bound, at, indices, magnitudes, found, room, finite,
-                       &sums);
-  if (summed) end_sums(&sums, out);
+    found = accumulate(acc + at, runs[run], kind, ends[run] - at, bound, at, indices, magnitudes, found, room, finite);
   return found;
 }
 
 EXPORT int64_t ls_weigh(float *acc, float *second, float *score, void *const *runs, const int64_t *ends, int64_t count,
                         int kind, int clear, const weights *by, float bound, int32_t *indices, float *magnitudes,
-                        int64_t room, int32_t *finite, int64_t summed, double *out) {
+                        int64_t room, int32_t *finite) {
   int64_t found = 0, at = 0;
-  lanes sums;
-  *finite = 1, sums.kind = 0;
-  if (summed) begin_sums(&sums, summed, ends[count - 1], 0, SMALLEST);
+  *finite = 1;
   for (int64_t run = 0; run < count; at = ends[run++])
     found = weigh(acc + at, second + at, score + at, runs[run], kind, clear, ends[run] - at, *by, bound, at, indices,
-                  magnitudes, found, room, finite, &sums);
-  if (summed) end_sums(&sums, out);
+                  magnitudes, found, room, finite);
   return found;
 }

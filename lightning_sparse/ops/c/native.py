@@ -6,14 +6,14 @@ Which are used, and whether: :mod:`~lightning_sparse.ops.c.library`.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_sparse.core.candidates import SUMMED, Found, Summed, Sums
+from lightning_sparse.core.candidates import Found
 from lightning_sparse.ops.c.library import choose
 from lightning_sparse.ops.c.native_buffers import SLACK, address, at, declare, space
 from lightning_sparse.ops.c.native_picks import NativePicks
@@ -21,9 +21,8 @@ from lightning_sparse.ops.c.native_picks import NativePicks
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Of gradients."""
 
-Collected = tuple[Found | None, bool, Sums | None]
-"""Coordinates reaching a bound, if there was room; whether all sums were finite, else nothing is known of the rest; and
-what was added up, if anything was asked for."""
+Collected = tuple[Found | None, bool]
+"""Coordinates reaching a bound, if there was room; and whether all sums were finite, else the others are unknown."""
 
 
 class Native:
@@ -39,11 +38,9 @@ class Native:
         self.picks = NativePicks(library)
         """The functions on picks."""
 
-    def accumulate(
-        self, acc: Tensor, runs: Sequence[Tensor], bound: float, room: int, summed: Summed | None
-    ) -> Collected:
+    def accumulate(self, acc: Tensor, runs: Sequence[Tensor], bound: float, room: int) -> Collected:
         """See :func:`~lightning_sparse.ops.host_dense.accumulate`."""
-        return _collect(self._library.ls_accumulate, [acc], runs, (), bound, room, summed)
+        return _collect(self._library.ls_accumulate, [acc], runs, (), bound, room)
 
     def weigh(
         self,
@@ -53,11 +50,10 @@ class Native:
         weights: Sequence[float],
         bound: float,
         room: int,
-        summed: Summed | None,
     ) -> Collected:
         """See :func:`~lightning_sparse.ops.host_dense.weigh`; formed are the first three vectors there."""
         about = int(clear), (ctypes.c_float * 4)(*weights)
-        return _collect(self._library.ls_weigh, formed, runs, about, bound, room, summed)
+        return _collect(self._library.ls_weigh, formed, runs, about, bound, room)
 
     def above(self, x: Tensor, bound: float) -> Found:
         """Return the coordinates of a vector that reach a bound."""
@@ -81,11 +77,11 @@ class Native:
         )
         return count
 
-    def sums(self, x: Tensor, summed: Summed, level: float, bound: float) -> Sums:
-        """Sums; magnitudes are counted that reach a bound above 0."""
+    def sums(self, x: Tensor, kind: int, level: float, bound: float) -> Iterable[float]:
+        """See :class:`~lightning_sparse.ops.host_sums.Sums`; magnitudes are counted that reach a bound above 0."""
         out = (ctypes.c_double * 6)()
-        self._library.ls_sums(at(x), x.numel(), SUMMED.index(summed) + 1, level, bound, out)
-        return Sums(*out)
+        self._library.ls_sums(at(x), x.numel(), kind, level, bound, out)
+        return out
 
     def largest(
         self, found: Found, share: int, spare: int, turn: int, n: int, more: int
@@ -125,7 +121,6 @@ def _collect(
     after: tuple[Any, ...],
     bound: float,
     room: int,
-    summed: Summed | None,
 ) -> Collected:
     """Call a pass over the runs of a gradient.
 
@@ -136,20 +131,18 @@ def _collect(
         after: its arguments between those of the runs and the bound.
         bound: magnitude.
         room: for so many that reach it.
-        summed: what is summed up, if anything.
     """
     indices, magnitudes = _scratch(room)
-    finite, out = ctypes.c_int32(), (ctypes.c_double * 6)()
+    finite = ctypes.c_int32()
     starts = (ctypes.c_void_p * len(runs))(*map(at, runs))
     ends = (ctypes.c_int64 * len(runs))(*accumulate(run.numel() for run in runs))
     count = function(
         *map(at, formed), starts, ends, len(runs), KINDS[runs[0].dtype], *after, bound,
-        at(indices), at(magnitudes), room, ctypes.byref(finite), SUMMED.index(summed) + 1 if summed else 0, out,
+        at(indices), at(magnitudes), room, ctypes.byref(finite),
     )  # fmt: skip
     if not finite.value:
-        return None, False, None
-    found = None if count > room else (indices[:count].clone(), magnitudes[:count].clone())
-    return found, True, Sums(*out) if summed else None
+        return None, False
+    return None if count > room else (indices[:count].clone(), magnitudes[:count].clone()), True
 
 
 def _scratch(room: int) -> Found:
