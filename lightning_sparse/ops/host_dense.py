@@ -31,7 +31,7 @@ def accumulate(acc: Tensor, runs: Sequence[Tensor], bound: float) -> tuple[Found
     """
     if compiled := compiled_on(acc, *runs):
         written(acc, *runs)
-        return compiled.accumulate(acc, runs, bound, acc.numel() // Candidates.ROOM)
+        return compiled.form((acc, None, None), runs, True, (), bound, acc.numel() // Candidates.ROOM)
     return _in_chunks(_add_, [acc], runs, True, bound)
 
 
@@ -64,7 +64,7 @@ def weigh(
     if compiled := compiled_on(acc, second, score, *runs):
         written(acc, second, score, *runs)
         room = score.numel() // Candidates.ROOM
-        return compiled.weigh((acc, second, score), runs, clear, by, bound, room)
+        return compiled.form((acc, second, score), runs, clear, by, bound, room)
     form = partial(reference.weigh_, room=acc.new_empty(3, min(CHUNK, acc.numel())), by=by)
     return _in_chunks(form, [acc, second, score], runs, clear, bound)
 

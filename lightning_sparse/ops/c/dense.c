@@ -143,34 +143,6 @@ INLINE void clear_strip(void *grad, int kind) {
     memset(grad, 0, 4 * STRIP);
 }
 
-// A run of a gradient; what is found comes behind what was found before.
-INLINE int64_t accumulate(float *acc, void *grad, int kind, int64_t n, float bound, int64_t first, int32_t *indices,
-                          float *magnitudes, int64_t found, int64_t room, int32_t *finite) {
-  float wide[STRIP], left[2][STRIP];
-  uint32_t level = level_of(bound);
-  int64_t item = kind ? 2 : 4;
-  char *g = grad;
-  marked m = {.count = 0};
-  for (int64_t start = 0; start < n; start += BLOCK) {
-    int64_t size = n - start < BLOCK ? n - start : BLOCK, at = start, rest = size % STRIP;
-    for (; at < start + size - rest; at += STRIP) {
-      mark(&m, at, add(acc + at, widened(grad, kind, at, STRIP, wide), level, finite));
-      clear_strip(g + item * at, kind);
-    }
-    found = collect_marked(acc, &m, first, indices, magnitudes, found, room);
-    if (rest) {
-      memset(left, 0, sizeof left);
-      memcpy(left[0], acc + at, 4 * (size_t)rest);
-      memcpy(left[1], widened(grad, kind, at, rest, wide), 4 * (size_t)rest);
-      mark(&m, 0, add(left[0], left[1], level, finite) & ((1ull << rest) - 1));
-      memcpy(acc + at, left[0], 4 * (size_t)rest);
-      memset(g + item * at, 0, (size_t)(item * rest));
-      found = collect_marked(left[0], &m, first + at, indices, magnitudes, found, room);
-    }
-  }
-  return found;
-}
-
 typedef struct {
   float keep, add;        // of the second moment and of a squared gradient
   float least, damping;   // what roots have added, and what magnitudes are multiplied by
@@ -195,10 +167,18 @@ INLINE int32_t weigh_strip(float *restrict acc, const float *restrict grad, floa
   return largest < INFINITE;
 }
 
+// Form 64 coordinates, with a second moment also of their scores, and find which reach a level.
+INLINE uint64_t form_strip(float *acc, const float *grad, float *second, float *score, const weights *by,
+                           uint32_t level, int32_t *finite) {
+  if (!second) return add(acc, grad, level, finite);
+  *finite &= weigh_strip(acc, grad, second, score, *by);
+  return reach(score, level);
+}
+
 // A run of a gradient; what is found comes behind what was found before. The score may take the gradient's place.
-INLINE int64_t weigh(float *acc, float *second, float *score, void *grad, int kind, int clear, int64_t n,
-                     const weights by, float bound, int64_t first, int32_t *indices, float *magnitudes, int64_t found,
-                     int64_t room, int32_t *finite) {
+INLINE int64_t form(float *acc, float *second, float *score, void *grad, int kind, int clear, int64_t n,
+                    const weights *by, float bound, int64_t first, int32_t *indices, float *magnitudes, int64_t found,
+                    int64_t room, int32_t *finite) {
   float wide[STRIP], in[3][STRIP], out[STRIP];
   uint32_t level = level_of(bound);
   int64_t item = kind ? 2 : 4;
@@ -207,23 +187,23 @@ INLINE int64_t weigh(float *acc, float *second, float *score, void *grad, int ki
   for (int64_t start = 0; start < n; start += BLOCK) {
     int64_t size = n - start < BLOCK ? n - start : BLOCK, at = start, rest = size % STRIP;
     for (; at < start + size - rest; at += STRIP) {
-      *finite &= weigh_strip(acc + at, widened(grad, kind, at, STRIP, wide), second + at, out, by);
-      mark(&m, at, reach(out, level));
+      const float *given = widened(grad, kind, at, STRIP, wide);
+      mark(&m, at, form_strip(acc + at, given, second ? second + at : NULL, out, by, level, finite));
       if (clear) clear_strip(g + item * at, kind);
-      memcpy(score + at, out, 4 * STRIP);
+      if (second) memcpy(score + at, out, 4 * STRIP);
     }
-    found = collect_marked(score, &m, first, indices, magnitudes, found, room);
+    found = collect_marked(second ? score : acc, &m, first, indices, magnitudes, found, room);
     if (rest) {
       size_t bytes = 4 * (size_t)rest;
       memset(in, 0, sizeof in);
-      memcpy(in[0], widened(grad, kind, at, rest, wide), bytes);
-      memcpy(in[1], acc + at, bytes), memcpy(in[2], second + at, bytes);
-      *finite &= weigh_strip(in[1], in[0], in[2], out, by);
-      memcpy(acc + at, in[1], bytes), memcpy(second + at, in[2], bytes);
-      mark(&m, 0, reach(out, level) & ((1ull << rest) - 1));
+      memcpy(in[0], widened(grad, kind, at, rest, wide), bytes), memcpy(in[1], acc + at, bytes);
+      if (second) memcpy(in[2], second + at, bytes);
+      uint64_t hits = form_strip(in[1], in[0], second ? in[2] : NULL, out, by, level, finite);
+      mark(&m, 0, hits & ((1ull << rest) - 1));
+      memcpy(acc + at, in[1], bytes);
       if (clear) memset(g + item * at, 0, (size_t)(item * rest));
-      memcpy(score + at, out, bytes);
-      found = collect_marked(out, &m, first + at, indices, magnitudes, found, room);
+      if (second) memcpy(second + at, in[2], bytes), memcpy(score + at, out, bytes);
+      found = collect_marked(second ? out : in[1], &m, first + at, indices, magnitudes, found, room);
     }
   }
   return found;
@@ -246,23 +226,22 @@ EXPORT int64_t ls_above(const float *x, int64_t n, float bound, int32_t *indices
   return hits ? collect(left, hits, whole, indices, magnitudes, found, room) : found;
 }
 
-// The gradient lies in runs, of which each ends at a coordinate.
-EXPORT int64_t ls_accumulate(float *acc, void *const *runs, const int64_t *ends, int64_t count, int kind, float bound,
-                             int32_t *indices, float *magnitudes, int64_t room, int32_t *finite) {
+INLINE int64_t form_runs(float *acc, float *second, float *score, void *const *runs, const int64_t *ends, int64_t count,
+                         int kind, int clear, const weights *by, float bound, int32_t *indices, float *magnitudes,
+                         int64_t room, int32_t *finite) {
   int64_t found = 0, at = 0;
   *finite = 1;
   for (int64_t run = 0; run < count; at = ends[run++])
-    found = accumulate(acc + at, runs[run], kind, ends[run] - at, bound, at, indices, magnitudes, found, room, finite);
+    found = form(acc + at, second ? second + at : NULL, second ? score + at : NULL, runs[run], kind, clear,
+                 ends[run] - at, by, bound, at, indices, magnitudes, found, room, finite);
   return found;
 }
 
-EXPORT int64_t ls_weigh(float *acc, float *second, float *score, void *const *runs, const int64_t *ends, int64_t count,
-                        int kind, int clear, const weights *by, float bound, int32_t *indices, float *magnitudes,
-                        int64_t room, int32_t *finite) {
-  int64_t found = 0, at = 0;
-  *finite = 1;
-  for (int64_t run = 0; run < count; at = ends[run++])
-    found = weigh(acc + at, second + at, score + at, runs[run], kind, clear, ends[run] - at, *by, bound, at, indices,
-                  magnitudes, found, room, finite);
-  return found;
+// The gradient lies in runs, of which each ends at a coordinate. Without a second moment, there is no score.
+EXPORT int64_t ls_form(float *acc, float *second, float *score, void *const *runs, const int64_t *ends, int64_t count,
+                       int kind, int clear, const weights *by, float bound, int32_t *indices, float *magnitudes,
+                       int64_t room, int32_t *finite) {
+  if (!second)
+    return form_runs(acc, NULL, NULL, runs, ends, count, kind, 1, by, bound, indices, magnitudes, room, finite);
+  return form_runs(acc, second, score, runs, ends, count, kind, clear, by, bound, indices, magnitudes, room, finite);
 }

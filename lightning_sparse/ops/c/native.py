@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,22 +37,36 @@ class Native:
         self.picks = NativePicks(library)
         """The functions on picks."""
 
-    def accumulate(self, acc: Tensor, runs: Sequence[Tensor], bound: float, room: int) -> Collected:
-        """See :func:`~lightning_sparse.ops.host_dense.accumulate`."""
-        return _collect(self._library.ls_accumulate, [acc], runs, (), bound, room)
-
-    def weigh(
+    def form(
         self,
-        formed: Sequence[Tensor],
+        formed: Sequence[Tensor | None],
         runs: Sequence[Tensor],
         clear: bool,
         weights: Sequence[float],
         bound: float,
         room: int,
     ) -> Collected:
-        """See :func:`~lightning_sparse.ops.host_dense.weigh`; formed are the first three vectors there."""
-        about = int(clear), (ctypes.c_float * 4)(*weights)
-        return _collect(self._library.ls_weigh, formed, runs, about, bound, room)
+        """Form what :mod:`~lightning_sparse.ops.host_dense` says of the runs of a gradient.
+
+        Args:
+            formed: acc, second moment and score; acc alone where the others are None.
+            runs: at least one.
+            clear: whether to set the gradient to zero.
+            weights: of the second moment.
+            bound: magnitude.
+            room: for so many that reach it.
+        """
+        indices, magnitudes = _scratch(room)
+        finite = ctypes.c_int32()
+        starts = (ctypes.c_void_p * len(runs))(*map(at, runs))
+        ends = (ctypes.c_int64 * len(runs))(*accumulate(run.numel() for run in runs))
+        count = self._library.ls_form(
+            *map(at, formed), starts, ends, len(runs), KINDS[runs[0].dtype], clear, (ctypes.c_float * 4)(*weights),
+            bound, at(indices), at(magnitudes), room, ctypes.byref(finite),
+        )  # fmt: skip
+        if not finite.value:
+            return None, False
+        return None if count > room else (indices[:count].clone(), magnitudes[:count].clone()), True
 
     def above(self, x: Tensor, bound: float) -> Found:
         """Return the coordinates of a vector that reach a bound."""
@@ -112,37 +125,6 @@ class Native:
         """A magnitude that at least k reach, and not many more."""
         found: float = self._library.ls_reached_by(at(magnitudes), magnitudes.numel(), k)
         return found
-
-
-def _collect(
-    function: Any,
-    formed: Sequence[Tensor],
-    runs: Sequence[Tensor],
-    after: tuple[Any, ...],
-    bound: float,
-    room: int,
-) -> Collected:
-    """Call a pass over the runs of a gradient.
-
-    Args:
-        function: of the library.
-        formed: the vectors that it writes to.
-        runs: at least one.
-        after: its arguments between those of the runs and the bound.
-        bound: magnitude.
-        room: for so many that reach it.
-    """
-    indices, magnitudes = _scratch(room)
-    finite = ctypes.c_int32()
-    starts = (ctypes.c_void_p * len(runs))(*map(at, runs))
-    ends = (ctypes.c_int64 * len(runs))(*accumulate(run.numel() for run in runs))
-    count = function(
-        *map(at, formed), starts, ends, len(runs), KINDS[runs[0].dtype], *after, bound,
-        at(indices), at(magnitudes), room, ctypes.byref(finite),
-    )  # fmt: skip
-    if not finite.value:
-        return None, False
-    return None if count > room else (indices[:count].clone(), magnitudes[:count].clone()), True
 
 
 def _scratch(room: int) -> Found:

@@ -20,8 +20,7 @@ ARGUMENTS = {
     "d": ctypes.c_double,
 }
 FUNCTIONS = {
-    "ls_accumulate": "l: p ppl i f pp l p",
-    "ls_weigh": "l: ppp ppl i ip f pp l p",
+    "ls_form": "l: ppp ppl i ip f pp l p",
     "ls_above": "l: pl f pp l",
     "ls_sums": "i: pl l d f p",
     "ls_largest": "l: ppl ll ll l pppp",

@@ -75,30 +75,6 @@ INLINE int64_t sums_in(table *t, int64_t start, int64_t found, int64_t *places, 
 // Of a union with `all` spare ones, keep `some` of these, evenly, and all others: the spare one of ordinal o stays where
 // (o some + sum) mod all < some. sum: below `all`.
 INLINE int64_t fewer(int64_t found, uint32_t all, uint32_t some, uint32_t sum, int64_t *places, uint16_t *said) {
-#ifdef __AVX512VL__
-  uint32_t steps[17];
-  for (uint32_t o = 0; o < 17; o++) steps[o] = (uint32_t)((uint64_t)o * some % all);
-  const __m512i ahead = _mm512_loadu_si512(steps + 1);
-  int64_t kept = 0;
-  for (int64_t i = 0; i < found; i += 16) {
-    __mmask16 rest = (__mmask16)(found - i < 16 ? (1u << (found - i)) - 1 : 0xffffu);
-    __m512i low = _mm512_maskz_loadu_epi64((__mmask8)rest, places + i);
-    __m512i high = _mm512_maskz_loadu_epi64((__mmask8)(rest >> 8), places + i + 8);
-    __m512i what = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(rest, said + i));
-    __mmask16 first = _mm512_test_epi32_mask(what, _mm512_set1_epi32(FIRST)), spare = rest & ~first;
-    __m512i sums = _mm512_add_epi32(_mm512_set1_epi32((int)sum), ahead);  // of the next 16 ordinals
-    sums = _mm512_min_epu32(sums, _mm512_sub_epi32(sums, _mm512_set1_epi32((int)all)));
-    __mmask16 next = _mm512_cmplt_epu32_mask(sums, _mm512_set1_epi32((int)some));
-    __mmask16 stay = first | (__mmask16)_pdep_u32(next, spare);
-    int64_t lower = __builtin_popcount(stay & 0xffu);
-    sum += steps[__builtin_popcount(spare)];
-    sum = sum < sum - all ? sum : sum - all;
-    _mm512_storeu_si512(places + kept, _mm512_maskz_compress_epi64((__mmask8)stay, low));
-    _mm512_storeu_si512(places + kept + lower, _mm512_maskz_compress_epi64((__mmask8)(stay >> 8), high));
-    _mm256_storeu_si256((__m256i *)(said + kept), _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(stay, what)));
-    kept += __builtin_popcount(stay);
-  }
-#else
   int64_t kept = 0, now = sum;
   for (int64_t i = 0; i < found; i++) {
     int64_t is_first = said[i] & FIRST, next = now + (some & (is_first - 1)) - all;
@@ -106,7 +82,6 @@ INLINE int64_t fewer(int64_t found, uint32_t all, uint32_t some, uint32_t sum, i
     places[kept] = places[i], said[kept] = said[i];
     kept += is_first | (now < some);
   }
-#endif
   return kept;
 }
 
