@@ -15,25 +15,18 @@ from lightning_sparse.ops import static_shapes
 
 Number = Any
 """() float64 on a device; a Python number on the CPU."""
-Array = Any
-"""A tensor on a device; an array of numpy on the CPU."""
 Flag = Any
 """() bool on a device; a Python bool on the CPU. ``flag is False`` holds only if the host knows it."""
 
 
-def array(x: Tensor) -> Array:
-    """View a tensor as an array of numpy on the CPU, where small operations take a third of the time of torch's."""
-    return x if static_shapes(x.device) else x.numpy()
+def known(x: Tensor) -> Any:
+    """Convert a () tensor to a number or bool of Python's on the CPU; leave it as it is on a device."""
+    return x if static_shapes(x.device) else x.item()
 
 
-def known(x: Array) -> Any:
-    """Convert a () tensor or array to a number or bool of Python's on the CPU; leave it as it is on a device."""
-    return x if isinstance(x, Tensor) and static_shapes(x.device) else x.item()
-
-
-def at_most(x: Array, bound: int) -> int:
-    """Return the number in a () tensor or array on the CPU, and on a device a bound that it does not exceed."""
-    return bound if isinstance(x, Tensor) and static_shapes(x.device) else int(x)
+def at_most(x: Tensor, bound: int) -> int:
+    """Return the number in a () tensor on the CPU, and on a device a bound that it does not exceed."""
+    return bound if static_shapes(x.device) else int(x)
 
 
 def tensor(x: Number, dtype: torch.dtype = torch.float64) -> Tensor:

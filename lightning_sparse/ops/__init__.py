@@ -6,7 +6,7 @@ Two formulations, chosen by device and equal in what they return up to padding:
   does, on zero-copy views, what takes torch several times as long: comparing with a bound, listing what is set, sums in
   a fixed order, roots. For float32, functions in C take their place where they have been compiled: ``dense.c`` for
   ``host_dense`` and ``host_reach``, ``sums.c`` for ``host_sums``, ``choose.c`` for ``host_choose``, ``picks.c`` and
-  ``unite.c`` for ``host_picks`` and ``packed_union``; ``second.c`` for second values there.
+  ``unite.c`` for ``host_picks`` and ``packed_union``.
 - :mod:`~lightning_sparse.ops.reference` (CUDA and everything else): torch operations of fixed output size, so that
   the host never waits for the device. Slots without a pick hold the padding index. On CUDA, kernels in Triton take
   their place where :mod:`~lightning_sparse.ops.on_cuda` says so.
@@ -51,7 +51,7 @@ __all__ = [
     "above", "tail", "top_k", "top_k_of_blocks",
     "moments", "mean_and_maximum", "summed",
     "leaders", "reaching_leaders", "ranked_leaders", "pick_leaders",
-    "distinct", "add_up", "among", "take", "put_", "sqrt_", "pad",
+    "distinct", "add_up", "take", "put_", "sqrt_", "pad",
     "fill_if_", "choose",
     # on the CPU only
     "many_of_largest", "largest_of", "reached", "reaching_of", "top_k_and_stripe",
@@ -261,14 +261,6 @@ def add_up(parts: Sequence[tuple[Tensor, Tensor]], padding: int) -> tuple[Tensor
 def all_finite(x: Tensor) -> Tensor:
     """() bool: no NaN and no infinity in x, of any shape. One pass, nothing allocated; True for an empty x."""
     return reference.all_finite(x) if x.numel() else torch.ones((), dtype=torch.bool, device=x.device)
-
-
-def among(values: Tensor, ordered: Tensor) -> Tensor:
-    """Which of some int64 coordinates are among ascending ones, as bool; quick where the former ascend, too."""
-    if (library := compiled(values.device)) and host_picks.are_places(values) and host_picks.are_places(ordered):
-        return library.among(values, ordered)
-    ordered = pad(ordered, len(ordered) + 1, -(2**62))
-    return ordered[torch.searchsorted(ordered[:-1], values)] == values
 
 
 def take(x: Tensor, indices: Tensor) -> Tensor:

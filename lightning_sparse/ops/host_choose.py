@@ -175,8 +175,6 @@ def _next_bound(magnitudes: Tensor, k: int, more: int) -> float:
     """A magnitude that about ``more`` of these reach; where there are not more, somewhat less than what k reach."""
     short = more >= magnitudes.numel()
     k, margin = (k, MARGIN) if short else (more, 1.0)
-    if compiled := compiled_on(magnitudes):
-        return margin * compiled.reached_by(magnitudes, k)
     stride = 1 + magnitudes.numel() // SAMPLE
     return margin * kth(magnitudes[::stride], max(1, k // stride))
 

@@ -162,17 +162,6 @@ def test_values_are_taken_and_put(kernel: str, dtype: torch.dtype) -> None:
         assert torch.equal(x, expected)
 
 
-def test_coordinates_are_found_among_ascending_ones(each_kernel: Callable[[], Iterator[str]]) -> None:
-    generator = torch.Generator().manual_seed(0)
-    for kernel in each_kernel():
-        for size, many, highest in product((0, 1, 40, 3000), (0, 1, 50, 2000), (5, 300, 10_000)):
-            ordered = torch.randint(0, highest, (many,), generator=generator).unique()
-            anyhow = torch.randint(-3, highest + 3, (size,), generator=generator)
-            rows = torch.cat([part.sort().values for part in anyhow.split(17)]) if size else anyhow
-            for given in (anyhow, rows, anyhow.sort().values, anyhow.sort(descending=True).values):
-                assert torch.equal(ops.among(given, ordered), torch.isin(given, ordered)), kernel
-
-
 def test_of_nothing_the_union_and_sums_are_empty(each_kernel: Callable[[], Iterator[str]]) -> None:
     nothing, values = torch.empty(0, dtype=torch.int64), torch.empty(0)
     for kernel in each_kernel():

@@ -13,7 +13,7 @@ from lightning_sparse.core.step import Agreement, Context, Selection, Update
 from lightning_sparse.methods.density import count
 from lightning_sparse.methods.exchanges.base import EXCHANGES, Exchange, values_at
 from lightning_sparse.methods.exchanges.merging import add_up, masked, pack, pack_rows, strongest, unpack_rows
-from lightning_sparse.ops import among, pad, spread
+from lightning_sparse.ops import pad, spread
 
 
 @EXCHANGES.register
@@ -60,7 +60,8 @@ class Balanced(Exchange):
         found = unpack_rows(rows, slots, acc.dtype, padding)
         received = torch.cat([indices for indices, _ in found]), torch.cat([values for _, values in found])
         union, total = (x[:k] for x in masked(received, strongest(received, k, padding), padding))
-        sent = sent.masked_fill(~among(sent, union), padding)
+        kept = torch.zeros(padding + 1, dtype=torch.bool, device=acc.device).index_fill_(0, union, True)
+        sent = sent.masked_fill(~kept[sent], padding)
         return Update(union, total / n, sent, None, counts, (union < padding).sum())
 
 

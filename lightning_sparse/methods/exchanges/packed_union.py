@@ -131,13 +131,13 @@ def _compiled(library: NativePicks, acc: Tensor, selection: Selection, lanes: La
     n, numel = ctx.world_size, acc.numel() - 1
     selection, _ = yield from same_length(selection, None, numel)
     form = Form.of(numel, selection.indices.numel(), ctx.second is not None)
-    words = library.tell(acc, selection.indices, selection.spare, int(selection.count), lanes.most, form)
+    words = library.tell(acc, selection.indices, selection.spare, int(selection.count), lanes.most, form, ctx.second)
     if words is None:
         selection = _ascending(selection)
-        words = library.tell(acc, selection.indices, selection.spare, int(selection.count), lanes.most, form)
+        words = library.tell(
+            acc, selection.indices, selection.spare, int(selection.count), lanes.most, form, ctx.second
+        )
         assert words is not None
-    if ctx.second is not None:
-        words[form.seconds : form.filled] = _pack_octets(library.codes(ctx.second, selection.indices))
     rows = yield AllGather(words)
     ends = counts_of(rows, form.slots)
     met = library.meet(rows, form, selection.spare is not None, selection.limit, ctx.step)
@@ -152,10 +152,9 @@ def _compiled(library: NativePicks, acc: Tensor, selection: Selection, lanes: La
         mean, second = yield from reduce_at(acc, indices, ctx)
         return Update(indices, mean, indices, None, *about, second)
     share = lanes.low, lanes.wide, lanes.parts
-    tops = None if ctx.second is None else library.tops(rows, form, indices)
     grid = met.lowest, _most_raised(lanes.most), lanes.most
-    made = library.round(acc, ctx.second, indices, levels, tops, *grid, *share, (ctx.rank + 0.5) / n)
-    values, second = library.average((yield AllReduce(made.words)), made.units, tops, n, *share)
+    made = library.round(acc, ctx.second, indices, levels, met.tops, *grid, *share, (ctx.rank + 0.5) / n)
+    values, second = library.average((yield AllReduce(made.words)), made.units, met.tops, n, *share)
     if met.trouble:
         values.fill_(float("nan"))
     return Update(indices, values, made.sent, made.values, *about, second)

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_sparse.core.candidates import Candidates
@@ -16,7 +13,7 @@ from lightning_sparse.core.checks import expect, is_number
 from lightning_sparse.core.layout import Span
 from lightning_sparse.core.messages import AllGather, Steps
 from lightning_sparse.core.step import Context, Selection
-from lightning_sparse.methods.scalars import Array, Number, array, at_most, known, tensor
+from lightning_sparse.methods.scalars import at_most, known, tensor
 from lightning_sparse.ops import above, leaders, pick_leaders, ranked_leaders, static_shapes, top_k
 
 SHARE_LIMIT = 2
@@ -74,8 +71,8 @@ def pick_jointly(acc: Tensor, spans: Tensor, k: int, ctx: Context, own: Span | N
     first, last = own or spans[ctx.rank]
     found = leaders(acc, most, (first, last))
     received = yield AllGather(ranked_leaders(found, grid))
-    told, steps, ranges = array(received.double()), array(grid), array(spans)
-    shares, threshold = split(told, steps, (ranges[:, 1] - ranges[:, 0]).clip(max=most), k)
+    sizes = (spans[:, 1] - spans[:, 0]).clamp(max=most)
+    shares, threshold = split(received.double(), grid, sizes, k)
     share = known(shares[ctx.rank])
     indices = pick_leaders(found, share, at_most(shares.max(), most), numel)
     return Selection(indices, tensor(share, torch.int64), tensor(threshold), aligned=True, total=min(k, numel))
@@ -90,7 +87,7 @@ def _grid(most: int, points: int, device: torch.device) -> Tensor:
 _kept_grid = lru_cache(maxsize=256)(_grid)
 
 
-def split(received: Array, grid: Array, sizes: Array, k: int) -> tuple[Array, Number]:
+def split(received: Tensor, grid: Tensor, sizes: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Split k coordinates between ranks by order statistics of their magnitudes.
 
     ``N_i(x)``, the number of candidates of rank i that reach x, is known at the order statistics and taken as linear in
@@ -106,8 +103,6 @@ def split(received: Array, grid: Array, sizes: Array, k: int) -> tuple[Array, Nu
     Returns:
         shares: (n,) int64, summing to k, or to all candidates if there are fewer; and the threshold.
     """
-    if not isinstance(received, Tensor):
-        return _split_on_host(received, grid, sizes, k)
     grid, zero = grid.double(), received.new_zeros(1)
     knots = torch.cat([zero, received.flatten(), zero + math.inf]).sort().values
     reached = torch.minimum(_reaching(received, grid, knots, zero), sizes.unsqueeze(1))
@@ -124,37 +119,6 @@ def split(received: Array, grid: Array, sizes: Array, k: int) -> tuple[Array, Nu
     shares = torch.floor(exact + 1e-9)
     extra = (shares - exact).argsort(stable=True).argsort() < wanted - shares.sum()
     return torch.minimum(shares + extra, sizes).long(), found[-1]
-
-
-def _split_on_host(
-    received: NDArray[np.float64], grid: NDArray[Any], sizes: NDArray[Any], k: int
-) -> tuple[NDArray[np.int64], float]:
-    """Compute :func:`split` in numpy: in torch, steps of small groups of four ranks take a quarter longer."""
-    knots = np.sort(np.append(received.ravel(), 0.0))
-    grid = np.append(grid.astype(np.float64), 0.0)  # knots that no statistic reaches count 0
-    points = received.shape[1]
-    reached = np.zeros((len(received), len(knots) + 1))
-    for own, size, made in zip(received, sizes, reached, strict=True):
-        beyond = points - np.searchsorted(own[::-1], knots)  # statistics that reach the knot
-        upper, lower = beyond - 1, np.minimum(beyond, points - 1)
-        high, gap = own[upper], own[upper] - own[lower]
-        between = np.where(gap > 0, (high - knots) / np.where(gap > 0, gap, 1), 0)
-        counted = grid[upper] + (grid[lower] - grid[upper]) * between
-        made[:-1] = np.minimum(np.where(beyond > 0, counted, 0), size)
-    # Above the highest knot the count is 0: the last column saves a special case for k below the count at it.
-    knots = np.append(knots, knots[-1])
-    totals = np.minimum.accumulate(reached.sum(0))  # descending except for rounding
-    wanted = min(float(totals[0]), k)
-    low = int(np.count_nonzero(totals >= wanted)) - 1  # the highest knot that is reached often enough
-    high = low + 1
-    step = (wanted - totals[high]) / (totals[low] - totals[high])
-    exact = reached[:, high] + step * (reached[:, low] - reached[:, high])
-    threshold = float(knots[high] + step * (knots[low] - knots[high]))
-    shares = np.floor(exact + 1e-9)
-    missing = wanted - shares.sum()
-    extra = np.zeros_like(shares)
-    extra[np.argsort(shares - exact, kind="stable")] = np.arange(len(shares)) < missing
-    return np.minimum(shares + extra, sizes).astype(np.int64), threshold
 
 
 def _reaching(received: Tensor, grid: Tensor, knots: Tensor, zero: Tensor) -> Tensor:

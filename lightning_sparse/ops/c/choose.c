@@ -215,12 +215,3 @@ EXPORT int64_t ls_largest(const int32_t *indices, const float *magnitudes, int64
   }
   return found;
 }
-
-// A magnitude that at least k of n reach, and not many more.
-EXPORT float ls_reached_by(const float *magnitudes, int64_t n, int64_t k) {
-  const uint32_t *m = (const uint32_t *)magnitudes;
-  histogram h;
-  uint32_t low, high;
-  bounds_of(m, n, &low, &high), count(&h, m, n, low, high);
-  return float_of(low + (bin_of(&h, &k) << h.shift));
-}

@@ -121,11 +121,6 @@ class Native:
         )  # fmt: skip
         return (places[:count], marks[:count], reached.value) if count else None
 
-    def reached_by(self, magnitudes: Tensor, k: int) -> float:
-        """A magnitude that at least k reach, and not many more."""
-        found: float = self._library.ls_reached_by(at(magnitudes), magnitudes.numel(), k)
-        return found
-
 
 def _scratch(room: int) -> Found:
     """Buffers of this thread for coordinates and magnitudes."""

@@ -1,4 +1,4 @@
-"""The functions of picks.c, unite.c and second.c: telling picks, reading what is told, uniting, rounding values."""
+"""The functions of picks.c and unite.c: telling picks, reading what is told, uniting, rounding values."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ class Met(NamedTuple):
     """Different coordinates before the limit."""
     lowest: int
     """The largest of all ranks' lowest levels."""
+    tops: Tensor | None
+    """(u,) uint8: the largest code of a second value that a rank gave each; None: there are no codes."""
     trouble: bool
     """True if a rank has a value that is not finite."""
 
@@ -65,20 +67,21 @@ class NativePicks:
         outside = self._library.ls_put(at(values), values.numel(), at(indices), indices.numel(), at(new))
         _refuse_outside(outside, values)
 
-    def among(self, values: Tensor, ordered: Tensor) -> Tensor:
-        """Which of some int64 numbers are among ascending ones."""
-        found = torch.empty(values.numel(), dtype=torch.bool, device="cpu")
-        self._library.ls_among(at(values), values.numel(), at(ordered), ordered.numel(), at(found))
-        return found
-
     def tell(
-        self, acc: Tensor, indices: Tensor, spare: Tensor | None, count: int, most: int, form: Form
+        self,
+        acc: Tensor,
+        indices: Tensor,
+        spare: Tensor | None,
+        count: int,
+        most: int,
+        form: Form,
+        second: Tensor | None = None,
     ) -> Tensor | None:
         """See :func:`~lightning_sparse.methods.exchanges.packed_union._tell`."""
         indices, spare = indices.long().contiguous(), None if spare is None else spare.contiguous()
         words = torch.zeros(form.width, dtype=torch.int32, device="cpu")
         failed = self._library.ls_tell(
-            at(acc), form.numel, at(indices), at(spare), form.slots, count, most, form.bits,
+            at(acc), at(second), form.numel, at(indices), at(spare), form.slots, count, most, form.bits,
             at(words), address("of picks", form.slots, torch.float32),
         )  # fmt: skip
         _refuse_outside(failed == 1, acc)
@@ -121,23 +124,22 @@ class NativePicks:
         """
         n, numbers = rows.shape[0], (ctypes.c_int64 * 3)()
         union, levels, said = _space_for_union(n * form.slots)
+        tops = torch.empty(n * form.slots + SLACK, dtype=torch.uint8, device="cpu") if form.codes else None
         size = self._library.ls_meet(
             at(rows), n, rows.stride(0), form.numel, form.slots, form.bits, spares, _limit(limit), phase,
-            self._table(), address("readers", n * self._library.ls_reader(), torch.uint8), at(union), said, at(levels),
-            numbers,
+            self._table(), address("readers", n * self._library.ls_reader(), torch.uint8), at(union), said, at(tops),
+            at(levels), numbers,
         )  # fmt: skip
-        return -1 - size if size < 0 else Met(union[:size], levels[:size], numbers[0], numbers[1], bool(numbers[2]))
+        if size < 0:
+            return int(-1 - size)
+        tops = None if tops is None else tops[:size]
+        return Met(union[:size], levels[:size], numbers[0], numbers[1], tops, bool(numbers[2]))
 
     def add_up(self, parts: Sequence[tuple[Tensor, Tensor]], padding: int) -> tuple[Tensor, Tensor] | None:
         """Sums of sparse vectors; None where one does not ascend."""
-        lengths, values = _lengths([indices for indices, _ in parts]), torch.cat([values for _, values in parts])
-        coordinates = torch.cat([indices for indices, _ in parts])
-        union, totals = coordinates.new_empty(len(values) + 1), values.new_empty(len(values) + 1)
-        found = self._library.ls_add_up(
-            at(coordinates), at(values), at(lengths), len(parts), padding, self._table(),
-            address("at", 2 * len(parts), torch.int64), at(union), at(totals),
-        )  # fmt: skip
-        return None if found < 0 else (union[:found], totals[:found])
+        parts = [(places.contiguous(), values.contiguous()) for places, values in parts]
+        starts = [places.data_ptr() for places, _ in parts], [values.data_ptr() for _, values in parts]
+        return self._add_up(*starts, [len(values) for _, values in parts], True, padding, 1)
 
     def average_pairs(self, rows: Tensor, slots: int, padding: int) -> tuple[Tensor, Tensor] | None:
         """The mean of sparse vectors over ranks, summed from zero in their order; None where one does not ascend.
@@ -147,41 +149,27 @@ class NativePicks:
             slots: see there.
             padding: coordinates from here on do not count.
         """
-        n = len(rows)
-        union = torch.empty(n * slots + 1, dtype=torch.int64, device="cpu")
-        means = torch.empty(n * slots + 1, dtype=torch.float32, device="cpu")
-        found = self._library.ls_average_pairs(
-            at(rows), n, rows.stride(0), slots, padding, self._table(),
-            address("at", 2 * n, torch.int64), at(union), at(means),
+        n, counts = len(rows), rows[:, 0].tolist()
+        if not all(0 <= count <= slots for count in counts):
+            return None
+        places = [rows.data_ptr() + 4 * (rank * rows.stride(0) + 1) for rank in range(n)]
+        return self._add_up(places, [place + 4 * slots for place in places], counts, False, padding, n)
+
+    def _add_up(
+        self, places: Sequence[int], values: Sequence[int], lengths: Sequence[int], wide: bool, padding: int, by: int
+    ) -> tuple[Tensor, Tensor] | None:
+        """Call the function for vectors at addresses."""
+        n, room = len(lengths), sum(lengths) + 1
+        union = torch.empty(room, dtype=torch.int64, device="cpu")
+        totals = torch.empty(room, dtype=torch.float32, device="cpu")
+        found = self._library.ls_add_up(
+            (ctypes.c_void_p * n)(*places), wide, (ctypes.c_void_p * n)(*values), (ctypes.c_int64 * n)(*lengths), n,
+            padding, by, self._table(), address("at", n, torch.int64), at(union), at(totals),
         )  # fmt: skip
-        return None if found < 0 else (union[:found], means[:found])
+        return None if found < 0 else (union[:found], totals[:found])
 
     def _table(self) -> int:
         return zeros("table", self._library.ls_table())
-
-    def codes(self, second: Tensor, indices: Tensor) -> Tensor:
-        """Return the codes of second values at indices: (c,) uint8, see ``packed_union._codes``."""
-        indices = indices.long().contiguous()
-        codes = torch.empty(indices.numel(), dtype=torch.uint8, device="cpu")
-        outside = self._library.ls_codes(at(second), second.numel(), at(indices), indices.numel(), at(codes))
-        _refuse_outside(outside, second)
-        return codes
-
-    def tops(self, rows: Tensor, form: Form, union: Tensor) -> Tensor:
-        """The largest code that any rank tells for each coordinate of a union: (u,) uint8.
-
-        Args:
-            rows: messages that :meth:`meet` has read, with codes behind them, a byte for each slot.
-            form: of the messages.
-            union: (u,) int64, ascending.
-        """
-        tops = torch.empty(union.numel(), dtype=torch.uint8, device="cpu")
-        self._library.ls_tops(
-            at(rows), len(rows), rows.stride(0), form.numel, form.slots, form.bits, at(union), union.numel(),
-            zeros("told", 1 << 16), address("readers", 2 * len(rows) * self._library.ls_reader(), torch.uint8),
-            at(tops),
-        )  # fmt: skip
-        return tops
 
     def round(
         self,

@@ -14,6 +14,7 @@ typedef struct {
     uint16_t said[OFFSETS];
     float sums[OFFSETS];
   } of;
+  uint8_t tops[OFFSETS];  // the largest codes of second values
 } table;
 
 // Tables have as many bytes as this says, zero, and are left so.
@@ -54,11 +55,12 @@ INLINE int64_t named_in(table *t, int64_t start, int64_t found, int64_t *places)
   return found;
 }
 
-INLINE int64_t union_in(table *t, int64_t start, int64_t found, int64_t *places, uint16_t *said) {
+INLINE int64_t union_in(table *t, int64_t start, int64_t found, int64_t *places, uint16_t *said, uint8_t *tops) {
   int64_t end = named_in(t, start, found, places);
   for (int64_t i = found; i < end; i++) {
     uint32_t offset = (uint32_t)(places[i] - start);
     said[i] = t->of.said[offset], t->of.said[offset] = 0;
+    if (tops) tops[i] = t->tops[offset], t->tops[offset] = 0;
   }
   return end;
 }
@@ -72,35 +74,23 @@ INLINE int64_t sums_in(table *t, int64_t start, int64_t found, int64_t *places, 
   return end;
 }
 
-// Of a union with `all` spare ones, keep `some` of these, evenly, and all others: the spare one of ordinal o stays where
-// (o some + sum) mod all < some. sum: below `all`.
-INLINE int64_t fewer(int64_t found, uint32_t all, uint32_t some, uint32_t sum, int64_t *places, uint16_t *said) {
-  int64_t kept = 0, now = sum;
-  for (int64_t i = 0; i < found; i++) {
-    int64_t is_first = said[i] & FIRST, next = now + (some & (is_first - 1)) - all;
-    now = next + (all & (next >> 63));
-    places[kept] = places[i], said[kept] = said[i];
-    kept += is_first | (now < some);
-  }
-  return kept;
-}
-
-// Thin a union evenly to a limit, spare ones first; levels as they are told.
-INLINE int64_t thinned(int64_t found, int64_t limit, int64_t phase, int64_t *places, uint16_t *said, int32_t *levels) {
+// Thin a union evenly to a limit, spare ones first; levels as they are told. Of `all` that are thinned to `some`, the one
+// of ordinal o stays where (o some + phase) mod all < some.
+INLINE int64_t thinned(int64_t found, int64_t limit, int64_t phase, int64_t *places, uint16_t *said, uint8_t *tops,
+                       int32_t *levels) {
   int64_t first = 0, kept = found;
-  for (int64_t i = 0; found > limit && i < found; i++) first += said[i] & FIRST;
-  if (found > limit && first <= limit) {
-    int64_t all = found - first;
-    kept = fewer(found, (uint32_t)all, (uint32_t)(limit - first), (uint32_t)(phase % all), places, said);
-  } else if (found > limit) {  // no spare one stays
-    int64_t sum = phase % first;
+  if (found > limit) {
+    for (int64_t i = 0; i < found; i++) first += said[i] & FIRST;
+    int64_t no_spare = first > limit, all = no_spare ? first : found - first, some = no_spare ? limit : limit - first;
+    int64_t sum = phase % all;
     kept = 0;
     for (int64_t i = 0; i < found; i++) {
-      int64_t is_first = said[i] & FIRST;
-      sum += limit & -is_first;
-      sum -= sum >= first ? first : 0;
+      int64_t thins = (said[i] & FIRST) == no_spare;
+      sum += some & -thins;
+      sum -= sum >= all ? all : 0;
       places[kept] = places[i], said[kept] = said[i];
-      kept += is_first & (sum < limit);
+      if (tops) tops[kept] = tops[i];
+      kept += thins ? sum < some : !no_spare;
     }
   }
   for (int64_t i = 0; i < kept; i++) levels[i] = level_in(said[i]);
@@ -137,10 +127,10 @@ EXPORT int64_t ls_unite(const int64_t *places, const int64_t *levels, const uint
         say(t, (uint32_t)(places[i] - start), code_of(levels ? levels[i] : 0, spare && spare[i]));
       at[2 * r] = i;
     }
-    found = union_in(t, start, found, united, said);
+    found = union_in(t, start, found, united, said, NULL);
   }
   *named = found;
-  return left_over(places, at, n, padding) ? -1 : thinned(found, limit, phase, united, said, united_levels);
+  return left_over(places, at, n, padding) ? -1 : thinned(found, limit, phase, united, said, NULL, united_levels);
 }
 
 // Whether ls_tell has written a message, as far as it can be seen.
@@ -168,8 +158,8 @@ typedef struct {
 
 // See ls_meet.
 INLINE int64_t meet(const int32_t *words, int64_t n, int64_t stride, const form f, int32_t spares, int64_t limit,
-                    int64_t phase, table *t, speaker *ranks, int64_t *united, uint16_t *said, int32_t *levels,
-                    int64_t *numbers) {
+                    int64_t phase, table *t, speaker *ranks, int64_t *united, uint16_t *said, uint8_t *tops,
+                    int32_t *levels, int64_t *numbers) {
   int64_t found = 0, lowest = SILENT, top = SILENT;
   for (int64_t r = 0; r < n; r++) {
     const int32_t *row = words + r * stride;
@@ -195,11 +185,16 @@ INLINE int64_t meet(const int32_t *words, int64_t n, int64_t stride, const form 
     int64_t end = f.numel - start < OFFSETS ? f.numel : start + OFFSETS;
     for (int64_t r = 0; r < n; r++) {
       reader at = ranks[r].at;
-      for (; at.i < at.last && at.place < end; next_pick(&at, f))
-        if (!at.descends) say(t, (uint32_t)(at.place - start), ranks[r].codes[nibble_in(at.row + f.classes, at.i)]);
+      for (; at.i < at.last && at.place < end; next_pick(&at, f)) {
+        if (at.descends) continue;
+        uint32_t offset = (uint32_t)(at.place - start);
+        say(t, offset, ranks[r].codes[nibble_in(at.row + f.classes, at.i)]);
+        uint8_t code = tops ? ((const uint8_t *)(at.row + f.seconds))[at.i] : 0;
+        if (tops && code > t->tops[offset]) t->tops[offset] = code;
+      }
       ranks[r].at = at;
     }
-    found = union_in(t, start, found, united, said);
+    found = union_in(t, start, found, united, said, tops);
   }
   for (int64_t r = 0; r < n; r++) {
     reader at = ranks[r].at;
@@ -207,75 +202,54 @@ INLINE int64_t meet(const int32_t *words, int64_t n, int64_t stride, const form 
     if (at.descends) return -1 - wrong_one(words, n, stride, f);
   }
   numbers[0] = found, numbers[1] = lowest, numbers[2] = top == TROUBLE;
-  return thinned(found, limit, phase, united, said, levels);
+  return thinned(found, limit, phase, united, said, tops, levels);
 }
 
-// The same of n messages that ls_tell has written, `stride` words each. spares: whether picks may be spare ones. numbers:
-// how many there were; the largest of all ranks' lowest levels; whether a value is not finite. ranks: n times as many bytes
-// as ls_reader says. -1 - r where ls_tell cannot have written rank r's message.
+// The same of n messages that ls_tell has written, `stride` words each. spares: whether picks may be spare ones. tops: the
+// largest code that any of them tells for each, missing where there are none. numbers: how many there were; the largest of
+// all ranks' lowest levels; whether a value is not finite. ranks: n times as many bytes as ls_reader says. -1 - r where
+// ls_tell cannot have written rank r's message.
 EXPORT int64_t ls_meet(const int32_t *words, int64_t n, int64_t stride, int64_t numel, int64_t slots, int64_t bits,
                        int32_t spares, int64_t limit, int64_t phase, table *t, speaker *ranks, int64_t *united,
-                       uint16_t *said, int32_t *levels, int64_t *numbers) {
-  if (bits == 8)  // which is the most frequent one
-    return meet(words, n, stride, form_of(numel, slots, 8), spares, limit, phase, t, ranks, united, said, levels,
-                numbers);
-  return meet(words, n, stride, form_of(numel, slots, bits), spares, limit, phase, t, ranks, united, said, levels,
-              numbers);
+                       uint16_t *said, uint8_t *tops, int32_t *levels, int64_t *numbers) {
+  const form f = form_of(numel, slots, bits), frequent = form_of(numel, slots, 8);
+  if (bits == 8 && tops)
+    return meet(words, n, stride, frequent, spares, limit, phase, t, ranks, united, said, tops, levels, numbers);
+  if (bits == 8)
+    return meet(words, n, stride, frequent, spares, limit, phase, t, ranks, united, said, NULL, levels, numbers);
+  return meet(words, n, stride, f, spares, limit, phase, t, ranks, united, said, tops, levels, numbers);
 }
 
 // Bytes for what is known of a rank while its message is read.
 EXPORT int64_t ls_reader(void) { return (int64_t)sizeof(speaker); }
 
-// Sums of n vectors, given at coordinates that ascend, below padding, from zero in the order of the vectors. -1 where
-// some do not ascend. Otherwise as ls_unite.
-EXPORT int64_t ls_add_up(const int64_t *places, const float *values, const int64_t *lengths, int64_t n, int64_t padding,
-                         table *t, int64_t *at, int64_t *united, float *totals) {
-  int64_t found = 0;
-  begin(lengths, n, at);
+INLINE int64_t add_up(const void *const *places, const int wide, const float *const *values, const int64_t *lengths,
+                      int64_t n, int64_t padding, float by, table *t, int64_t *at, int64_t *united, float *totals) {
+  int64_t found = 0, place = 0;
+#define PLACE(r, i) (wide ? ((const int64_t *)places[r])[i] : ((const int32_t *)places[r])[i])
+  memset(at, 0, 8 * (size_t)n);
   for (int64_t start = 0; start < padding; start += OFFSETS) {
     int64_t end = start + OFFSETS < padding ? start + OFFSETS : padding;
     for (int64_t r = 0; r < n; r++) {
-      int64_t i = at[2 * r], last = at[2 * r + 1];
-      for (; i < last && places[i] >= start && places[i] < end; i++) {
-        uint32_t offset = (uint32_t)(places[i] - start);
-        t->of.sums[offset] += values[i];
-        name(t, offset);
+      int64_t i = at[r];
+      for (; i < lengths[r] && (place = PLACE(r, i)) >= start && place < end; i++) {
+        t->of.sums[place - start] += values[r][i];
+        name(t, (uint32_t)(place - start));
       }
-      at[2 * r] = i;
+      at[r] = i;
     }
-    found = sums_in(t, start, found, united, totals, 1);
-  }
-  return left_over(places, at, n, padding) ? -1 : found;
-}
-
-// Such sums divided by n, of n messages of `stride` words: a count, and as many as `slots` coordinates and values. -1 also
-// where a count or a coordinate cannot be.
-EXPORT int64_t ls_average_pairs(const int32_t *words, int64_t n, int64_t stride, int64_t slots, int64_t padding,
-                                table *t, int64_t *at, int64_t *united, float *means) {
-  int64_t found = 0;
-  for (int64_t r = 0; r < n; r++) {
-    const int32_t *row = words + r * stride;
-    if (row[0] < 0 || row[0] > slots) return -1;
-    for (int64_t i = 1; i <= row[0]; i++)
-      if (row[i] < 0 || row[i] > padding) return -1;
-    at[2 * r] = 0, at[2 * r + 1] = row[0];
-  }
-  for (int64_t start = 0; start < padding; start += OFFSETS) {
-    int64_t end = start + OFFSETS < padding ? start + OFFSETS : padding;
-    for (int64_t r = 0; r < n; r++) {
-      const int32_t *places = words + r * stride + 1, *values = places + slots;
-      int64_t i = at[2 * r], last = at[2 * r + 1];
-      for (; i < last && places[i] >= start && places[i] < end; i++) {
-        uint32_t offset = (uint32_t)(places[i] - start);
-        t->of.sums[offset] += float_of((uint32_t)values[i]);
-        name(t, offset);
-      }
-      at[2 * r] = i;
-    }
-    found = sums_in(t, start, found, united, means, (float)n);
+    found = sums_in(t, start, found, united, totals, by);
   }
   for (int64_t r = 0; r < n; r++)
-    for (int64_t i = at[2 * r]; i < at[2 * r + 1]; i++)
-      if (words[r * stride + 1 + i] < padding) return -1;
+    for (int64_t i = at[r]; i < lengths[r]; i++)
+      if (PLACE(r, i) != padding) return -1;
   return found;
+}
+
+// Sums of n vectors, given at coordinates that ascend, int64 or int32, below padding, from zero in the order of the
+// vectors, divided by a number. -1 where some do not ascend.
+EXPORT int64_t ls_add_up(const void *const *places, int32_t wide, const float *const *values, const int64_t *lengths,
+                         int64_t n, int64_t padding, float by, table *t, int64_t *at, int64_t *united, float *totals) {
+  return wide ? add_up(places, 1, values, lengths, n, padding, by, t, at, united, totals)
+              : add_up(places, 0, values, lengths, n, padding, by, t, at, united, totals);
 }

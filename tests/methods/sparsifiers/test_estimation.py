@@ -34,9 +34,6 @@ def shares_of(candidates: list[np.ndarray], k: int, points: int) -> tuple[list[i
     given = [torch.from_numpy(x) for x in (heard, grid, sizes)]
     shares, threshold = split(*given, k)
     assert shares.dtype == torch.int64
-    theirs, their_threshold = split(heard, grid, sizes, k)  # on the CPU
-    assert theirs.tolist() == shares.tolist()
-    assert their_threshold == pytest.approx(float(threshold), rel=1e-14)  # torch may fuse a product and a sum
     return shares.tolist(), float(threshold), grid
 
 
