@@ -10,7 +10,7 @@ from torch.nn import Parameter
 from lightning_sparse.core.layout import own
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.state.plain import checksum
-from lightning_sparse.engine.state.schema import State
+from lightning_sparse.engine.state.schema import State, remembering
 from lightning_sparse.tuning.controllers.checksum import checksum as weights_checksum
 
 SHOWN = 5
@@ -83,10 +83,10 @@ def go_on(engine: Engine, left: Left | None) -> str:
         return f"{anew}: {left.broken}"
     if not agreed:
         return f"{anew}: the ranks disagree about what has changed since."
-    if not known:
-        return f"{anew}: it was of another model."
+    waits = remembering(left.state) | left.state["late"].keys()
     if changed_anywhere == known:
-        return f"{anew}: the weights have changed since."
+        why = "the weights have changed since" if known else "it was of another model"
+        return f"{anew}: {why}." if waits else ""
     remembered = {name: {} if name in changed else own for name, own in left.state["parameters"].items()}
     try:
         averages = {
@@ -96,7 +96,7 @@ def go_on(engine: Engine, left: Left | None) -> str:
         lost = engine.take_over({**left.state, "parameters": remembered, **averages}, here)
     except ValueError as error:
         return f"{anew}: {error}"
-    if changed:
-        names = ", ".join(sorted(changed)[:SHOWN]) + (", ..." if len(changed) > SHOWN else "")
+    if dropped := sorted(changed & waits):
+        names = ", ".join(dropped[:SHOWN]) + (", ..." if len(dropped) > SHOWN else "")
         lost = [f"The weights of {names} have changed since.", *lost]
     return f"What was not sent of some parameters is dropped. {' '.join(lost)}" if lost else ""

@@ -158,7 +158,9 @@ BETWEEN: dict[str, Callable[[Any], None]] = {
 }
 
 
-def fit_twice(package: str, between: str, folder: str) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+def fit_twice(
+    package: str, between: str, folder: str, **settings: Any
+) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """The state after a fit and the one with which the next begins, and what was said."""
     warnings.filterwarnings("ignore", message="Using `DistributedSampler`")  # Lightning's advice on evaluation
     module, data = make_module(package), make_data(96)
@@ -168,7 +170,7 @@ def fit_twice(package: str, between: str, folder: str) -> tuple[dict[str, Any], 
         def on_train_start(self, trainer: Any, module: Any) -> None:
             begins.append(trainer.strategy.engine.state_dict())
 
-    strategy = strategy_of(package, SPARSE)
+    strategy = strategy_of(package, SPARSE | settings)
     trainer = make_trainer(package, strategy=strategy, max_epochs=2, callbacks=[Look()])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -227,6 +229,18 @@ def test_a_second_fit_with_other_weights_starts_anew_and_says_so(
     assert ("another model" in said) == (between == "another model")
     assert not any(vectors["residual"].any() for vectors in begins["parameters"].values())
     assert begins["step"] == 0
+
+
+def fit_twice_densely(package: str, folder: str) -> list[list[str]]:
+    return [
+        fit_twice(package, between, folder, density=1.0)[2]
+        for between in ("another model", "all weights", "weights of one layer")
+    ]
+
+
+def test_nothing_is_said_to_be_dropped_where_nothing_waits(two_ranks: Ranks, tmp_path: Path) -> None:
+    for said in two_ranks(fit_twice_densely, "pytorch_lightning", str(tmp_path)):
+        assert said == [[], [], []]
 
 
 def with_pruned_name(remembered: dict[str, Any]) -> dict[str, Any]:
