@@ -27,7 +27,8 @@ def norm(x: Tensor) -> Tensor:
     rest = torch.linalg.vector_norm(x[whole:], dtype=dtype)
     total: Tensor = torch.linalg.vector_norm(torch.cat([rows, rest.view(1)]), dtype=torch.float64)
     if not LEAST < total < math.inf:  # squares of more than 1e19 are beyond float32, and those of less than 1e-19
-        total = torch.linalg.vector_norm(x.double())
+        wide = [torch.linalg.vector_norm(chunk.double()) for chunk in torch.split(x, CHUNK)]
+        total = torch.linalg.vector_norm(torch.stack(wide))
     return total
 
 
