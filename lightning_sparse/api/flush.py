@@ -98,8 +98,9 @@ def flush(what: Any, optimizers: Optimizer | Iterable[Optimizer] | None = None) 
     if left and all(engine.speaks for engine in engines):
         more = f", and {len(left) - 1} more" if len(left) > 1 else ""
         rank_zero_warn(
-            f"No optimizer of the flush holds the parameter {left[0]}{more}: what has waited is dropped there. Give "
-            "all optimizers: flush(engine, [...])."
+            f"No optimizer of the flush holds the parameter {left[0]}{more}: what has waited is dropped there. "
+            "With the Trainer, return all optimizers from configure_optimizers; with Fabric, pass all of them to "
+            "fabric.setup; elsewhere, call flush(engine, [...]) with all of them."
         )
     square = 0.0
     with gradients_aside(chosen, parameters):

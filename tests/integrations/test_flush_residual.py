@@ -275,16 +275,20 @@ def test_it_flushes_when_training_ends_and_no_average_of_weights(two_ranks: Rank
     assert two_ranks(fit_beside, PACKAGES[1], "an average with BatchNorm") == [(0, True)] * 2
 
 
-def fit_by_own_optimizer(package: str, kind: str) -> tuple[str, bool, bool]:
-    """The memory; whether the flush moves weights; whether it leaves gradients behind."""
+def fit_by_own_optimizer(package: str, kind: str) -> tuple[str, bool, bool, list[str]]:
+    """The memory; whether the flush moves weights; whether it leaves gradients behind; what it warns of."""
     base = make_module(package).__class__
-    make = {"sgd": torch.optim.SGD, "ls.AdamW": ls.AdamW}[kind]
+    kinds: dict[str, Any] = {
+        "sgd": torch.optim.SGD,
+        "ls.AdamW": ls.AdamW,
+        "of one layer": lambda parameters, lr: torch.optim.SGD([*parameters][:2], lr),
+    }
 
     class Own(base):  # type: ignore[misc, valid-type]
         def __init__(self) -> None:
             super().__init__()
             self.automatic_optimization = False
-            self.own = make(self.parameters(), lr=0.01)
+            self.own = kinds[kind](self.parameters(), lr=0.01)
 
         def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
             self.own.zero_grad()
@@ -302,16 +306,24 @@ def fit_by_own_optimizer(package: str, kind: str) -> tuple[str, bool, bool]:
     strategy = own(package, "SparseDDPStrategy")(density=0.05, rules=EVERYTHING_SPARSE, watch=None)
     looking, module = Looking(), Own()
     trainer = make_trainer(package, strategy=strategy, callbacks=[looking, ls.FlushResidual()], max_epochs=1)
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings(record=True, action="always") as caught:
         trainer.fit(module, make_data(96))
     memory = type(strategy.engine.settings.memory).__name__
     left = any(p.grad is not None for p in module.parameters())
-    return memory, not torch.equal(flat(module), looking.before), left
+    told = [str(w.message) for w in caught if "flush" in str(w.message)]
+    return memory, not torch.equal(flat(module), looking.before), left, told
 
 
 def test_optimizers_that_lightning_was_not_shown_take_the_step(two_ranks: Ranks) -> None:
-    assert two_ranks(fit_by_own_optimizer, PACKAGES[0], "sgd") == [("Residual", True, False)] * 2
-    assert two_ranks(fit_by_own_optimizer, PACKAGES[1], "ls.AdamW") == [("SecondMoment", True, False)] * 2
+    assert two_ranks(fit_by_own_optimizer, PACKAGES[0], "sgd") == [("Residual", True, False, [])] * 2
+    assert two_ranks(fit_by_own_optimizer, PACKAGES[1], "ls.AdamW") == [("SecondMoment", True, False, [])] * 2
+
+
+def test_of_optimizers_that_nobody_knows_a_user_of_lightning_hears_what_to_do(two_ranks: Ranks) -> None:
+    (*_, [told]), (*_, others) = two_ranks(fit_by_own_optimizer, PACKAGES[0], "of one layer")
+    assert "holds the parameter net.2.weight, and 1 more" in told
+    assert "return all optimizers from configure_optimizers" in told
+    assert others == []
 
 
 def fit_with_a_closure(package: str) -> None:
