@@ -196,6 +196,8 @@ class SparseTrainerMixin(SparseStrategy, Base):
     def teardown(self) -> None:
         """Close the engine, then everything else."""
         at_work = self._open_engine
+        if at_work is not None and not self._trainer.interrupted and at_work.optimizers_in_use:
+            at_work.drain()  # averages of a checkpoint, in a fit that has nothing to train
         self._close_engine()
         vars(self.precision_plugin).pop("clip_gradients", None)
         if at_work is not None:

@@ -122,6 +122,29 @@ def test_a_run_that_is_resumed_goes_on_bit_for_bit(two_ranks: Ranks, tmp_path: P
         assert torch.equal(whole, again)
 
 
+def finished(package: str, folder: str) -> tuple[Tensor, Tensor, bool]:
+    """Weights of a run, and of a fit that resumes its last checkpoint; whether that has other weights."""
+    ends = []
+    for resume in (None, f"{folder}/last.ckpt"):
+        callbacks = [saver(package, dirpath=f"{folder}/again" if resume else folder, save_last=True)]
+        strategy = strategy_of(package, {**SPARSE, "delay": 1})
+        trainer = make_trainer(package, strategy=strategy, callbacks=callbacks, enable_checkpointing=True)
+        module = make_module(package)
+        module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)  # noqa: B023
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The dirpath has changed")
+            trainer.fit(module, make_data(96), make_data(16), ckpt_path=resume, weights_only=False)
+        ends.append(flat(module))
+    saved = torch.load(f"{folder}/last.ckpt", weights_only=False)["state_dict"]
+    return ends[0], ends[1], not torch.equal(ends[0], torch.cat([x.flatten() for x in saved.values()]))
+
+
+def test_a_run_that_is_over_gets_its_last_averages_when_it_is_resumed(two_ranks: Ranks, tmp_path: Path) -> None:
+    for whole, again, differed in two_ranks(finished, PACKAGES[0], str(tmp_path)):
+        assert differed
+        assert torch.equal(whole, again)
+
+
 def interrupted(folder: str) -> bool:
     """A run that ends with an error while an exchange is in flight, where each rank saves; whether it did."""
     package = PACKAGES[0]
