@@ -32,7 +32,7 @@ from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.state.merging import join_parts, merge_states
 from lightning_sparse.engine.state.plain import checksum
-from lightning_sparse.engine.state.schema import NOTHING, State, check_state, revoke, with_pending
+from lightning_sparse.engine.state.schema import NOTHING, State, check_state, give_back, revoke, with_pending
 from lightning_sparse.engine.state.side_files import (
     Path,
     SideFile,
@@ -223,7 +223,7 @@ def restore(
     trouble, dropped, remarks = by_reason(notes), "", []
     resized = not trouble and isinstance(marker, dict) and _nodes_of(marker)[0] != engine.comm.world_size
     if resized and resize == "zero":
-        state, dropped = _emptied(state, engine.comm)
+        state, dropped = _emptied(state, engine)
     try:
         remarks = [] if trouble else engine.load_state_dict(state)
     except ValueError as error:  # on all ranks
@@ -377,13 +377,17 @@ def _locate(path: Path, directory: str, file: SideFile) -> str:
     )
 
 
-def _emptied(state: State, comm: TorchCollective) -> tuple[State, str]:
-    """Return a merged state without what it remembered, and a sentence that says what is lost."""
+def _emptied(state: State, engine: Engine) -> tuple[State, str]:
+    """Return a merged state without what it remembered, and a sentence that says what is lost.
+
+    Averages that optimizers are given in the next step are kept; of others, residuals would take them in.
+    """
+    state = give_back(state, engine.frozen if engine.settings.delay else state["late"])
     whole = with_pending(state, 1)["parameters"].values()
     residuals = [vectors["residual"].double() for vectors in whole if "residual" in vectors]
     norm = sum(float(residual.square().sum()) for residual in residuals) ** 0.5
     empty: State = {name: {} for name in state["parameters"]}
-    ranks = "1 rank" if comm.world_size == 1 else f"{comm.world_size} ranks"
+    ranks = "1 rank" if engine.comm.world_size == 1 else f"{engine.comm.world_size} ranks"
     return {**state, "parameters": empty, "counters": {}, "pending": {}}, (
         f"Training continues with {ranks} instead of {state['world_size']} and resize='zero': the residuals, an "
         f"update of norm {norm:.4g} that was still to be sent, are dropped."

@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import fsspec
 import numpy as np
@@ -42,7 +43,7 @@ class Engine:
 
     def __init__(self, comm: Any, run: str = "a", step: int = 0) -> None:
         self.comm, self.run_id, self.step, self.device = comm, run, step, torch.device("cpu")
-        self.settings = "topk"
+        self.settings = SimpleNamespace(delay=self.delay)
         self.loaded: dict[str, Any] | None = None
         self.refuses = False
         self.flushing = False
@@ -58,7 +59,7 @@ class Engine:
             "void_steps": 0,
             "rank": self.comm.rank,
             "world_size": self.comm.world_size,
-            "settings": self.settings,
+            "settings": "topk",
             "parameters": {
                 name: {key: torch.randn(numel, generator=generator) for key, numel in vectors.items()}
                 for name, vectors in SHAPES.items()
@@ -77,6 +78,8 @@ class Engine:
         }
 
     ranks_of_a_replica = 1
+    delay = 0
+    frozen: ClassVar[dict[str, Any]] = {}
 
     @property
     def rank(self) -> int:
@@ -935,6 +938,30 @@ def test_averages_that_are_pending_are_dropped_with_the_residuals(tmp_path: Path
     for engine in engines:
         assert engine.loaded is not None
         assert engine.loaded["pending"] == {}
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_averages_that_are_late_are_dropped_where_residuals_would_take_them_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, delay: int
+) -> None:
+    path = tmp_path / "x.ckpt"
+
+    class Late(Engine):
+        def state_dict(self, moment: torch.Tensor | None = None) -> dict[str, Any]:
+            state = with_averages(0)
+            late = {name: {**averages, "ranks": 2} for name, averages in state["pending"].items()}
+            return {**state, "rank": self.comm.rank, "pending": {}, "late": late}
+
+    results(save_with(path, Late))
+    monkeypatch.setattr(Engine, "delay", delay)
+    norm = np.linalg.norm([1.0] * 6 if delay else [1.0, 1.5, 1.0, -7.0, 3.0, 5.0])
+    with pytest.warns(UserWarning, match=rf"resize='zero': .* an update of norm {norm:.4g} "):
+        engines = resumed(3, path, resize="zero")
+    for engine in engines:
+        assert engine.loaded is not None
+        assert engine.loaded["late"].keys() == ({"w", "b"} if delay else set())
+        assert engine.loaded["pending"] == {}
+        assert not any(engine.loaded["parameters"].values())
 
 
 @pytest.mark.parametrize("resize", ["merge", "flush", "zero"])
