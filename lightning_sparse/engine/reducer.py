@@ -475,7 +475,8 @@ class Reducer(Groups):
         group, ctx, scale, _, wait_for_gradients = member
         with self.failing_together(f"in the exchange of group {group.plan.name!r}"):
             wait_for_gradients()
-            yield from group.exchange_steps(ctx, unused, scale, self._flushes, self._absorbing)
+            flush = self._flushes and group.sparsified  # others send all anyway, and their own step counts as sent
+            yield from group.exchange_steps(ctx, unused, scale, flush, self._absorbing)
 
     @contextmanager
     def _absorbing(self, names: Set[str]) -> Iterator[None]:

@@ -313,7 +313,8 @@ def test_a_run_begins_on_one_device_and_goes_on_on_two(
         assert kept > 0
 
 
-def test_adams_own_moments_outlast_the_step_that_sends_residuals(one_rank: None) -> None:
+@pytest.mark.parametrize("resize", ["merge", "flush"])
+def test_adams_own_moments_outlast_the_step_that_sends_residuals(one_rank: None, resize: str) -> None:
     """Those of parameters that stay dense: torch steps them before, and from the next step on again."""
     model = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -324,6 +325,8 @@ def test_adams_own_moments_outlast_the_step_that_sends_residuals(one_rank: None)
         engine.bind(optimizer)
         if state is not None:
             engine.load_state_dict(state)
+            if resize == "flush":
+                engine.flush_next_step()
         for batch in torch.randn(3, 4, 20).unbind():
             optimizer.zero_grad()
             ddp(batch).square().mean().backward()
