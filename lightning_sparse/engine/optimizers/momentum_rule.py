@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -36,14 +35,12 @@ class MomentumRule:
         self._spending = Spending(late)
         self._noted: list[_Noted] = []
         """The step that an optimizer is taking."""
-        self._kept: Set[str] = frozenset()
-        """Parameters whose residuals are those of an earlier engine."""
-        self._met: WeakSet[Optimizer] = WeakSet()
-        """Optimizers that have stepped since the residuals are as they are."""
+        self._kept: set[str] = set()
+        """Parameters whose residuals were loaded, or that an optimizer has stepped since residuals started empty."""
 
     def go_on(self, names: Set[str]) -> None:
         """Note that the residuals of these parameters were loaded, and all others start empty."""
-        self._kept, self._met = names, WeakSet()
+        self._kept = set(names)
 
     def before(self, optimizer: SGD, arrived: Iterable[OfGroup], serves: bool, steps: int) -> None:
         """Note with which averages an optimizer steps, and by which settings.
@@ -55,11 +52,11 @@ class MomentumRule:
             steps: gradients that came since its latest step: 1, or 0 in a flush between two steps.
         """
         kept = optimizer.state
-        if optimizer not in self._met:
-            self._met.add(optimizer)
-            for parameter, state in kept.items():
-                if (name := self._name_of(id(parameter))) is not None and name not in self._kept:
-                    state.pop(WAITED, None)  # of residuals that are gone; others may have trained since
+        for parameter in (p for settings in optimizer.param_groups for p in settings["params"]):
+            name = self._name_of(id(parameter))
+            if name is not None and name not in self._kept:
+                self._kept.add(name)
+                kept.get(parameter, {}).pop(WAITED, None)  # of residuals that are gone; others may have trained since
         if not serves and not any(WAITED in state for state in kept.values()):
             return
         skip = getattr(optimizer, "found_inf", None)

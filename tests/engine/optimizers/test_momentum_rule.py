@@ -165,6 +165,24 @@ def test_a_resumed_run_goes_on_bit_for_bit(two_ranks: Ranks) -> None:
         assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
 
 
+def replaced(at: int | None) -> list[Tensor]:
+    """Weights, where another optimizer takes the place of the first one, with its state."""
+    training = Training()
+    for step in range(STEPS):
+        if step == at:
+            first, training.optimizer = training.optimizer, torch.optim.SGD(training.ddp.parameters(), **HYPER)
+            training.optimizer.load_state_dict(copy.deepcopy(first.state_dict()))
+            training.engine.bind([training.optimizer])
+        training.step(step)
+    training.engine.close()
+    return training.weights()
+
+
+def test_an_optimizer_with_the_state_of_another_one_goes_on_bit_for_bit(two_ranks: Ranks) -> None:
+    for expected, weights in zip(two_ranks(replaced, None), two_ranks(replaced, 5), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(expected, weights, strict=True))
+
+
 def without_residuals(between: str) -> list[Tensor]:
     """Steps of a run whose optimizer has waits of an earlier one, or none, and whose residuals start empty."""
     before = Training()
