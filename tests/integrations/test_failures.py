@@ -65,6 +65,7 @@ def fit(folder: str, epochs: int, resume: str | None, behaviour: str, executor: 
     from pytorch_lightning.plugins.io import TorchCheckpointIO
 
     import lightning_sparse as ls
+    from lightning_sparse.engine.network import process_group
     from tests.trainers import flat, make_data, make_module, make_trainer
 
     def digest(trainer: Any) -> str:
@@ -110,6 +111,8 @@ def fit(folder: str, epochs: int, resume: str | None, behaviour: str, executor: 
                 if behaviour == "exit":
                     os._exit(7)
 
+    if behaviour == "fewer batches":
+        process_group.LEAVE = timedelta(seconds=0.5)  # what the test waits for is its end
     strategy = ls.SparseDDPStrategy(
         sparsifier="topk",
         density=0.05,
@@ -319,7 +322,7 @@ def test_killed_around_any_save_and_setup_the_last_checkpoint_goes_on_exactly(
 
 
 @pytest.mark.parametrize("behaviour", by_default(["raise", "hang", "exit"], 1))
-def test_a_rank_that_fails_ends_the_others(launch: Any, tmp_path: Path, behaviour: str) -> None:
+def test_a_rank_that_fails_ends_the_others(launch: Any, behaviour: str) -> None:
     run = launch(behaviour, behaviour=behaviour)
     run.wait_for("step 10\n", rank=1)
     others = [0, 2] if behaviour == "hang" else [0, 1, 2]
@@ -329,9 +332,13 @@ def test_a_rank_that_fails_ends_the_others(launch: Any, tmp_path: Path, behaviou
     if behaviour == "raise":
         assert "rank 1 has had enough" in run.said(1)
         assert run.processes[1].exitcode == 1
-    run.end()
-    if behaviour == "raise":  # the others end as if they were killed
-        check_resume(launch, tmp_path)
+
+
+@pytest.mark.thorough  # the others end as if they were killed
+def test_after_an_error_of_one_rank_training_resumes(launch: Any, tmp_path: Path) -> None:
+    run = launch("raise", behaviour="raise")
+    run.join([0, 1, 2], TIMEOUT + 60)
+    check_resume(launch, tmp_path)
 
 
 def test_a_rank_with_fewer_batches_does_not_let_the_others_wait_for_their_timeout(launch: Any) -> None:
