@@ -96,7 +96,7 @@ def fit(
     runner = make_trainer(package, strategy=strategy, **trainer)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        runner.fit(module, make_data(96), ckpt_path=checkpoint)
+        runner.fit(module, make_data(), ckpt_path=checkpoint)
     engine = strategy.engine
     assert engine is not None
     told = [str(w.message) for w in caught if "moment" in str(w.message) or "residual" in str(w.message).lower()]
@@ -117,9 +117,7 @@ def test_torchs_adamw_is_adapted_and_equals_ours(two_ranks: Ranks, package: str,
 
 @pytest.mark.parametrize(
     ("clip", "precision", "scheduled"),
-    by_default(
-        [("", "64-true", False), ("", "32-true", True), *((clip, "32-true", False) for clip in (*CLIPPING, ""))], 2
-    ),
+    by_default([("", "64-true", True), ("", "32-true", True), *((clip, "32-true", False) for clip in (*CLIPPING, ""))]),
 )
 def test_a_resumed_fit_goes_on_bit_for_bit(
     two_ranks: Ranks, tmp_path: Path, clip: str, precision: str, scheduled: bool
@@ -133,7 +131,7 @@ def test_a_resumed_fit_goes_on_bit_for_bit(
     resumed = two_ranks(fit, "pytorch_lightning", *going_on)
     for (weights, _, _, clipping), (again, memory, told, same_clipping) in zip(whole, resumed, strict=True):
         assert torch.equal(weights, again)
-        assert memory == ls.SecondMoment(0.9 + 0.005 * 17 if scheduled else 0.95) and told == []
+        assert memory == ls.SecondMoment(0.9 + 0.005 * 8 if scheduled else 0.95) and told == []
         assert clipping == same_clipping == ((LIMIT, "norm") if clip else None)
 
 

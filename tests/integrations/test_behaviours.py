@@ -39,7 +39,7 @@ def callbacks(package: str, case: str) -> list[Any]:
         "SWA": lambda: module.StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1, annealing_epochs=1),
         "accumulation scheduler": lambda: module.GradientAccumulationScheduler({0: 1, 1: 3}),
         "early stopping": lambda: module.EarlyStopping("val_loss", min_delta=1.0, patience=1),
-        "learning-rate finder": lambda: module.LearningRateFinder(num_training_steps=20, early_stop_threshold=None),
+        "learning-rate finder": lambda: module.LearningRateFinder(num_training_steps=14, early_stop_threshold=None),
     }
     return [made[case]()] if case in made else []
 
@@ -84,7 +84,8 @@ def fit_case(package: str, settings: dict[str, Any] | None, case: str, folder: s
         default_root_dir=folder,
         **({"fast_dev_run": 3} if case == "fast_dev_run" else {}),
     )
-    trainer.fit(module, make_data(96), make_data(16))
+    searched = case == "learning-rate finder"  # which begins to look at losses after ten steps
+    trainer.fit(module, make_data(96 if searched else 48), make_data(16))
     return flat(module), trainer.current_epoch, trainer.global_step, getattr(module, "lr", 0.0)
 
 
@@ -180,7 +181,7 @@ def fit_freezing(
         callbacks=[Freeze(), recorder.callback()],
         max_epochs=5,
     )
-    trainer.fit(module, make_data(), make_data(16))
+    trainer.fit(module, make_data(32), make_data(16))
     return flat(module), recorder, wrapped
 
 

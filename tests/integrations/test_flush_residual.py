@@ -61,7 +61,7 @@ class Fit:
         )
         take = ls.Engine.take_pending
         with patch.object(ls.Engine, "take_pending", autospec=True, side_effect=take) as taken:
-            self.trainer.fit(self.module, make_data(96), make_data(16))
+            self.trainer.fit(self.module, make_data(), make_data(16))
         self.flushes = taken.call_count
         self.held = held(strategy.engine)
         self.parameters = flat(self.module)
@@ -94,14 +94,14 @@ def fit_twice(package: str, folder: str) -> tuple[Tensor, Tensor, Tensor]:
             monitor="val_loss",
             save_on_train_epoch_end=False,
         ),
-        saver(package, dirpath=f"{folder}/step", filename="{epoch}", save_top_k=-1, every_n_train_steps=6),
+        saver(package, dirpath=f"{folder}/step", filename="{epoch}", save_top_k=-1, every_n_train_steps=3),
     ]
     run = Fit(package, {}, savers)
     assert not run.held.any()
     assert run.rates == without.rates == [0.0]
     assert run.looking.empty == [False, True]
     assert torch.equal(run.looking.validated[-1], run.parameters)
-    assert run.trainer.global_step == without.trainer.global_step == 12
+    assert run.trainer.global_step == without.trainer.global_step == 6
     for kind in ("epoch", "val", "step"):
         assert torch.equal(flat_in(Path(folder, kind, "epoch=1.ckpt")), run.parameters), kind
         assert not torch.equal(flat_in(Path(folder, kind, "epoch=0.ckpt")), run.parameters)
@@ -191,10 +191,10 @@ def fit_and_stop(package: str, folder: str, how: str) -> None:
     """However training ends, the checkpoint of the last epoch holds what the module holds."""
     saving = saver(package, dirpath=f"{folder}/{package}/{how}", filename="{epoch}", save_top_k=-1)
     options: dict[str, Any] = {
-        "steps": {"max_steps": 9, "max_epochs": -1},
+        "steps": {"max_steps": 5, "max_epochs": -1},
         "stop": {"max_epochs": 9},
         "one batch": {"max_epochs": 1, "limit_train_batches": 1},
-        "accumulate": {"max_epochs": 1, "accumulate_grad_batches": 4},
+        "accumulate": {"max_epochs": 1, "accumulate_grad_batches": 2},
     }[how]
     callbacks: list[Any] = [saving]
     if how == "stop":
@@ -204,7 +204,7 @@ def fit_and_stop(package: str, folder: str, how: str) -> None:
     assert not run.held.any()
     assert run.flushes == 1, "none where nothing was exchanged since the last one"
     last = {"steps": 1, "stop": 1}.get(how, 0)
-    assert run.trainer.global_step == {"steps": 9, "stop": 12, "one batch": 1, "accumulate": 2}[how]
+    assert run.trainer.global_step == {"steps": 5, "stop": 6, "one batch": 1, "accumulate": 2}[how]
     assert torch.equal(flat_in(Path(folder, package, how, f"epoch={last}.ckpt")), run.parameters)
     if how != "stop":  # there, validation has come before
         assert torch.equal(run.looking.validated[-1], run.parameters) or how == "steps"
@@ -224,10 +224,10 @@ def fit_densely(package: str) -> None:
     trainer = make_trainer(package, strategy="ddp", callbacks=[callback])
     if torch.distributed.get_rank() == 0:
         with pytest.warns(UserWarning, match="FlushResidual has nothing to do: the strategy DDPStrategy"):
-            trainer.fit(make_module(package), make_data(96), make_data(16))
+            trainer.fit(make_module(package), make_data(), make_data(16))
     else:
-        trainer.fit(make_module(package), make_data(96), make_data(16))
-    assert trainer.global_step == 12
+        trainer.fit(make_module(package), make_data(), make_data(16))
+    assert trainer.global_step == 6
 
 
 def test_without_a_sparse_strategy_it_warns_and_does_nothing(two_ranks: Ranks) -> None:
@@ -265,7 +265,7 @@ def fit_beside(package: str, case: str) -> tuple[int, bool]:
             warnings.catch_warnings(action="ignore"),
             patch.object(ls.Engine, "take_pending", autospec=True, side_effect=take) as taken,
         ):
-            trainer.fit(module, make_data(96), make_data(16))
+            trainer.fit(module, make_data(), make_data(16))
         ends.append(flat(module))
     return taken.call_count, torch.equal(*ends)
 
@@ -307,7 +307,7 @@ def fit_by_own_optimizer(package: str, kind: str) -> tuple[str, bool, bool, list
     looking, module = Looking(), Own()
     trainer = make_trainer(package, strategy=strategy, callbacks=[looking, ls.FlushResidual()], max_epochs=1)
     with warnings.catch_warnings(record=True, action="always") as caught:
-        trainer.fit(module, make_data(96))
+        trainer.fit(module, make_data())
     memory = type(strategy.engine.settings.memory).__name__
     left = any(p.grad is not None for p in module.parameters())
     told = [str(w.message) for w in caught if "flush" in str(w.message)]
@@ -335,7 +335,7 @@ def fit_with_a_closure(package: str) -> None:
         warnings.catch_warnings(action="ignore"),
         pytest.raises(ValueError, match="the step of LBFGS evaluates the loss"),
     ):
-        trainer.fit(module, make_data(96))
+        trainer.fit(module, make_data())
     assert trainer.global_step == 0
 
 

@@ -73,7 +73,7 @@ def fit(package: str, kind: str, strategy: dict[str, Any], ckpt: Path | None = N
     module = module_of(package, kind)
     made = classes(package)[0](**{**SETTINGS, **strategy})
     trainer = make_trainer(package, devices=4, strategy=made, **options)
-    trainer.fit(module, make_data(128), ckpt_path=ckpt)
+    trainer.fit(module, make_data(64), ckpt_path=ckpt)
     return trainer, module
 
 
@@ -100,7 +100,7 @@ def test_a_run_with_everything_at_once_is_resumed_bit_for_bit(
     job = four_ranks(everything_at_once, package, kind, tmp_path, delay)
     for found in job:
         first, second = found["first"], found["second"]
-        assert first["steps"] == second["steps"] == 8  # 4 batches on a rank, 2 in a step, 4 epochs
+        assert first["steps"] == second["steps"] == 4  # 2 batches on a rank, 2 in a step, 4 epochs
         assert found["clipped"] or delay  # the step that applies the last averages ends it
         assert ("SecondMoment" in found["memory"]) == (kind == "adamw")
         for name, weight in first["weights"].items():
@@ -161,7 +161,7 @@ def with_callbacks(path: Path) -> list[tuple[int, set[str], dict[str, Tensor]]]:
             callbacks=[ls.SparsityMonitor(), ls.FlushResidual()],
             log_every_n_steps=1,
         )
-        trainer.fit(module, make_data(128))
+        trainer.fit(module, make_data(64))
         found.append((trainer.strategy.engine.step, set(trainer.logged_metrics), weights(module)))
     return found
 
@@ -170,7 +170,7 @@ def test_callbacks_see_sharded_replicas_and_a_second_trainer_trains_on(four_rank
     of_ranks = four_ranks(with_callbacks, tmp_path)
     for found in of_ranks:
         for (steps, logged, now), (_, _, first) in zip(found, of_ranks[0], strict=True):
-            assert steps == 8
+            assert steps == 4
             assert {"sparse/density", "sparse/residual_norm"} <= logged
             assert all(torch.equal(now[name], first[name]) for name in now)
         assert not torch.equal(found[0][2]["net.0.weight"], found[1][2]["net.0.weight"])

@@ -71,7 +71,7 @@ def fitted(package: str, kind: str, delay: int, options: dict[str, Any]) -> tupl
     strategy = strategy_of(package, {**SPARSE, "sparsifier": "union_topk", "delay": delay, **settings})
     trainer = make_trainer(package, strategy=strategy, callbacks=[ls.SparsityMonitor(table=False)], **options)
     module = given_gradients(package, kind)
-    trainer.fit(module, make_data(96))
+    trainer.fit(module, make_data())
     logged = {name: float(x) for name, x in trainer.logged_metrics.items() if name.startswith("sparse/")}
     return flat(module), strategy.engine.step, logged
 
@@ -98,20 +98,20 @@ def test_after_fit_all_averages_are_applied(two_ranks: Ranks, kind: str, package
 
 
 def resumed(package: str, folder: str, delay: int, dense: bool = False) -> list[Tensor]:
-    """Weights of a run, and of one that goes on from its checkpoint after 6 of 12 steps; maybe with dense biases."""
+    """Weights of a run, and of one that goes on from its checkpoint after 3 of 6 steps; maybe with dense biases."""
     ends = []
-    for resume in (None, f"{folder}/epoch=0-step=6.ckpt"):
+    for resume in (None, f"{folder}/epoch=0-step=3.ckpt"):
         settings = {**SPARSE, "delay": 1 if resume is None else delay, "strict_resume": True}
         strategy = strategy_of(package, settings | ({"rules": None} if dense else {}))
         place = folder if resume is None else f"{folder}/again"
-        callbacks = [saver(package, dirpath=place, every_n_train_steps=6, save_top_k=-1)]
+        callbacks = [saver(package, dirpath=place, every_n_train_steps=3, save_top_k=-1)]
         trainer = make_trainer(package, strategy=strategy, callbacks=callbacks, enable_checkpointing=True)
         module = make_module(package)
         if dense:
             module.net[0].bias.data -= 0.8  # units without gradients in some batches: momentum of theirs waits
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The dirpath has changed")
-            trainer.fit(module, make_data(96), make_data(16), ckpt_path=resume, weights_only=False)
+            trainer.fit(module, make_data(), make_data(16), ckpt_path=resume, weights_only=False)
         ends.append(flat(module))
     return ends
 
@@ -133,7 +133,7 @@ def finished(package: str, folder: str) -> tuple[Tensor, Tensor, bool]:
         module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)  # noqa: B023
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The dirpath has changed")
-            trainer.fit(module, make_data(96), make_data(16), ckpt_path=resume, weights_only=False)
+            trainer.fit(module, make_data(), make_data(16), ckpt_path=resume, weights_only=False)
         ends.append(flat(module))
     saved = torch.load(f"{folder}/last.ckpt", weights_only=False)["state_dict"]
     return ends[0], ends[1], not torch.equal(ends[0], torch.cat([x.flatten() for x in saved.values()]))
@@ -219,7 +219,7 @@ def averaged(package: str) -> tuple[bool, list[Any]]:
     strategy = strategy_of(package, {**SPARSE, "delay": 1})
     trainer = make_trainer(package, strategy=strategy, callbacks=[averaging])
     module = make_module(package)
-    trainer.fit(module, make_data(96), make_data(16))
+    trainer.fit(module, make_data(), make_data(16))
     return torch.equal(flat(averaging._average_model.module), flat(module)), [
         type(x).__name__ for x in trainer.callbacks
     ]
@@ -245,7 +245,7 @@ def measured(package: str) -> list[bool]:
     trainer = make_trainer(package, strategy=strategy_of(package, {**SPARSE, "delay": 1}), callbacks=callbacks)
     module = make_module(package, "norm")
     with warnings.catch_warnings(action="ignore"):
-        trainer.fit(module, make_data(96), make_data(16))
+        trainer.fit(module, make_data(), make_data(16))
     return seen
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.covering import covering, in_turns
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE, PACKAGES, flat, make_data, make_module, make_trainer
 
@@ -213,13 +214,12 @@ def fit_and_copy(package: str, executor: str, copying: bool) -> tuple[list[bool]
     return found, flat(module)
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_a_trainer_and_its_strategy_can_be_copied_within_fit(two_ranks: Ranks, package: str) -> None:
-    for executor in ("inline", "thread"):
-        [(_, expected), _] = two_ranks(fit_and_copy, package, executor, False)
-        for found, parameters in two_ranks(fit_and_copy, package, executor, True):
-            assert found == [True] * 11
-            assert torch.equal(parameters, expected)
+@pytest.mark.parametrize(("package", "executor"), covering(in_turns(PACKAGES, ["inline", "thread"]), together=1))
+def test_a_trainer_and_its_strategy_can_be_copied_within_fit(two_ranks: Ranks, package: str, executor: str) -> None:
+    [(_, expected), _] = two_ranks(fit_and_copy, package, executor, False)
+    for found, parameters in two_ranks(fit_and_copy, package, executor, True):
+        assert found == [True] * 11
+        assert torch.equal(parameters, expected)
 
 
 def fit_with_a_loaded_trainer(package: str) -> tuple[Tensor, int]:
