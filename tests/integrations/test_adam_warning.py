@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from tests.covering import by_default
+from tests.covering import by_default, covering, in_turns
 from tests.integrations.test_fabric import FABRICS, close, make_fabric
 from tests.integrations.test_strategy import strategy_class
 from tests.ranks import Ranks
@@ -155,22 +155,20 @@ def test_optimizers_whose_steps_have_one_length_are_known(two_ranks: Ranks, name
         assert part in sentence
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "part"),
-    [
-        ("RMSprop", {}, "RMSprop divides by second moments"),
-        ("Adafactor", {}, "Adafactor divides by second moments"),
-        ("Sophia", {}, "Sophia keeps a first moment (beta1 = 0.9)"),
-        ("OwnSGD", {"momentum": 0.9}, "OwnSGD keeps momentum (0.9)"),
-        ("OwnAverages", {}, "OwnAverages keeps a state of its own"),
-    ],
-)
-def test_other_optimizers_that_let_averages_come_late_are_warned_of(
-    two_ranks: Ranks, name: str, settings: dict[str, Any], part: str
-) -> None:
-    for job in (attach, fit):
-        [sentence], others = two_ranks(said, job, {}, name, ADAM | settings)
-        assert part in sentence and others == []
+LATE_COMERS: dict[str, tuple[dict[str, Any], str]] = {
+    "RMSprop": ({}, "RMSprop divides by second moments"),
+    "Adafactor": ({}, "Adafactor divides by second moments"),
+    "Sophia": ({}, "Sophia keeps a first moment (beta1 = 0.9)"),
+    "OwnSGD": ({"momentum": 0.9}, "OwnSGD keeps momentum (0.9)"),
+    "OwnAverages": ({}, "OwnAverages keeps a state of its own"),
+}
+
+
+@pytest.mark.parametrize(("name", "job"), covering(in_turns(list(LATE_COMERS), [attach, fit]), together=1))
+def test_other_optimizers_that_let_averages_come_late_are_warned_of(two_ranks: Ranks, name: str, job: Job) -> None:
+    settings, part = LATE_COMERS[name]
+    [sentence], others = two_ranks(said, job, {}, name, ADAM | settings)
+    assert part in sentence and others == []
 
 
 def attach_without(part: str) -> None:

@@ -138,10 +138,10 @@ def fit_after_search(package: str, folder: str) -> tuple[int, float]:
     return seen[-1]
 
 
-def test_nothing_of_the_search_for_a_learning_rate_is_left(two_ranks: Ranks, tmp_path: Path) -> None:
-    for package in PACKAGES:
-        assert two_ranks(fit_after_search, package, str(tmp_path)) == [(0, 0.0)] * 2
-        assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize("package", by_default(PACKAGES))
+def test_nothing_of_the_search_for_a_learning_rate_is_left(two_ranks: Ranks, tmp_path: Path, package: str) -> None:
+    assert two_ranks(fit_after_search, package, str(tmp_path)) == [(0, 0.0)] * 2
+    assert list(tmp_path.iterdir()) == []
 
 
 # Parameters that are frozen for some epochs.
@@ -290,7 +290,7 @@ def ask_strategy(package: str, settings: dict[str, Any] | None) -> dict[str, Any
     return answers
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", by_default(PACKAGES))
 def test_a_strategy_answers_like_ddp(two_ranks: Ranks, package: str) -> None:
     plain = two_ranks(ask_strategy, package, None)
     assert two_ranks(ask_strategy, package, LOW) == plain
@@ -367,14 +367,16 @@ def fit_and_fail(package: str, where: str) -> tuple[str, bool, Tensor]:
     return message, closed, flat(module)
 
 
-@pytest.mark.parametrize("where", by_default(["on_train_batch_start", "on_before_backward", "on_after_backward"]))
-def test_an_error_in_training_comes_out_of_fit_and_a_new_fit_works(two_ranks: Ranks, where: str) -> None:
-    for package in PACKAGES:
-        results = two_ranks(fit_and_fail, package, where)
-        for rank, (message, closed, parameters) in enumerate(results):
-            assert message == f"no more of {where} on rank {rank}"
-            assert closed
-            assert torch.equal(parameters, results[0][2])
+@pytest.mark.parametrize(
+    ("where", "package"),
+    by_default(in_turns(["on_train_batch_start", "on_before_backward", "on_after_backward"], PACKAGES[::-1])),
+)
+def test_an_error_in_training_comes_out_of_fit_and_a_new_fit_works(two_ranks: Ranks, where: str, package: str) -> None:
+    results = two_ranks(fit_and_fail, package, where)
+    for rank, (message, closed, parameters) in enumerate(results):
+        assert message == f"no more of {where} on rank {rank}"
+        assert closed
+        assert torch.equal(parameters, results[0][2])
 
 
 @pytest.mark.usefixtures("not_launched")

@@ -180,7 +180,7 @@ def train_gan(package: str, strategy: Any) -> tuple[Tensor, Tensor, list[int]]:
     return flat(maker), flat(judge), steps
 
 
-@pytest.mark.parametrize("package", FABRICS)
+@pytest.mark.parametrize("package", by_default(FABRICS))
 def test_two_modules_train_like_ddp_at_density_1_and_alike_on_all_ranks_below(two_ranks: Ranks, package: str) -> None:
     torch.manual_seed(0)
     plain = two_ranks(train_gan, package, "ddp")
@@ -266,18 +266,18 @@ def overflow(package: str, options: dict[str, Any], loss_scale: float | None, cl
     return result
 
 
-@pytest.mark.parametrize("loss_scale", [None, 2.0**10])
-@pytest.mark.parametrize("clip", [False, True])
-def test_an_overflow_on_one_rank_is_skipped_on_all(two_ranks: Ranks, loss_scale: float | None, clip: bool) -> None:
-    for package in FABRICS:
-        results = two_ranks(overflow, package, SPARSE, loss_scale, clip)
-        assert torch.equal(results[0]["parameters"], results[1]["parameters"])
-        for rank, result in enumerate(results):
-            assert result["moved"] == [True, True, True, False, True, True, True]
-            assert result["kept"] == (rank == 1)  # whose gradient is not finite anywhere; the other one's waits
-            assert result["finite"] and bool(result["residuals"].isfinite().all())
-            assert result["steps"] == (6, 1)
-            assert bool(result["warnings"]) == (rank == 0 and loss_scale is None)
+@pytest.mark.parametrize(("loss_scale", "clip", "package"), covering(product([None, 2.0**10], [False, True], FABRICS)))
+def test_an_overflow_on_one_rank_is_skipped_on_all(
+    two_ranks: Ranks, loss_scale: float | None, clip: bool, package: str
+) -> None:
+    results = two_ranks(overflow, package, SPARSE, loss_scale, clip)
+    assert torch.equal(results[0]["parameters"], results[1]["parameters"])
+    for rank, result in enumerate(results):
+        assert result["moved"] == [True, True, True, False, True, True, True]
+        assert result["kept"] == (rank == 1)  # whose gradient is not finite anywhere; the other one's waits
+        assert result["finite"] and bool(result["residuals"].isfinite().all())
+        assert result["steps"] == (6, 1)
+        assert bool(result["warnings"]) == (rank == 0 and loss_scale is None)
 
 
 def test_what_is_not_finite_reaches_the_optimizer_if_asked_to(two_ranks: Ranks) -> None:

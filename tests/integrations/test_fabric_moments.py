@@ -73,7 +73,10 @@ def go_on(package: str, executor: str, path: str, within: bool) -> list[Look]:
 
 @pytest.mark.parametrize(
     ("within", "executor", "package"),
-    covering([(*cell, package) for cell, package in in_turns(in_turns([True, False], ["inline", "thread"]), FABRICS)]),
+    covering(
+        [(*cell, package) for cell, package in in_turns(in_turns([True, False], ["inline", "thread"]), FABRICS)],
+        together=1,
+    ),
 )
 def test_what_fabric_loads_from_within_a_step_is_all_that_was_absorbed(
     two_ranks: Ranks, tmp_path: Path, package: str, executor: str, within: bool

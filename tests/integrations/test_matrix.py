@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.covering import by_default, covering
+from tests.covering import covering
 from tests.integrations.test_strategy import strategy_class
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE, make_trainer
@@ -205,18 +205,11 @@ CELLS = [
 
 @pytest.mark.parametrize(
     ("behaviour", "precision", "sparsifier", "density"),
-    by_default(
-        covering(
-            CELLS,
-            together=1,
-            seen_as=lambda behaviour, precision, sparsifier, density: (
-                (behaviour, density),
-                (behaviour, precision == "16-mixed"),
-                (precision, density),
-                (sparsifier, density),
-            ),
-        ),
-        12,
+    covering(
+        CELLS,
+        together=1,
+        thorough={"compiled"},
+        seen_as=lambda behaviour, precision, sparsifier, density: (behaviour, precision, (sparsifier, density)),
     ),
 )
 def test_full_density_trains_like_ddp_and_nothing_is_lost_below(

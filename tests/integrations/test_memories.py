@@ -80,7 +80,7 @@ def test_adam_correction_on_one_device_at_full_density_is_adamw(package: str, de
     torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", by_default(PACKAGES[::-1]))
 def test_adam_correction_keeps_ranks_equal(two_ranks: Ranks, package: str) -> None:
     strategy = {"sparsifier": "shared_topk", "density": 0.1, "memory": ls.AdamCorrection(), "dense": ["*.bias"]}
     (first, said), (second, _) = two_ranks(fit, package, strategy, "SGD", {"lr": 0.01})

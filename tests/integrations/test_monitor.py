@@ -18,6 +18,7 @@ import yaml  # comes with Lightning
 
 import lightning_sparse as ls
 from lightning_sparse.engine.metrics import QUANTITIES
+from tests.covering import by_default, covering, in_turns
 from tests.integrations.test_telling import Lines
 from tests.ranks import Ranks
 from tests.trainers import PACKAGES, make_data, make_module, make_trainer
@@ -110,7 +111,7 @@ def check_settings(logged: dict[str, Any], config: dict[str, Any], sparsifier: s
     assert 0.0012 <= logged["residual_mb"] < 0.005  # 4 bytes for each of 300 coordinates
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", by_default(PACKAGES[::-1]))
 def test_every_quantity_is_logged_on_logging_steps_only(two_ranks: Ranks, tmp_path: Path, package: str) -> None:
     result = two_ranks(train, package, str(tmp_path), "sparse_ddp_exdyna", False, {})
     folder = tmp_path / "csv" / "version_0"
@@ -169,8 +170,7 @@ def fit_and_flush(package: str, folder: str, flush: bool) -> tuple[float, list[s
     return trainer.strategy.engine.totals.sent_bytes, lines
 
 
-@pytest.mark.parametrize("flush", [False, True])
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize(("package", "flush"), covering(in_turns(PACKAGES, [False, True]), together=1))
 def test_the_last_row_has_the_totals_of_the_run(two_ranks: Ranks, tmp_path: Path, package: str, flush: bool) -> None:
     (sent, lines), _ = two_ranks(fit_and_flush, package, str(tmp_path), flush)
     # In a ring of two, see test_telling; the flush sends 300 residuals and a byte for each of two groups.

@@ -57,7 +57,7 @@ def fit(package: str, before: str, after: str) -> Found:
     module, strategy = changing(package, before, KINDS[after]), strategy_class(package)(**SPARSE)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        make_trainer(package, strategy=strategy, max_epochs=3).fit(module, make_data())
+        make_trainer(package, strategy=strategy).fit(module, make_data())
     seen = [str(warning.message) for warning in caught if "sparse" in str(warning.message)]
     return found_of(strategy.engine, strategy.optimizers[0], seen, module)
 

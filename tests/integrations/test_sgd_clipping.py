@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import lightning_sparse as ls
+from tests.covering import by_default
 from tests.engine.optimizers.test_momentum_rule import Training, plan_of
 from tests.integrations.test_adamw import SPARSE, clippings_of, with_optimizer
 from tests.integrations.test_fabric import close, make_fabric
@@ -142,7 +143,7 @@ def with_a_hook(package: str) -> tuple[tuple[float, float], list[Any]]:
     return largest(strategy.engine), clippings_of(strategy.engine)
 
 
-@pytest.mark.parametrize("package", ["pytorch_lightning", "lightning.pytorch"])
+@pytest.mark.parametrize("package", by_default(["lightning.pytorch", "pytorch_lightning"]))
 def test_a_hook_of_the_user_decides_what_is_clipped(two_ranks: Ranks, package: str) -> None:
     for (value, _), clippings in two_ranks(with_a_hook, package):
         assert clippings == []

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.covering import covering, in_turns
+from tests.covering import by_default, covering, in_turns
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE, PACKAGES, flat, make_data, make_module, make_trainer
 
@@ -165,7 +165,7 @@ def unused(package: str, strategy: Any) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", by_default(PACKAGES[::-1]))
 def test_advice_on_unused_parameters_does_not_lead_back_to_dense_training(two_ranks: Ranks, package: str) -> None:
     for strategy in ("sparse_ddp", None):
         for said in two_ranks(unused, package, strategy):
@@ -270,7 +270,7 @@ def averaged(package: str, strategy: str) -> tuple[Tensor, Tensor]:
     return flat(module), flat(callback._average_model.module)
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", by_default(PACKAGES))
 def test_averages_of_weights_are_those_of_plain_ddp_at_full_density(two_ranks: Ranks, package: str) -> None:
     if not hasattr(importlib.import_module(package + ".callbacks"), "EMAWeightAveraging"):
         pytest.skip("this Lightning has no such callback")
