@@ -65,7 +65,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     ("script", "source", "smaller", "result", "sparsifier"),
     by_default(
         [
-            ("gpt_wikitext2", "wikitext2", "--data.words=150", "val/perplexity", "exdyna"),
+            (
+                "gpt_wikitext2",
+                "wikitext2",
+                "--data.words=150 --data.batch_size=4 --model.layers=1",
+                "val/perplexity",
+                "exdyna",
+            ),
             ("lora_gpt", None, "--data.batch_size=2", "val/perplexity", "union_topk"),
             ("lstm_wikitext2", "wikitext2", "--data.words=150", "val/perplexity", "topk"),
             ("resnet18_cifar10", "cifar10", "--data.batch_size=8", "val/accuracy", "union_topk"),
@@ -77,7 +83,7 @@ def test_models_that_people_recognise(
     data: dict[str, Path], tmp_path: Path, script: str, source: str | None, smaller: str, result: str, sparsifier: str
 ) -> None:
     where = [f"--data.dir={data[source]}"] if source else []
-    output = run(command_line(f"{script}.py", *where, smaller, configs=("base", sparsifier)), tmp_path)
+    output = run(command_line(f"{script}.py", *where, *smaller.split(), configs=("base", sparsifier)), tmp_path)
     assert "Warning" not in output.replace("FutureWarning", ""), output  # Lightning's own, under this torch
     found = logged(tmp_path)
     assert [step for step, _ in found[result]] == [9, 19]

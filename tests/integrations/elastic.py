@@ -50,7 +50,7 @@ def main(folder: str) -> None:
         strategy=strategy,
         enable_checkpointing=True,
         callbacks=[Story(Path(folder) / "died"), saver],
-        max_epochs=3,
+        max_epochs=2,
     )
     resume = f"{folder}/ckpt/last.ckpt"
     trainer.fit(

@@ -84,7 +84,7 @@ def attach(options: dict[str, Any], name: str, settings: dict[str, Any], followe
     optimizer = make_optimizer(name, ddp.parameters(), settings)
     if followed:
         engine.bind([optimizer])
-    for _ in range(3):
+    for _ in range(2):
         ddp(torch.ones(2, 10)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -100,7 +100,7 @@ def fit(
         (type(module),),
         {"configure_optimizers": lambda self: make_optimizer(name, self.parameters(), settings)},
     )
-    trainer = make_trainer(package, strategy=strategy_class(package)(**SPARSE | options), max_steps=3, devices=devices)
+    trainer = make_trainer(package, strategy=strategy_class(package)(**SPARSE | options), max_steps=2, devices=devices)
     trainer.fit(module, make_data())
 
 
@@ -108,7 +108,7 @@ def fit_fabric(options: dict[str, Any], name: str, settings: dict[str, Any], pac
     fabric = make_fabric(package, SPARSE | options)
     model = nn.Linear(10, 30)
     model, optimizer = fabric.setup(model, make_optimizer(name, model.parameters(), settings))
-    for _ in range(3):
+    for _ in range(2):
         fabric.backward(model(torch.ones(2, 10)).square().sum())
         optimizer.step()
         optimizer.zero_grad()

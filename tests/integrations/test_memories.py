@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import lightning_sparse as ls
-from tests.covering import by_default
+from tests.covering import by_default, covering, in_turns
 from tests.integrations.test_strategy import strategy_class
 from tests.ranks import Ranks
 from tests.trainers import PACKAGES, flat, make_data, make_module, make_trainer
@@ -100,14 +100,10 @@ WRONG: list[tuple[ls.Memory, str, dict[str, Any], str, list[bool]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("memory", "name", "settings", "message", "said"), WRONG, ids=[f"{w[0]} {w[1]}" for w in WRONG]
-)
-def test_the_optimizer_is_looked_at_before_the_first_step(
-    two_ranks: Ranks, memory: ls.Memory, name: str, settings: dict[str, Any], message: str, said: list[bool]
-) -> None:
-    for package in PACKAGES:
-        results = two_ranks(fit, package, {"memory": memory}, name, settings)
-        assert [message in answer for _, answer in results] == said
-        untouched = [torch.equal(parameters, flat(make_module(package))) for parameters, _ in results]
-        assert untouched == [isinstance(memory, (ls.AdamCorrection, ls.ClipByNorm))] * 2
+@pytest.mark.parametrize(("case", "package"), covering(in_turns(range(len(WRONG)), PACKAGES), together=1))
+def test_the_optimizer_is_looked_at_before_the_first_step(two_ranks: Ranks, case: int, package: str) -> None:
+    memory, name, settings, message, said = WRONG[case]
+    results = two_ranks(fit, package, {"memory": memory}, name, settings)
+    assert [message in answer for _, answer in results] == said
+    untouched = [torch.equal(parameters, flat(make_module(package))) for parameters, _ in results]
+    assert untouched == [isinstance(memory, (ls.AdamCorrection, ls.ClipByNorm))] * 2

@@ -126,12 +126,14 @@ def fit_fallback(package: str, density: float, fallback: Any) -> Tensor:
         patch.setattr("lightning_sparse.tuning.controllers.dense_fallback.WARMUP", 1)
         patch.setattr("lightning_sparse.tuning.controllers.dense_fallback.STEPS", 2)
         options = {"density": density, "fallback": fallback, "grouping": ls.OptimalMerge(warmup=1, steps=2)}
-        parameters: Tensor = fit(package, options, 4)["parameters"]
+        parameters: Tensor = fit(package, options, 2)[
+            "parameters"
+        ]  # groups merge, are dense, left out, and there again
     return parameters
 
 
 def fit_ddp(package: str) -> Tensor:
-    trainer, module = make_trainer(package, strategy="ddp", max_epochs=4), make_module(package)
+    trainer, module = make_trainer(package, strategy="ddp", max_epochs=2), make_module(package)
     trainer.fit(module, make_data(96), make_data(16))
     return flat(module)
 

@@ -26,7 +26,7 @@ def train(strategy: Any, shadow: list[str], **options: Any) -> tuple[Tensor, dic
         "pytorch_lightning", strategy=strategy, max_epochs=1, callbacks=callbacks, log_every_n_steps=1, **options
     )
     module = make_module("pytorch_lightning")
-    trainer.fit(module, make_data(96), make_data(16))
+    trainer.fit(module, make_data(64), make_data(16))
     found = {name.removeprefix("sparse/shadow/"): float(x) for name, x in trainer.callback_metrics.items()}
     return flat(module), {name: x for name, x in found.items() if "/" in name and not name.startswith("sparse/")}
 
