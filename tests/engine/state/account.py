@@ -7,7 +7,6 @@ with it, T changes when a rank absorbs a gradient, by what the memory makes of t
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -259,16 +258,6 @@ RULES: dict[type[Any], Callable[..., Tensor]] = {
 def absorbed(memory: Any, before: Before, grad: Tensor, weight: Tensor, n: int) -> Tensor:
     """By what T changes when one of n ranks absorbs a gradient, in double precision; NaN: by nothing."""
     return RULES[type(memory)](memory, before, grad, weight, n)
-
-
-def packed(looks: Any) -> bytes:
-    """For a pipe, which would send a file for each tensor."""
-    return pickle.dumps(looks)
-
-
-def unpacked(sent: bytes) -> Any:
-    """What was packed."""
-    return pickle.loads(sent)
 
 
 def check(ranks: Sequence[Sequence[Look]], memory: Any, off: float = 0.0) -> None:

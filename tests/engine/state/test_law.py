@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from tests.covering import covering, in_one_test, in_turns
-from tests.engine.state.account import Case, Look, Training, check, check_resized, packed, unpacked
+from tests.engine.state.account import Case, Look, Training, check, check_resized
 from tests.ranks import Ranks
 
 HALF = ls.MomentumCorrection(0.5)
@@ -118,7 +118,7 @@ def latest(looks: Sequence[Look], moment: str) -> Look:
     return [look for look in looks[1:-1] if look.moment == moment][-1]
 
 
-def train(name: str, moment: str, executor: str, view: bool) -> bytes:
+def train(name: str, moment: str, executor: str, view: bool) -> list[list[Look]]:
     """All looks of a run, and of one that goes on from its last state at a moment, which is looked at between them."""
     first = training_of(name, executor, view)
     first.run(CASES[name].steps)
@@ -126,33 +126,33 @@ def train(name: str, moment: str, executor: str, view: bool) -> bytes:
     other = training_of(name, executor, view)
     other.resume([saved] * dist.get_world_size())
     other.run(2)
-    return packed([first.close(), [saved, *other.close()]])
+    return [first.close(), [saved, *other.close()]]
 
 
 @in_one_test("name, moment, made", covering(CELLS, together=1, thorough=LEFT), apart=0)
 def test_all_that_was_absorbed_is_in_a_state_and_in_those_who_load_it(
     two_ranks: Ranks, name: str, moment: str, made: Any
 ) -> None:
-    for ranks in zip(*map(unpacked, two_ranks(train, name, moment, *made)), strict=True):
+    for ranks in zip(*two_ranks(train, name, moment, *made), strict=True):
         check(ranks, memory_of(CASES[name]), CASES[name].off)
 
 
 # ---- Other numbers of ranks
 
 
-def train_once(name: str, moment: str, executor: str, view: bool) -> bytes:
+def train_once(name: str, moment: str, executor: str, view: bool) -> Look:
     """The last look at a moment."""
     training = training_of(name, executor, view)
     training.run(CASES[name].steps - 1)
-    return packed(latest(training.close(), moment))
+    return latest(training.close(), moment)
 
 
-def go_on(name: str, seen: list[bytes], executor: str, view: bool) -> bytes:
+def go_on(name: str, seen: list[Look], executor: str, view: bool) -> list[Look]:
     """From what all ranks of another run have seen at a moment."""
     training = training_of(name, executor, view)
-    training.resume(list(map(unpacked, seen)))
+    training.resume(seen)
     training.run(1)
-    return packed(training.close())
+    return training.close()
 
 
 MERGED = ["residual", "union", "momentum masked", "low pass", "second moment", "scaled", "bfloat16", "density 1"]
@@ -169,8 +169,8 @@ def test_any_number_of_ranks_has_all_that_was_absorbed(
 ) -> None:
     memory, seen = memory_of(CASES[name]), two_ranks(train_once, name, moment, *MADE[0])
     for ranks in (alone, three_ranks):
-        after = [unpacked(looks) for looks in ranks(go_on, name, seen, *MADE[1])]
-        check_resized([unpacked(look) for look in seen], [looks[0] for looks in after], memory)
+        after = ranks(go_on, name, seen, *MADE[1])
+        check_resized(seen, [looks[0] for looks in after], memory)
         check(after, memory, ROUNDED)
 
 
