@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import lightning_sparse as ls
+from tests.covering import covering, in_turns
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE
 
@@ -72,13 +73,12 @@ def copies(way: str, executor: str, ddp: dict[str, Any]) -> tuple[list[bool], st
     return found, said
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_copied_model_averages_densely_until_an_engine_is_attached(two_ranks: Ranks, way: str) -> None:
-    for executor, ddp in (("inline", {}), ("thread", {"find_unused_parameters": True})):
-        for found, said in two_ranks(copies, way, executor, ddp):
-            assert found == [True] * 6
-            assert said.startswith("This is a copy of an engine: it exchanges nothing")
-            assert "lightning_sparse.attach()" in said
+@pytest.mark.parametrize(("way", "executor"), covering(in_turns(list(WAYS), ["inline", "thread"]), together=1))
+def test_a_copied_model_averages_densely_until_an_engine_is_attached(two_ranks: Ranks, way: str, executor: str) -> None:
+    for found, said in two_ranks(copies, way, executor, {"find_unused_parameters": executor == "thread"}):
+        assert found == [True] * 6
+        assert said.startswith("This is a copy of an engine: it exchanges nothing")
+        assert "lightning_sparse.attach()" in said
 
 
 def profiled() -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
+from tests.covering import covering, in_one_test, in_turns
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE
 
@@ -68,13 +70,27 @@ def train(options: dict[str, Any] | None, ddp: dict[str, Any], steps: int = 4) -
     return [p.detach() for p in model.parameters()]
 
 
-def test_every_grouping_trains_like_plain_ddp_at_full_density(two_ranks: Ranks) -> None:
-    plain = two_ranks(train, None, {})[0]
-    for grouping in ("bucket", "layer", "model", ls.MergeBelow(500)):
-        for rules in (None, EVERYTHING_SPARSE, ls.Rules(dense=["last"], densities={"layer.none": 0.5})):
-            options = {"grouping": grouping, "rules": rules, "density": 1.0, "sparsifier": "topk"}
-            for parameters in two_ranks(train, options, {}):
-                assert all(map(torch.equal, parameters, plain)), options
+@cache
+def plainly(ranks: Ranks) -> list[Tensor]:
+    """Parameters after the same training with DDP alone."""
+    return ranks(train, None, {})[0]
+
+
+@in_one_test(
+    "grouping, rules",
+    covering(
+        in_turns(
+            ["bucket", "layer", "model", ls.MergeBelow(500)],
+            [None, EVERYTHING_SPARSE, ls.Rules(dense=["last"], densities={"layer.none": 0.5})],
+        ),
+        together=1,
+    ),
+    apart=0,
+)
+def test_every_grouping_trains_like_plain_ddp_at_full_density(two_ranks: Ranks, grouping: Any, rules: Any) -> None:
+    options = {"grouping": grouping, "rules": rules, "density": 1.0, "sparsifier": "topk"}
+    for parameters in two_ranks(train, options, {}):
+        assert all(map(torch.equal, parameters, plainly(two_ranks)))
 
 
 @pytest.mark.parametrize("keyword", ["find_unused_parameters", "static_graph", "gradient_as_bucket_view"])

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.engine.state.schema import revoke
 from lightning_sparse.methods.grouping import make_plan
 from tests.contract.cases import CASES
-from tests.covering import by_default
+from tests.covering import by_default, covering, in_one_test
 from tests.ranks import Ranks
 from tests.sums import SIZES, Sums, gradient, waiting
 from tests.trainers import EVERYTHING_SPARSE
@@ -113,8 +114,17 @@ def _dense(late: dict[str, Tensor], numel: int) -> Tensor:
     return torch.zeros(numel, dtype=late["values"].dtype).index_add_(0, late["indices"].long(), late["values"])
 
 
+METHODS = covering(
+    ((case,) for case in CASES),
+    together=1,
+    seen_as=lambda case: ((case.sparsifier.agreement, case.sparsifier.exchange), (case.numbered, case.private)),
+)
 SHIFTED: dict[str, list[dict[str, Any]]] = {
-    "sparsifiers": [{"sparsifier": case.sparsifier, "density": 0.1, "grouping": "model"} for case in CASES],
+    "sparsifiers": [
+        {"sparsifier": parameter.values[0].sparsifier, "density": 0.1, "grouping": "model"}
+        for parameter in METHODS
+        if not parameter.marks
+    ],
     "memories": [{"sparsifier": "union_topk", "memory": memory, "grouping": "layer"} for memory in MEMORIES],
     "settings": [
         {"rules": ls.Rules(dense=["bias"], dense_ndim=0, dense_numel=0)},
@@ -125,6 +135,7 @@ SHIFTED: dict[str, list[dict[str, Any]]] = {
         {"gradient_as_bucket_view": True},
         {"find_unused_parameters": True, "grouping": "model"},
     ],
+    "all sparsifiers": [{"sparsifier": case.sparsifier, "density": 0.1, "grouping": "model"} for case in CASES],
 }
 
 
@@ -155,7 +166,7 @@ def spends(name: str) -> bool:
     return kind in ("momentum", "nesterov") and "memory" not in options
 
 
-def trained(name: str, delay: int, scale: float | None, clip: float | None, steps: int = 7) -> dict[str, Tensor]:
+def trained(name: str, delay: int, scale: float | None, clip: float | None, steps: int = 5) -> dict[str, Tensor]:
     """Weights when all averages are applied; where momentum is spent early, those to which velocities lead."""
     kind, options = TRAINED[name]
     scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
@@ -197,7 +208,7 @@ def test_all_averages_are_applied_in_as_many_steps_when_all_is_drained(
         assert all(same(now[one], late[one]) for one in now), name
 
 
-def quadratic(memory: str | None, rate: float, steps: int = 200) -> float:
+def quadratic(memory: str | None, rate: float, steps: int = 100) -> float:
     """Return the distance from the minimum at which momentum SGD ends, one step late."""
     module = nn.Linear(1, 64, bias=False)
     nn.init.ones_(module.weight)
@@ -215,7 +226,7 @@ def quadratic(memory: str | None, rate: float, steps: int = 200) -> float:
 
 def test_momentum_of_late_averages_is_spent_by_how_late_they_are(two_ranks: Ranks) -> None:
     """Late momentum diverges beyond a rate of 0.1 / curvature; the part that would have acted earlier acts at once."""
-    assert max(two_ranks(quadratic, None, 0.15)) < 0.01
+    assert max(two_ranks(quadratic, None, 0.15)) < 0.2
     assert min(two_ranks(quadratic, "residual", 0.15)) > 1
 
 
@@ -284,17 +295,24 @@ def one_step_late(kind: str, local: int, scale: float | None, steps: int) -> tup
     return found, untouched
 
 
-@pytest.mark.parametrize("local", by_default([1, 3]))
-@pytest.mark.parametrize("scale", [None, 256.0])
+@in_one_test(
+    "kind, scale, local",
+    covering(
+        product(OPTIMIZERS, [None, 256.0], [1, 3]),
+        together=1,
+        thorough={3},
+        seen_as=lambda kind, scale, local: (kind, (scale, kind in ("momentum", "adamw"))),
+    ),
+    apart=0,
+)
 def test_density_1_is_plain_ddp_with_gradients_of_the_step_before(
-    two_ranks: Ranks, local: int, scale: float | None
+    two_ranks: Ranks, kind: str, scale: float | None, local: int
 ) -> None:
-    for kind in OPTIMIZERS:
-        (late, untouched), _ = two_ranks(one_step_late, kind, local, scale, 6)
-        expected = two_ranks(one_step_old, kind, local, scale, 6)[0]
-        assert untouched, kind
-        for name, weight in expected.items():
-            assert torch.equal(late[name], weight), (kind, name)
+    (late, untouched), _ = two_ranks(one_step_late, kind, local, scale, 6)
+    expected = two_ranks(one_step_old, kind, local, scale, 6)[0]
+    assert untouched
+    for name, weight in expected.items():
+        assert torch.equal(late[name], weight), name
 
 
 # ---- Nothing is lost
@@ -390,7 +408,7 @@ def test_nothing_is_lost_whenever_one_looks(two_ranks: Ranks, now: bool, options
 # ---- States
 
 
-def resumed(kind: str, options: dict[str, Any], saved: int, delay: int, steps: int = 6) -> list[dict[str, Tensor]]:
+def resumed(kind: str, options: dict[str, Any], saved: int, delay: int, steps: int = 5) -> list[dict[str, Tensor]]:
     """Weights after all steps: of one run, and of one that goes on from a state after some step."""
     everything = {"sparsifier": "union_topk", "grouping": "layer", **options}
     results = []
@@ -420,10 +438,13 @@ def resumed(kind: str, options: dict[str, Any], saved: int, delay: int, steps: i
     return results
 
 
+@pytest.mark.parametrize("after", by_default([((0, 1, 2),), ((3,),)]), ids=str)
 @pytest.mark.parametrize("kind", ["momentum", "adamw"])
-def test_a_run_that_is_resumed_after_any_step_goes_on_bit_for_bit(two_ranks: Ranks, kind: str) -> None:
+def test_a_run_that_is_resumed_after_any_step_goes_on_bit_for_bit(
+    two_ranks: Ranks, kind: str, after: tuple[int, ...]
+) -> None:
     partly: dict[str, Any] = {"rules": ls.Rules(dense=["*.bias"], dense_ndim=0, dense_numel=0)}
-    for saved in range(4):
+    for saved in after:
         options = partly if (saved % 2 == 0) == (kind == "adamw") else {}
         for whole, stopped in two_ranks(resumed, kind, options, saved, 1):
             assert all(torch.equal(whole[name], stopped[name]) for name in whole), (saved, options)
@@ -854,7 +875,7 @@ def decayed(in_a_hurry: bool) -> dict[str, Tensor]:
     for step in range(4):
         optimizer.zero_grad()
         loss = ddp(step)
-        engine.router.submit(partial(time.sleep, 0.1), "in a test")  # the exchange begins behind the optimizer's step
+        engine.router.submit(partial(time.sleep, 0.05), "in a test")  # the exchange begins behind the optimizer's step
         loss.backward()
         if not in_a_hurry:
             engine.router.join()

@@ -66,25 +66,23 @@ def collectives(layout: str, options: dict[str, Any]) -> tuple[Counter[str], int
 INTS, FLOATS, BYTES = (f"all_to_all_single {dtype}" for dtype in ("int32", "float32", "uint8"))
 
 
-@pytest.mark.parametrize(
-    ("layout", "options", "expected", "groups"),
-    [  # picks, parts of sums, sums: of several dtypes as bytes
-        ("default", {"grouping": "layer"}, {INTS: 3}, 4),
-        ("small_buckets", {"grouping": "bucket", "bucket_cap_mb": 0.01}, {INTS: 3}, 3),
-        ("default", MANY, {INTS: 1, BYTES: 2}, 5),
-        ("find_unused", {"grouping": "layer"}, {BYTES: 1, INTS: 3}, 4),
-        ("find_unused", MANY, {BYTES: 1 + 2, INTS: 1}, 5),
-        ("default", {**MANY, "sparsifier": "everything"}, {FLOATS: 2}, 5),
-        ("default", {"grouping": "layer", "sparsifier": "topk"}, {INTS: 1}, 4),
-    ],
-    ids=str,
-)
-def test_a_step_talks_as_often_as_one_group(
-    two_ranks: Ranks, layout: str, options: dict[str, Any], expected: dict[str, int], groups: int
-) -> None:
-    for executor in ("inline", "thread"):
-        for seen in two_ranks(collectives, layout, {"density": 0.05, "executor": executor, **options}):
-            assert seen == (expected, groups)
+TALKS: list[tuple[str, dict[str, Any], dict[str, int], int]] = [
+    # picks, parts of sums, sums: of several dtypes as bytes
+    ("default", {"grouping": "layer"}, {INTS: 3}, 4),
+    ("small_buckets", {"grouping": "bucket", "bucket_cap_mb": 0.01}, {INTS: 3}, 3),
+    ("default", MANY, {INTS: 1, BYTES: 2}, 5),
+    ("find_unused", {"grouping": "layer"}, {BYTES: 1, INTS: 3}, 4),
+    ("find_unused", MANY, {BYTES: 1 + 2, INTS: 1}, 5),
+    ("default", {**MANY, "sparsifier": "everything"}, {FLOATS: 2}, 5),
+    ("default", {"grouping": "layer", "sparsifier": "topk"}, {INTS: 1}, 4),
+]
+
+
+@pytest.mark.parametrize(("case", "executor"), covering(in_turns(range(len(TALKS)), ["inline", "thread"]), together=1))
+def test_a_step_talks_as_often_as_one_group(two_ranks: Ranks, case: int, executor: str) -> None:
+    layout, options, expected, groups = TALKS[case]
+    for seen in two_ranks(collectives, layout, {"density": 0.05, "executor": executor, **options}):
+        assert seen == (expected, groups)
 
 
 def test_groups_that_travel_by_themselves_talk_for_each(two_ranks: Ranks) -> None:
@@ -162,7 +160,7 @@ def test_local_work_begins_as_gradients_come_where_all_parameters_are_used(two_r
 )
 def test_messages_that_travel_together_bring_the_same_bits(two_ranks: Ranks, sparsifier: str, executor: str) -> None:
     options = {"sparsifier": sparsifier, "density": 0.05, "executor": executor, **MANY}
-    [first, second] = (two_ranks(train, "small_buckets", {**options, "messages": messages}) for messages in BOTH)
+    [first, second] = (two_ranks(train, "small_buckets", {**options, "messages": messages}, 1, 4) for messages in BOTH)
     assert all(torch.equal(parameters, first[0][0]) for parameters, _ in (*first, *second))
 
 
@@ -209,7 +207,7 @@ def remembering(dtype: torch.dtype, options: dict[str, Any]) -> list[Tensor]:
 def test_exchanges_that_travel_together_bring_the_same_bits(three_ranks: Ranks, exchange: str) -> None:
     """Integers that are summed, and floats that each rank adds up by itself; other sums may differ in the last bits."""
     options = {"sparsifier": "topk", "exchange": exchange, "density": 0.05, "grouping": "layer"}
-    [first, second] = (three_ranks(train, "default", {**options, "messages": messages}) for messages in BOTH)
+    [first, second] = (three_ranks(train, "default", {**options, "messages": messages}, 1, 4) for messages in BOTH)
     assert all(torch.equal(parameters, second[0][0]) for parameters, _ in second)
     if exchange != "reduce_union":
         assert torch.equal(first[0][0], second[0][0])

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
+from tests.covering import covering, in_turns
 from tests.ranks import Ranks
 
 
@@ -57,11 +58,15 @@ def train(
     return picks, before, after, ddp.module.used.weight.grad.clone()
 
 
-@pytest.mark.parametrize("executor", ["inline", "thread"])
 @pytest.mark.parametrize(
-    "memory",
-    [ls.WeightDecay(0.1), ls.ClipByNorm(1e6, ls.WeightDecay(0.1)), ls.WeightDecay(0.1, ls.ClipByNorm(1e6))],
-    ids=repr,
+    ("memory", "executor"),
+    covering(
+        in_turns(
+            [ls.WeightDecay(0.1), ls.ClipByNorm(1e6, ls.WeightDecay(0.1)), ls.WeightDecay(0.1, ls.ClipByNorm(1e6))],
+            ["inline", "thread"],
+        ),
+        together=1,
+    ),
 )
 def test_the_decay_of_an_unused_parameter_takes_no_picks(two_ranks: Ranks, memory: ls.Memory, executor: str) -> None:
     for picks, *_ in two_ranks(train, memory, [False] * 3, executor):
