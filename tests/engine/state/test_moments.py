@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 import lightning_sparse as ls
 from lightning_sparse.core.layout import Gradient
-from tests.covering import covering, in_turns
+from tests.covering import by_default, covering, in_turns
 from tests.ranks import Ranks
 from tests.sums import SPARSE, Sums, check_sums
 
@@ -165,7 +165,7 @@ def look_from_a_thread(executor: str) -> tuple[list[dict[str, Tensor]], list[dic
 
     def look() -> None:
         generator = random.Random(0)
-        while len(looks) < 40 and busy.wait(10):
+        while len(looks) < 20 and busy.wait(10):
             time.sleep(generator.uniform(0, 0.003))
             looks.append(training.engine.state_dict())
 
@@ -251,8 +251,9 @@ def save_on_signals(moments: int, steps: int) -> list[Saved]:
     return looks
 
 
-def test_ranks_that_are_sent_a_signal_save_the_same_step(two_ranks: Ranks) -> None:
-    seen = two_ranks(save_on_signals, 20, 200)
+@pytest.mark.parametrize(("moments", "count"), by_default([(8, 90), (20, 200)]))
+def test_ranks_that_are_sent_a_signal_save_the_same_step(two_ranks: Ranks, moments: int, count: int) -> None:
+    seen = two_ranks(save_on_signals, moments, count)
     steps = set()
     for both in zip(*seen, strict=True):
         steps.add(both[0].state["step"])

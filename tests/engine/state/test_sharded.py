@@ -27,7 +27,7 @@ from tests.ranks import Ranks
 def straight_and_resumed(path: Path, kind: str, unapplied: bool, delay: int) -> tuple[list[dict[str, Tensor]], ...]:
     """Weights after each of the last steps of a run, and of one that was saved before them and loaded elsewhere."""
     mesh = grid(2, 2)
-    steps = list(batches(9))
+    steps = list(batches(6))
     kinds: dict[str, Any] = {
         "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
         "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
@@ -51,10 +51,10 @@ def straight_and_resumed(path: Path, kind: str, unapplied: bool, delay: int) -> 
         return seen
 
     first = start(0)
-    go(first, steps[:5])
+    go(first, steps[:3])
     if unapplied:  # the average of this backward is lost with the process
         model, engine, _ = first
-        [(x, y)] = steps[5]
+        [(x, y)] = steps[3]
         mse_loss(model(x), y).backward()
     model, engine, optimizer = first
     states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
@@ -63,7 +63,7 @@ def straight_and_resumed(path: Path, kind: str, unapplied: bool, delay: int) -> 
     optimizer.zero_grad()
     if unapplied:
         engine.load_state_dict(engine.state_dict())  # gives the average back, as a resumed run has it
-    straight = go(first, steps[6:])
+    straight = go(first, steps[4:])
     engine.drain()
     engine.close()
 
@@ -73,7 +73,7 @@ def straight_and_resumed(path: Path, kind: str, unapplied: bool, delay: int) -> 
     set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
     notes = load_sharded(engine, path / "residuals", "one")
     assert not notes, notes
-    resumed = go(second, steps[6:])
+    resumed = go(second, steps[4:])
     engine.drain()
     engine.close()
     return straight, resumed
@@ -105,7 +105,7 @@ def test_a_run_is_resumed_bit_for_bit(
 # ---- Resumed with other numbers
 
 
-def save_some(path: Path) -> tuple[Tensor, dict[str, Tensor]]:
+def save_some(path: Path) -> dict[str, Tensor]:
     """Sum of all that replicas of 2 x 2 have absorbed and not applied, with the weights."""
     mesh = grid(2, 2)
     model, engine, optimizer = summing(mesh)
@@ -121,6 +121,13 @@ def save_some(path: Path) -> tuple[Tensor, dict[str, Tensor]]:
     found = {name: absorbed[name] + w for name, w in weights(model).items()}
     engine.close()
     return found
+
+
+@pytest.fixture(scope="module")
+def six(four_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+    """Where replicas of 2 x 2 have saved theirs, and what rank 0 has found then."""
+    path = tmp_path_factory.mktemp("six")
+    return path, four_ranks(save_some, path)[0]
 
 
 def load_some(path: Path, replicas: int, ranks: int, resize: str = "merge") -> dict[str, Any]:
@@ -142,19 +149,18 @@ def load_some(path: Path, replicas: int, ranks: int, resize: str = "merge") -> d
 
 @pytest.mark.parametrize("shape", by_default([((2, 2),), ((1, 4),), ((4, 1),)]))
 def test_what_waits_is_the_same_for_other_numbers_of_ranks(
-    four_ranks: Ranks, tmp_path: Path, shape: tuple[int, int]
+    four_ranks: Ranks, six: tuple[Path, dict[str, Tensor]], shape: tuple[int, int]
 ) -> None:
-    [waits, *_] = four_ranks(save_some, tmp_path)
-    for found in four_ranks(load_some, tmp_path, *shape):
+    path, waits = six
+    for found in four_ranks(load_some, path, *shape):
         assert found["step"] == 6
         for name, mean in waits.items():
             assert mean.any()
             assert torch.equal(found["means"][name], mean)
 
 
-def test_residuals_are_dropped_where_that_is_asked_for(four_ranks: Ranks, tmp_path: Path) -> None:
-    four_ranks(save_some, tmp_path)
-    for found in four_ranks(load_some, tmp_path, 4, 1, "zero"):
+def test_residuals_are_dropped_where_that_is_asked_for(four_ranks: Ranks, six: tuple[Path, Any]) -> None:
+    for found in four_ranks(load_some, six[0], 4, 1, "zero"):
         assert not any(bool(mean.any()) for mean in found["means"].values())
 
 
@@ -170,7 +176,7 @@ def load_refused(path: Path, name: str) -> str:
     return ""
 
 
-def test_another_save_and_a_missing_folder_are_refused_on_all_ranks(four_ranks: Ranks, tmp_path: Path) -> None:
-    four_ranks(save_some, tmp_path)
-    assert all("six" in told and "seven" in told for told in four_ranks(load_refused, tmp_path, "seven"))
-    assert all("cannot be read" in told for told in four_ranks(load_refused, tmp_path / "none", "six"))
+def test_another_save_and_a_missing_folder_are_refused_on_all_ranks(four_ranks: Ranks, six: tuple[Path, Any]) -> None:
+    path, _ = six
+    assert all("six" in told and "seven" in told for told in four_ranks(load_refused, path, "seven"))
+    assert all("cannot be read" in told for told in four_ranks(load_refused, path / "none", "six"))
