@@ -92,8 +92,14 @@ def fix_costs(patch: pytest.MonkeyPatch, low: Line, high: Line | None = None) ->
         cheap, dear = (GroupCost(end, nothing, nothing, line) for end, line in ((0.0, low), (1.0, high or low)))
         return cheap.towards(dear, density)
 
+    patch.setattr("lightning_sparse.tuning.performance.profiler.measure_group", measure_group)
+    fix_network(patch)
+
+
+def fix_network(patch: pytest.MonkeyPatch) -> None:
+    """The network is this one, and is not measured, which takes a second."""
+
     def measure_network(comm: TorchCollective, *args: Any, **kwargs: Any) -> Network:
         return Network.ring(comm.world_size, 1e-5, 1e9)
 
-    patch.setattr("lightning_sparse.tuning.performance.profiler.measure_group", measure_group)
     patch.setattr("lightning_sparse.tuning.performance.profiler.measure_network", measure_network)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sparse.engine.network import TorchCollective
-from lightning_sparse.tuning.performance import Links, measure_links
+from lightning_sparse.tuning.performance import Links, links, measure_links
 from tests.ranks import RankError, Ranks
 
 CPU = torch.device("cpu")
@@ -27,10 +27,12 @@ def late(self: TorchCollective, x: Tensor, to: int | None, source: int | None) -
     return given(self, x, to, source)
 
 
-def measure(slow: bool) -> Links:
+def measure(slow: bool, seconds: float = 0.5, long: float = links.LONG) -> Links:
     TorchCollective.send_recv = late if slow else given  # type: ignore[method-assign]
     try:
-        return measure_links(CPU, 0.05, seconds=0.5, numel=10_000)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(links, "LONG", long)
+            return measure_links(CPU, 0.05, seconds=seconds, numel=10_000)
     finally:
         TorchCollective.send_recv = given  # type: ignore[method-assign]
 
@@ -45,7 +47,7 @@ def test_the_slow_link_is_named_and_its_neighbours_are_not(three_ranks: Ranks) -
 
 
 def test_all_ranks_know_the_same(two_ranks: Ranks) -> None:
-    one, other = two_ranks(measure, False)
+    one, other = two_ranks(measure, False, 0.1, 0.005)
     assert one.links == other.links
     assert one.network == other.network
     assert len(one.links) == one.network.ranks == 2

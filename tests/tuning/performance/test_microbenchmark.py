@@ -17,6 +17,7 @@ from lightning_sparse.methods.memory import Residual
 from lightning_sparse.tuning.performance import NOTHING, GroupCost, Line, Network
 from lightning_sparse.tuning.performance import microbenchmark as module
 from lightning_sparse.tuning.performance.microbenchmark import measure_group, sizes_up_to
+from tests.covering import by_default
 from tests.ranks import Ranks
 from tests.tuning.performance.priced import Priced
 
@@ -27,6 +28,7 @@ DENSITY = 0.02
 SPARSIFIERS: dict[str, ls.Sparsifier] = {
     name: ls.HardThreshold(40.0) if name == "hard_threshold" else cls() for name, cls in ls.SPARSIFIERS.items()
 }
+OPERATIONS = {"all_gather", "all_reduce", "broadcast", "all_to_all", "send_recv"}
 EXACT = {"topk", "shared_topk", "clt_k", "random_k", "gtop_k", "everything"}
 """Counts and messages are a straight line of the number of coordinates."""
 
@@ -68,11 +70,21 @@ def ring_bytes(cost: GroupCost, numel: int, n: int) -> float:
     return sum(factors[part.operation](part.calls) * part.nbytes(numel) for part in cost.traffic)
 
 
-@pytest.mark.parametrize("ranks", [pytest.param("two_ranks", marks=pytest.mark.thorough), "three_ranks"])
-def test_microbenchmarks_count_what_the_pipeline_sends(request: pytest.FixtureRequest, ranks: str) -> None:
+SOME = ["topk", "union_topk", "clt_k", "gtop_k", "ok_topk", "micro"]
+"""With all operations of the network, counts that are exact and others, and a question before picks."""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    by_default([("three_ranks", SOME), ("three_ranks", list(SPARSIFIERS)), ("two_ranks", list(SPARSIFIERS))]),
+)
+def test_microbenchmarks_count_what_the_pipeline_sends(
+    request: pytest.FixtureRequest, ranks: str, names: list[str]
+) -> None:
     run: Ranks = request.getfixturevalue(ranks)
-    results = run(counted, list(SPARSIFIERS))
-    for name in SPARSIFIERS:
+    results = run(counted, names)
+    assert names != SOME or {part.operation for name in names for part in results[0][name][0].traffic} == OPERATIONS
+    for name in names:
         costs = [result[name][0] for result in results]
         assert all(cost == costs[0] for cost in costs), name
         assert costs[0].density == DENSITY
