@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
+from tests.covering import by_default, covering, in_turns
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE, flat, make_trainer
 
@@ -136,7 +137,7 @@ def train_then_flush(options: dict[str, Any]) -> tuple[Any, Any, float]:
     return moved, own, norm
 
 
-@pytest.mark.parametrize("sparsifier", ["topk", "union_topk", "exdyna", "shared_topk"])
+@pytest.mark.parametrize("sparsifier", by_default(["union_topk", "exdyna", "topk", "shared_topk"], 2))
 def test_over_a_run_all_gradients_arrive(two_ranks: Ranks, sparsifier: str) -> None:
     options = {"sparsifier": sparsifier, "exchange": "reduce_union" if sparsifier == "union_topk" else None}
     (moved, own0, norm), (_, own1, _) = two_ranks(train_then_flush, options)
@@ -228,8 +229,7 @@ def flush_fabric(loss_scale: float | None, explicit: bool) -> tuple[Any, Any, An
     return before, held, torch.cat([flat(one), flat(two)]).numpy()
 
 
-@pytest.mark.parametrize("explicit", [False, True])
-@pytest.mark.parametrize("loss_scale", [None, 2.0**10])
+@pytest.mark.parametrize(("loss_scale", "explicit"), covering(in_turns([2.0**10, None], [False, True]), together=1))
 def test_fabric_flushes_all_modules_with_their_optimizers(
     two_ranks: Ranks, loss_scale: float | None, explicit: bool
 ) -> None:

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lightning_sparse as ls
 from lightning_sparse.integrations.gradients import LocalGradients, trained_parameters
-from tests.covering import by_default, covering
+from tests.covering import by_default
 from tests.hsdp import (
     SHAPES,
     Given,
@@ -48,7 +48,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-def train(replicas: int, ranks: int, kind: str, each: int, native: bool, integers: bool = False) -> list[Any]:
+def train(replicas: int, ranks: int, kind: str, each: int, native: bool) -> list[Any]:
     """Weights after each of some steps at density 1, by this library or by FSDP itself."""
     mesh = grid(replicas, ranks)
     model = sharded(made(), mesh if native else mesh["shard"])
@@ -57,7 +57,7 @@ def train(replicas: int, ranks: int, kind: str, each: int, native: bool, integer
     if engine is not None:
         engine.bind([optimizer])
     found = []
-    for step in batches(5, each):
+    for step in batches(3, each):
         backward(model, step, engine)
         optimizer.step()
         optimizer.zero_grad()
@@ -67,8 +67,12 @@ def train(replicas: int, ranks: int, kind: str, each: int, native: bool, integer
     return found
 
 
+SOME = [((2, 2), "momentum", 2), ((2, 2), "adamw", 1)]
+CELLS = product([(2, 2), (1, 4)], OPTIMIZERS, [1, 2])
+
+
 @pytest.mark.parametrize(
-    ("shape", "kind", "each"), by_default(covering(product([(2, 2), (1, 4)], OPTIMIZERS, [1, 2])), 3)
+    ("shape", "kind", "each"), by_default([*SOME, *(cell for cell in CELLS if cell not in SOME)], 2)
 )
 def test_density_1_is_native_hsdp_bit_for_bit(four_ranks: Ranks, shape: tuple[int, int], kind: str, each: int) -> None:
     ours, native = (four_ranks(train, *shape, kind, each, one) for one in (False, True))
@@ -137,7 +141,7 @@ def _lost(engine: ls.Engine, model: torch.nn.Module, absorbed: dict[str, Tensor]
 
 @pytest.mark.parametrize("shape", [(2, 2), pytest.param((4, 1), marks=pytest.mark.thorough)])
 def test_no_part_loses_anything_and_a_nan_in_one_part_skips_all(four_ranks: Ranks, shape: tuple[int, int]) -> None:
-    of_ranks = four_ranks(law, *shape, 8, 3)
+    of_ranks = four_ranks(law, *shape, 7, 3)
     for step, looks in enumerate(zip(*of_ranks, strict=True)):
         assert [look["void"] for look in looks] == [step == 3] * 4
         assert all(look["lost"] == [0.0, 0.0] for look in looks)
@@ -186,21 +190,10 @@ def many(kind: str, density: float, steps: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "density"),
-    by_default(
-        [
-            ("sgd", 0.05),
-            ("momentum", 0.01),
-            ("adamw", 0.05),
-            *(
-                pytest.param(k, d, marks=pytest.mark.thorough)
-                for k, d in [("sgd", 0.01), ("momentum", 0.05), ("adamw", 0.01)]
-            ),
-        ]
-    ),
+    ("kind", "density", "steps"), by_default([("sgd", 0.05, 20), *product(OPTIMIZERS, [0.05, 0.01], [32])])
 )
-def test_ranks_stay_equal_and_learn(four_ranks: Ranks, kind: str, density: float) -> None:
-    of_ranks = four_ranks(many, kind, density, 32)
+def test_ranks_stay_equal_and_learn(four_ranks: Ranks, kind: str, density: float, steps: int) -> None:
+    of_ranks = four_ranks(many, kind, density, steps)
     for found in of_ranks:
         assert found["equal"]
         assert found["sent"] < 0.35 * found["dense"]
@@ -213,8 +206,9 @@ def test_ranks_stay_equal_and_learn(four_ranks: Ranks, kind: str, density: float
             assert len(found["states"]) == len(found["after"]) == 5
             assert found["after"]["second.weight"] == found["states"]["second.bias"]
         assert found["states"] == of_ranks[0]["states"]
-    mean = [sum(of_rank["losses"][step] for of_rank in of_ranks) for step in range(32)]
-    assert sum(mean[-8:]) < 0.95 * sum(mean[:8])
+    mean = [sum(of_rank["losses"][step] for of_rank in of_ranks) for step in range(steps)]
+    fourth = steps // 4
+    assert sum(mean[-fourth:]) < 0.95 * sum(mean[:fourth])
 
 
 # ---- One step at a time
@@ -407,7 +401,7 @@ class Checkpointed(Net):
 
 
 def other_ways(kind: str) -> tuple[list[dict[str, Tensor]], int, str]:
-    """Weights after three steps by FSDP itself and by this library at density 1, its exchanges, and an error."""
+    """Weights after two steps by FSDP itself and by this library at density 1, its exchanges, and an error."""
     mesh, found, steps, told = grid(2, 2), [], 0, ""
     for native in (True, False):
         model = made(lambda: Checkpointed(kind == "reentrant") if "reentrant" in kind else Net())
@@ -420,7 +414,7 @@ def other_ways(kind: str) -> tuple[list[dict[str, Tensor]], int, str]:
         engine = None if native else engine_of(model, mesh, density=1.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         try:
-            for [(x, y)] in batches(3):
+            for [(x, y)] in batches(2):
                 mse_loss(model(x.requires_grad_()), y).backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -436,7 +430,7 @@ def other_ways(kind: str) -> tuple[list[dict[str, Tensor]], int, str]:
 @pytest.mark.parametrize("kind", ["several roots", "not resharded", "not reentrant"])
 def test_one_exchange_comes_at_the_end_of_a_backward(four_ranks: Ranks, kind: str) -> None:
     for (native, ours), steps, told in four_ranks(other_ways, kind):
-        assert steps == 3 and not told
+        assert steps == 2 and not told
         assert all(torch.equal(native[name], ours[name]) for name in native)
 
 
