@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.covering import by_default
 from tests.extending import changes, copy
 from tests.warm import forgetting, warm_python
 
@@ -36,7 +37,7 @@ TESTS = {
     "tests/extended.py": "test",
     "tests/contract/test_contract.py": "leader_blocks or random_k or test_every",
     # All memories with the new sparsifier: with all others they take a minute.
-    "tests/contract/test_memories.py": "leader_blocks or has_a_law",
+    "tests/contract/test_memories.py": "leader_blocks and nothing_is_lost or has_a_law",
     "tests/contract/test_cuda_tensors.py": "leader_blocks or gather_shared or Bounded",
     "tests/ops/test_no_host_sync.py": "leader_blocks or random_k or Bounded",
     "tests/tools/test_cli.py": "builds_its_sparsifier and leader_blocks or little_else",
@@ -48,6 +49,8 @@ TESTS = {
     "tests/engine/network/test_drivers.py": "leader_blocks or random_k",
 }
 """What must pass then: files, and which of their tests. The picks of random_k are such as the new exchange accepts."""
+MORE = {**TESTS, "tests/contract/test_memories.py": "leader_blocks or has_a_law"}
+"""With all that is said of memories."""
 
 
 def test_the_page_touches_what_it_promises() -> None:
@@ -56,17 +59,18 @@ def test_the_page_touches_what_it_promises() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("not_launched")
-def test_nothing_else_has_to_be_touched(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tests", by_default([pytest.param(TESTS, id="some"), pytest.param(MORE, id="all")]))
+def test_nothing_else_has_to_be_touched(tmp_path: Path, tests: dict[str, str]) -> None:
     root = copy(tmp_path / "copy")
     for those in changes().values():
         for change in those:
             change.make(root)
-    chosen = " or ".join(f"{Path(file).stem} and ({words})" for file, words in TESTS.items())
+    chosen = " or ".join(f"{Path(file).stem} and ({words})" for file, words in tests.items())
     environment = os.environ | {"PYTHONPATH": str(root), "JSONARGPARSE_DEPRECATION_WARNINGS": "off"}
     environment.pop("WARM_PYTHON", None)  # which knows nothing of the copy
     program = forgetting("lightning_sparse", "lightning_sparse_cli", "tests")
     program += "import pytest, sys; sys.exit(pytest.main(sys.argv[1:]))"
     command = [warm_python(), "-c", program, "-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'tests'}"]
-    command += ["-k", chosen, *TESTS]
+    command += ["-k", chosen, *tests]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]

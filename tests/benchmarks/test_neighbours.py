@@ -22,6 +22,7 @@ from lightning_sparse.core.step import Context
 from lightning_sparse.methods.density import count
 from tests.benchmarks import small
 from tests.benchmarks.small import ALL, load, methods, take, values
+from tests.covering import by_default
 from tests.ranks import Ranks
 from tests.reference.partitioned import reference_top_k
 
@@ -38,10 +39,15 @@ def gradients(steps: int, n: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(steps, n, NUMEL, generator=torch.Generator().manual_seed(seed))
 
 
-def test_one_text_runs_simulated_and_between_processes(two_ranks: Ranks) -> None:
-    simulated = small.simulated(ALL, 2)
-    for between in two_ranks(small.trained_between_processes, ALL):
-        for name, (own, sent), (others, other_sent) in zip(ALL, simulated, between, strict=True):
+KINDS = list({name.rstrip("-0123456789"): name for name in reversed(ALL)}.values())
+"""Of each method one."""
+
+
+@pytest.mark.parametrize("names", by_default([pytest.param(KINDS, id="kinds"), pytest.param(ALL, id="all")]))
+def test_one_text_runs_simulated_and_between_processes(two_ranks: Ranks, names: list[str]) -> None:
+    simulated = small.simulated(names, 2)
+    for between in two_ranks(small.trained_between_processes, names):
+        for name, (own, sent), (others, other_sent) in zip(names, simulated, between, strict=True):
             assert sent == other_sent, name
             assert all(torch.equal(a, b) for a, b in zip(own, others, strict=True)), name
 

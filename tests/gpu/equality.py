@@ -26,7 +26,7 @@ CLOSE = {torch.float64: {"rtol": 1e-9, "atol": 1e-12}, torch.float32: {"rtol": 1
 
 def checks(device: torch.device, clock: Clock) -> Iterator[Check]:
     # On a CPU, where this compares a thing with itself, a few show that it runs.
-    pairs = list(zip(PAIR_NAMES, PAIRS, strict=True))[:: 1 if device.type == "cuda" else 40]
+    pairs = list(zip(PAIR_NAMES, PAIRS, strict=True))[:: 1 if device.type == "cuda" else 80]
     others = sorted((ls.NoMemory(), *MEMORIES), key=lambda memory: not isinstance(memory, ls.SecondMoment))
     chosen: list[tuple[ls.Memory, torch.dtype, int]] = [
         (ls.Residual(), torch.float64, 4),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -37,20 +38,46 @@ def example() -> Any:
     return module
 
 
-@pytest.fixture
-def parse(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Build Trainer, model and data from a command line without running anything."""
+@pytest.fixture(scope="module")
+def parser() -> Iterator[Any]:
+    """The parser of a LightningCLI with the example's classes: making one takes longer than what it parses."""
     pytest.importorskip("jsonargparse", reason="jsonargparse is not installed")
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
     from pytorch_lightning.cli import LightningCLI
 
-    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning 2.6 calls what it deprecates
-    module = example()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning 2.6 calls what it deprecates
+        patch.setattr(sys, "argv", [str(EXAMPLE)])  # else it warns that pytest was given arguments, too
+        module = example()
+        args = ["--seed_everything=0", "--trainer.accelerator=cpu", "--trainer.logger=false"]
+        yield LightningCLI(module.DigitsClassifier, module.Digits, run=False, args=args).parser
+
+
+@pytest.fixture
+def parse(parser: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Build what a Trainer would be given, from a command line."""
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 
     def run(config: str, *overrides: str) -> Any:
-        monkeypatch.setattr(sys, "argv", [str(EXAMPLE)])  # else it warns that pytest was given arguments, too
         configs = [f"--config={ROOT / 'configs' / name}.yaml" for name in ("base", *config.split())]
         # As the script gets them, without the subcommand; no logger, so that nothing is written.
+        args = [*configs, "--trainer.accelerator=cpu", "--trainer.logger=false", *overrides]
+        return parser.instantiate_classes(parser.parse_args(args)).trainer
+
+    return run
+
+
+@pytest.fixture
+def trainer_of(parser: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Build Trainer, model and data from a command line without running anything."""
+    from pytorch_lightning.cli import LightningCLI
+
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE)])
+    module = sys.modules["train_digits"]
+
+    def run(config: str, *overrides: str) -> Any:
+        configs = [f"--config={ROOT / 'configs' / name}.yaml" for name in ("base", *config.split())]
         args = [*configs, "--trainer.accelerator=cpu", "--trainer.logger=false", *overrides]
         return LightningCLI(module.DigitsClassifier, module.Digits, run=False, args=args).trainer
 
@@ -109,12 +136,12 @@ def test_every_configuration_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert process.exitcode == 0, log.read_text()[-3000:]
 
 
-def test_the_dense_configuration_is_plain_ddp(parse: Any) -> None:
-    assert type(parse("dense").strategy).__module__ == "pytorch_lightning.strategies.ddp"
+def test_the_dense_configuration_is_plain_ddp(trainer_of: Any) -> None:
+    assert type(trainer_of("dense").strategy).__module__ == "pytorch_lightning.strategies.ddp"
 
 
-def test_configurations_lie_over_each_other(parse: Any) -> None:
-    trainer = parse("exdyna epochs")
+def test_configurations_lie_over_each_other(trainer_of: Any) -> None:
+    trainer = trainer_of("exdyna epochs")
     assert type(trainer.strategy.config.sparsifier) is ls.ExDyna
     assert (trainer.max_steps, trainer.max_epochs, trainer.check_val_every_n_epoch) == (-1, 30, 1)
 
@@ -222,7 +249,7 @@ def test_the_example_trains_from_the_command_line(tmp_path: Path) -> None:
     # One process starts the other, as for a user; everything else in this suite starts ranks by itself.
     command = [warm_python(), str(EXAMPLE), "fit"]
     command += [f"--config={ROOT / 'configs' / name}.yaml" for name in ("base", "exdyna", "wandb")]
-    command += ["--trainer.accelerator=cpu", "--trainer.max_steps=20", "--trainer.strategy.sparsifier=TopK"]
+    command += ["--trainer.accelerator=cpu", "--trainer.max_steps=10", "--trainer.strategy.sparsifier=TopK"]
     command += ["--trainer.strategy.density=0.05", "--trainer.val_check_interval=10"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110)
@@ -269,7 +296,7 @@ def test_the_optimizer_of_a_configuration_is_that_of_this_package(monkeypatch: p
     assert group["params"] == list(model.parameters())
 
 
-def test_the_sweep_gives_the_example_what_it_takes(parse: Any) -> None:
+def test_the_sweep_gives_the_example_what_it_takes(trainer_of: Any) -> None:
     pytest.importorskip("wandb", reason="W&B is not installed")
     import yaml
 
@@ -282,7 +309,7 @@ def test_the_sweep_gives_the_example_what_it_takes(parse: Any) -> None:
     every = zip(*(islice(cycle(values), 3) for values in parameters.values()), strict=True)
     for values in every:  # each seed and density, and some sparsifiers: parsing takes a second
         given = dict(zip(parameters, values, strict=True))
-        trainer = parse("base", logger, *(f"--{name}={value}" for name, value in given.items()))
+        trainer = trainer_of("base", logger, *(f"--{name}={value}" for name, value in given.items()))
         assert trainer.strategy.config.sparsifier == ls.SPARSIFIERS.resolve(given["trainer.strategy.sparsifier"])
         assert trainer.strategy.config.density(0) == given["trainer.strategy.density"]
     [made] = trainer.loggers

@@ -483,7 +483,9 @@ def test_none_looks_at_nothing(alone: None) -> None:
 
 def fitted(options: dict[str, Any]) -> list[Any]:
     package = "pytorch_lightning"
-    trainer = make_trainer(package, strategy=ls.integrations.pytorch_lightning.SparseDDPStrategy(**options))
+    trainer = make_trainer(
+        package, max_epochs=1, strategy=ls.integrations.pytorch_lightning.SparseDDPStrategy(**options)
+    )
     trainer.fit(make_module(package), make_data(), make_data(16))
     dogs = [observer for observer in trainer.strategy.engine.observers if isinstance(observer, Watchdog)]
     return [dog._settings for dog in dogs]

@@ -105,7 +105,7 @@ def lateness(profile: Profile, timeline: Timeline, before: list[float]) -> Calla
 def test_densities_are_the_largest_that_hide(overlap: str) -> None:
     generator = random.Random(1)
     outcomes = {"floor": 0, "cap": 0, "between": 0}
-    for _ in range(25):
+    for _ in range(14):
         timeline = drawn(generator)
         profile = rising(generator, overlap, 10 ** generator.uniform(-2, 0.3), timeline)
         found = hidden_densities(timeline, profile, FLOOR, CAP)
@@ -122,7 +122,7 @@ def test_densities_are_the_largest_that_hide(overlap: str) -> None:
                 assert density <= GRID[len(hide)] * (1 + 1e-9)
                 assert abs(late(density)) < 1e-6
             outcomes["floor" if not hide else "cap" if len(hide) == SCAN else "between"] += 1
-    assert min(outcomes.values()) > 10, outcomes
+    assert min(outcomes.values()) > 5, outcomes
 
 
 def test_late_exchanges_delay_the_next_ones() -> None:
