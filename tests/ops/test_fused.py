@@ -86,7 +86,8 @@ def test_the_whole_step_equals_that_of_torch(
     for ours, theirs in zip(found, expected, strict=True):
         for one, other in zip(ours, theirs, strict=True):
             assert one.dtype == other.dtype
-            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+            sums = 1e-14 if one.dtype == torch.float64 and not one.dim() else 0  # of norms, in another order
+            torch.testing.assert_close(one, other, rtol=sums, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(

@@ -244,9 +244,9 @@ def _gather(acc: Tensor, selection: Selection, most: int, ctx: Context) -> Steps
         descends = (places[:, 1:] < places[:, :-1]) & within[:, 1:]
         refuse((descends.any(1) | ~known[:, 0] | ~fits).tolist())
         spares, codes = (None if x is None else _cut(x, ends) for x in (all_spares, octets))
-        picks = Picks(_cut(places.long(), ends), None, counts, spares, codes)
+        picks = Picks(_cut(places.clamp_(max=padding).long(), ends), None, counts, spares, codes)
         return picks, torch.cat(_cut(levels, ends)), lowest, trouble
-    return Picks(places, None, counts, all_spares, octets), levels.flatten(), lowest, trouble
+    return Picks(places.clamp_(0, padding), None, counts, all_spares, octets), levels.flatten(), lowest, trouble
 
 
 def _ascending(selection: Selection) -> Selection:
@@ -292,8 +292,8 @@ def _read(rows: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor]:
     """Read the messages that :func:`_written` has made, of (n, words).
 
     Returns:
-        (n, slots) coordinates, padding where there is no pick; uint8 classes; and (n,) on the CPU, which messages have
-        as many marks as slots.
+        (n, slots) coordinates, padding or more where there is no pick; uint8 classes; and (n,) on the CPU, which
+        messages have as many marks as slots.
     """
     wide, device = torch.int32 if 2 * form.numel < 2**31 else torch.int64, rows.device
     octets = rows[:, form.marks : form.octets].contiguous().view(torch.uint8)
@@ -313,7 +313,7 @@ def _read(rows: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor]:
     nibbles = _unpack_nibbles(planes, form.slots)
     if form.planes:
         places += (nibbles[:, :-1].to(wide) << _shifts(form, device)).sum(1, dtype=wide)
-    return places.clamp_(0, form.numel), nibbles[:, -1], fits
+    return places, nibbles[:, -1], fits
 
 
 def _shifts(form: Form, device: torch.device) -> Tensor:

@@ -320,8 +320,8 @@ def more(look: Look, later: Look, name: str, memory: Any, n: int) -> Tensor | fl
     if later.moment == "resumed":
         assert not later.state["absorbed"] and not later.state["pending"]
         return 0.0
-    if isinstance(memory, ls.LowPass):  # whose residual follows when a step counts
-        grown = later.state["step"] - look.state["step"]
+    if isinstance(memory, ls.LowPass):  # whose residual follows when a step has ended, skipped or not
+        grown = sum(int(later.state[steps]) - int(look.state[steps]) for steps in ("step", "void_steps"))
     else:
         grown = count(later.state, name) - count(look.state, name)
     assert grown in (0, 1), (name, later.state["rank"], later.moment, grown)
