@@ -184,7 +184,7 @@ EXPORT int32_t ls_tell(const float *x, const float *second, int64_t numel, const
   return 0;
 }
 
-// second and tops, what ls_tops gave, are missing where there are no second values.
+// second and tops, what ls_meet gave, are missing where there are no second values.
 EXPORT int64_t ls_round(const float *x, const float *second, int64_t size, const int64_t *indices,
                         const int32_t *levels, const uint8_t *tops, int64_t n, int64_t lowest, int64_t raise_by,
                         float most, int32_t low, int32_t wide, int32_t parts, float offset, int32_t *words,
