@@ -193,7 +193,7 @@ class NativePicks:
             second: (numel + 1,) second values.
             union: (u,) int64 coordinates, different ones.
             levels: (u,) integers, of which the steps follow.
-            tops: (u,) uint8, see :meth:`tops`; for second values, as the last four.
+            tops: (u,) uint8, see :class:`Met`; for second values, as the last four.
             lowest: level towards which levels are raised, by at most ``raise_by``.
             raise_by: see there.
             most: largest number of steps.
