@@ -5,17 +5,36 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from benchmarks.race.configurations import CONFIGURATIONS
 from benchmarks.race.run import Rank, Run, take
 from benchmarks.race.tasks import TASKS
+from lightning_sparse.core.messages import AllReduce, Message, Meter, Steps, answered
 
+T = TypeVar("T")
 FILE = "race-bytes.jsonl"
 STEPS = 30
 """Counted ones, after as many that are not."""
 RANKS = (4, 8, 32)
+
+
+class Hops(Meter):
+    """Counts how often a rank hears of its neighbour in a ring, too: twice as often in sums as in all-gathers."""
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__(world_size)
+        self.hops = 0
+
+    def watch(self, steps: Steps[T]) -> Steps[T]:
+        def answer(message: Message) -> Steps[Tensor]:
+            self.hops += (1 + isinstance(message, AllReduce)) * (self.world_size - 1)
+            return (yield message)
+
+        return super().watch(answered(steps, answer))
 
 
 def count(task: str, data: Path, folder: Path) -> None:
@@ -25,20 +44,23 @@ def count(task: str, data: Path, folder: Path) -> None:
         known = replace(TASKS[task], ranks=n, batch=1)
         for method in CONFIGURATIONS:
             ranks = [Rank(Run(task, method, 1.0), known, loaded, rank) for rank in range(n)]
-            meters = ranks[0].method.matrices, ranks[0].method.vectors
-            before, generator = [0.0, 0.0], torch.Generator().manual_seed(1)
+            ranks[0].method.matrices = hops = Hops(n)
+            meters = hops, ranks[0].method.vectors
+            before, generator = [0.0, 0.0, 0.0], torch.Generator().manual_seed(1)
             for step in range(2 * STEPS):
                 if step == STEPS:
-                    before = [meter.bytes_sent for meter in meters]
+                    before = [*(meter.bytes_sent for meter in meters), hops.hops]
                 take(ranks, step, known.rate_at(step, 1.0), [loaded.draw(generator, 1) for _ in ranks])
-            sent = [round((m.bytes_sent - b) / STEPS, 1) for m, b in zip(meters, before, strict=True)]
-            lines.append({"task": task, "method": method, "ranks": n, "matrices": sent[0], "vectors": sent[1]})
+            ends = *(meter.bytes_sent for meter in meters), hops.hops
+            sent = [round((end - begin) / STEPS, 1) for end, begin in zip(ends, before, strict=True)]
+            names = ("matrices", "vectors", "hops")
+            lines.append({"task": task, "method": method, "ranks": n} | dict(zip(names, sent, strict=True)))
             print(json.dumps(lines[-1]), flush=True)
     (folder / FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def read(folder: Path) -> dict[tuple[str, int], tuple[float, float]]:
-    """Bytes of matrices and of vectors a step, by method and number of ranks; empty where nothing is counted."""
+def read(folder: Path) -> dict[tuple[str, int], tuple[float, float, float]]:
+    """Bytes of matrices, of vectors, and hops a step, by method and number of ranks; empty: nothing is counted."""
     path = folder / FILE
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return {(line["method"], line["ranks"]): (line["matrices"], line["vectors"]) for line in lines}
+    return {(line["method"], line["ranks"]): (line["matrices"], line["vectors"], line["hops"]) for line in lines}

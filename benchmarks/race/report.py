@@ -12,6 +12,7 @@ from benchmarks.race.cells import Cell, cells, distance, shown, steps_to
 from benchmarks.race.configurations import CONFIGURATIONS
 from benchmarks.race.results import ROOT, Results
 from benchmarks.race.tasks import TASKS
+from lightning_sparse.core.messages import ring_all_reduce_bytes
 
 TEMPLATE = Path(__file__).with_name("page.md")
 PAGE = ROOT / "docs" / "race.md"
@@ -22,6 +23,12 @@ NODES = ("lstm-600-nodes", "gpt-300-nodes")
 OTHER = ("shakespeare-2000", "shakespeare-alone", "shakespeare-pair", "shift-300")
 COMPUTE = 0.02
 """Seconds of computing in a step, for the figure of times: a device that is stated, not the one that trained."""
+LARGER = 124_000_000
+"""Parameters of a model that steps are computed for, with bytes in proportion to those of the LSTM's matrices."""
+COMPUTES = (0.03, 0.08)
+"""Seconds of computing in its step."""
+FASTER = ((1, 0.0), (10, 0.0), (10, 0.01), (100, 0.0))
+"""Gbit/s of a link, and seconds that a message takes to the next rank beside its bytes."""
 ALLOWED = math.log(1.02)
 """Above dense's loss, in nats: 2 % of a perplexity."""
 
@@ -47,7 +54,7 @@ def tables(results: Results) -> dict[str, str]:
     found |= {f"pairs {task}": pairs(results, task) for task in (*SHORT, *LONG, *NODES)}
     found |= {f"times {task}": times(results, task) for task in SHORT}
     found |= {f"ratios {task}": ratios(results, task) for task in ("lstm-600", "lstm-3000")}
-    found |= {"measured": measured(results), "gate": gate(results)}
+    found |= {"measured": measured(results), "faster": faster(results), "gate": gate(results)}
     return found | {"bytes": bytes_by_ranks(results), "asks": table(ASKED[0], ASKED[1:]), "machine": machine(results)}
 
 
@@ -245,6 +252,30 @@ def bytes_by_ranks(results: Results) -> str:
                 row += ["", ""]
         rows.append(row)
     return table(["method", *(head for n in counted.RANKS for head in (f"kB, n = {n}", "of dense"))], rows)
+
+
+def faster(results: Results) -> str:
+    """A step where all that travels hides behind computing, as a share of dense training's: computed."""
+    known, n = counted.read(results.folder), 4
+    heads = [f"{1000 * c:.0f} ms, {_link(*link)}" for c in COMPUTES for link in FASTER]
+    whole, rows = ring_all_reduce_bytes(4.0 * LARGER, n), []
+    for method in timed.METHODS:
+        if (method, n) not in known or ("dense", n) not in known:
+            continue
+        row = [CONFIGURATIONS[method].title]
+        for compute in COMPUTES:
+            for gbit, hop in FASTER:
+                own, dense = (
+                    max(compute, 8 * sent / known[("dense", n)][0] * whole / (1e9 * gbit) + hop * hops)
+                    for sent, _, hops in (known[(method, n)], known[("dense", n)])
+                )
+                row.append(f"{own / dense:.2f}")
+        rows.append(row)
+    return table(["method", *heads], rows)
+
+
+def _link(gbit: float, hop: float) -> str:
+    return f"{gbit:g} Gbit/s" + (f", {1000 * hop:g} ms away" if hop else "")
 
 
 def machine(results: Results) -> str:

@@ -12,11 +12,14 @@ from torch import Tensor
 
 from benchmarks.race import plan, replay, runner
 from benchmarks.race.configurations import CONFIGURATIONS
+from benchmarks.race.counted import Hops
 from benchmarks.race.methods.base import Rate
 from benchmarks.race.plan import Entry, chosen_entries, fresh, searched, wanted
 from benchmarks.race.results import Results
 from benchmarks.race.run import Run, Simulation, take
 from benchmarks.race.tasks import TASKS
+from lightning_sparse.core.messages import AllGather, AllReduce, Meter, Steps
+from lightning_sparse.engine.network import drive_ranks
 from tests.benchmarks import small
 from tests.benchmarks.small import ALL, load
 from tests.covering import by_default, covering
@@ -95,6 +98,17 @@ def test_steps_that_make_the_host_wait_are_not_repeated() -> None:
     assert plain.train(lambda: False, None) and taken.train(lambda: False, None)
     assert numbers == list(range(25))
     assert taken.curve[-1][-1] == pytest.approx(plain.curve[-1][-1], abs=1e-3)
+
+
+def test_sums_take_twice_as_many_hops_as_gathers() -> None:
+    def steps() -> Steps[None]:
+        yield AllReduce(torch.ones(8))
+        yield AllGather(torch.ones(2))
+
+    hops, plain = Hops(4), Meter(4)
+    drive_ranks([hops.watch(steps()), plain.watch(steps()), steps(), steps()])
+    assert hops.hops == 2 * 3 + 3
+    assert hops.bytes_sent == plain.bytes_sent > 0
 
 
 def test_a_training_that_diverges_ends() -> None:
