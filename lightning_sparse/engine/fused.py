@@ -1,4 +1,4 @@
-"""A step of the default, UnionTopK with packed_union, in 23 to 33 launches on a GPU, for any n.
+"""A step of the default, UnionTopK with packed_union, in 23 to 32 launches on a GPU, for any n.
 
 The same journey as in :mod:`~lightning_sparse.engine.pipeline`, whose operations of torch give the same bits, with
 kernels in Triton that do together what belongs together. With a plain residual 16 bytes a coordinate are read and

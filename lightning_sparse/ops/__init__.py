@@ -47,14 +47,14 @@ from lightning_sparse.ops.reference import Weights, largest, scatter_, spread, s
 
 __all__ = [
     "Span", "Weights", "compiled", "static_shapes", "zeros",
-    "accumulate_", "weigh_", "subtract_at_", "all_finite",
+    "accumulate_", "subtract_at_", "all_finite",
     "above", "tail", "top_k", "top_k_of_blocks",
     "moments", "mean_and_maximum", "summed",
     "leaders", "reaching_leaders", "ranked_leaders", "pick_leaders",
     "distinct", "add_up", "take", "put_", "sqrt_", "pad",
     "fill_if_", "choose",
     # on the CPU only
-    "many_of_largest", "largest_of", "reached", "reaching_of", "top_k_and_stripe",
+    "weigh_", "many_of_largest", "largest_of", "reached", "reaching_of", "top_k_and_stripe",
     "places_of", "sums", "unite", "under", "put_in_runs_", "take_from_runs",
     # not on the CPU
     "largest", "strongest", "united", "spread", "scatter_",

@@ -379,7 +379,7 @@ def subtract_at_(x: Tensor, indices: Tensor, values: Tensor | None, skipped: Ten
 
 
 def form_(acc: Tensor, second: Tensor, grad: Tensor, units: Tensor, beta2: float) -> Tensor:
-    """Form residual and second moment of a gradient; () whether the new acc was finite. See :func:`.device.form_`."""
+    """Form residual and second moment; () whether the new acc was finite. See :func:`.on_device.form_`."""
     take, carry, keep = units.to(acc.dtype).unbind()
     given = (grad * take.to(grad.dtype)).to(acc.dtype)
     total = torch.mul(acc, carry).add_(given)
@@ -392,7 +392,7 @@ def form_(acc: Tensor, second: Tensor, grad: Tensor, units: Tensor, beta2: float
 
 
 def score_(score: Tensor, acc: Tensor, second: Tensor, power: Tensor, eps: float, damping: float) -> None:
-    """Form scores, see :func:`.device.score_`."""
+    """Form scores, see :func:`.on_device.score_`."""
     start = (1 - power).sqrt()
     root = acc.mul(start * damping).square_().add_(second).clamp_(max=torch.finfo(acc.dtype).max)  # squares overflow
     torch.div(acc, root.sqrt_().add_(eps * start).sqrt_(), out=score)

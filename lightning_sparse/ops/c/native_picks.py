@@ -34,7 +34,7 @@ class Rounded(NamedTuple):
     """Values in steps of powers of two."""
 
     words: Tensor
-    """int32, two integers in each."""
+    """int32: two coordinates in each, or one; parts of second values in the low bits."""
     units: Tensor
     """(u,) the steps."""
     sent: Tensor
