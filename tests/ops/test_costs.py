@@ -49,7 +49,7 @@ BUDGET: dict[str, tuple[ls.Sparsifier, tuple[int, int, int], tuple[float, float]
     "micro-published": (ls.MiCRO(variant="published"), (93, 93, 93), (64, 44)),
     "exdyna": (ls.ExDyna(), (186, 192, 198), (104, 97)),
     "exdyna-published": (ls.ExDyna(variant="published"), (154, 160, 166), (100, 81)),
-    "ok_topk": (ls.OkTopK(), (188, 194, 250), (95, 65)),
+    "ok_topk": (ls.OkTopK(), (188, 194, 250), (93, 63)),
     "dgc": (ls.DGC(), (227, 233, 289), (131, 74)),
     "redsync": (ls.RedSync(), (409, 415, 471), (171, 85)),
     "gaussian_k": (ls.GaussianK(), (302, 308, 364), (140, 82)),

@@ -60,8 +60,8 @@ class Balanced(Exchange):
         found = unpack_rows(rows, slots, acc.dtype, padding)
         received = torch.cat([indices for indices, _ in found]), torch.cat([values for _, values in found])
         union, total = (x[:k] for x in masked(received, strongest(received, k, padding), padding))
-        kept = torch.zeros(padding + 1, dtype=torch.bool, device=acc.device).index_fill_(0, union, True)
-        sent = sent.masked_fill(~kept[sent], padding)
+        next_one = pad(union, len(union) + 1, -1)[torch.searchsorted(union, sent)]
+        sent = sent.masked_fill(next_one != sent, padding)
         return Update(union, total / n, sent, None, counts, (union < padding).sum())
 
 

@@ -131,12 +131,14 @@ def _compiled(library: NativePicks, acc: Tensor, selection: Selection, lanes: La
     n, numel = ctx.world_size, acc.numel() - 1
     selection, _ = yield from same_length(selection, None, numel)
     form = Form.of(numel, selection.indices.numel(), ctx.second is not None)
-    words = library.tell(acc, selection.indices, selection.spare, int(selection.count), lanes.most, form, ctx.second)
+
+    def told(one: Selection) -> Tensor | None:
+        return library.tell(acc, one.indices, one.spare, int(one.count), lanes.most, form, ctx.second)
+
+    words = told(selection)
     if words is None:
         selection = _ascending(selection)
-        words = library.tell(
-            acc, selection.indices, selection.spare, int(selection.count), lanes.most, form, ctx.second
-        )
+        words = told(selection)
         assert words is not None
     rows = yield AllGather(words)
     ends = counts_of(rows, form.slots)
