@@ -141,6 +141,7 @@ class Ranks:
             self._seen[ctx.rank] = before, selection, update
             return update
 
+        watched.tells_trouble = exchange.tells_trouble  # type: ignore[attr-defined]
         return watched
 
 

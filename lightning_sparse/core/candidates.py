@@ -13,7 +13,7 @@ Found = tuple[Tensor, Tensor]
 
 
 class Candidates:
-    """Coordinates of a group's accumulator that will probably be selected, found while it is formed (CPU).
+    """Coordinates of a group's accumulator that will probably be selected, found while it is formed.
 
     A group keeps one instance from step to step. The selection of a step leaves a bound that the next selection will
     probably reach (:meth:`expect`). The pass that forms the next accumulator collects the coordinates that reach it
@@ -31,13 +31,13 @@ class Candidates:
         self.bound = math.inf
         """Least magnitude that the next pass collects."""
         self.on_device: Any = None
-        """Buffers that kernels on a device keep for the next step, see :mod:`~lightning_sparse.engine.fused`."""
+        """Buffers that kernels on a device keep for the next step, see :mod:`~lightning_sparse.ops.on_device`."""
         self._expected = math.inf
         self._vector: Any = None
         self._cleared: Any = None
         self._finite = True
         self._reached = math.inf
-        self._found: Found | None = None
+        self._found: Any = None
 
     def __eq__(self, other: object) -> bool:
         """Return True for all instances: hints are not part of the state."""
@@ -45,14 +45,14 @@ class Candidates:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def note(self, x: Tensor, runs: Sequence[Tensor], found: Found | None, finite: bool) -> None:
+    def note(self, x: Tensor, runs: Sequence[Tensor], found: Any, finite: bool = True) -> None:
         """Keep the results of a pass with :attr:`bound`.
 
         Args:
             x: (numel,) vector that the pass has formed and that is selected by.
             runs: vectors that it has set to zero.
-            found: ascending coordinates and their magnitudes; None: too many.
-            finite: True if all of the gradient was finite.
+            found: ascending coordinates and their magnitudes, on a device :attr:`on_device`; None: too many.
+            finite: True if all of the gradient was finite, or only the device knows.
         """
         self._vector, self._cleared = _state_of(x), list(map(_state_of, runs))
         self._found, self._finite, self._reached, self._expected = found, finite, self.bound, math.inf
@@ -63,12 +63,14 @@ class Candidates:
             self._expected = min(self._expected, bound)
             self.bound = self._expected
 
-    def reaching(self, x: Tensor, bound: float) -> Found | None:
-        """Return ascending coordinates of x, among them all that reach a bound, and magnitudes; None if unknown."""
+    def reaching(self, x: Tensor, bound: float = math.inf) -> Any:
+        """Return what was found, if it is of x and has all coordinates that reach a bound; None if that is unknown."""
         return self._found if bound >= self._reached and self._holds_for(x) else None
 
     def cleared(self, runs: Sequence[Tensor]) -> bool:
         """Return True if the pass has set these vectors to zero and they have not been written to since."""
+        if self._cleared is None:
+            return False
         states = list(map(_state_of, runs))
         return None not in states and self._cleared == states
 

@@ -67,9 +67,9 @@ class Context(NamedTuple):
     coordinates of the update, see :attr:`~lightning_sparse.methods.exchanges.Exchange.carries_second`. None: none."""
     candidates: Candidates | None = None
     """Selection hints: forming the accumulator may write them, and selection may read them. They change the cost of a
-    step and not its result. None if shapes are static."""
-    trouble: Tensor | None = None
-    """() bool: True if this rank's gradient is not finite and only the device knows. The rank then sends NaN, see
+    step and not its result."""
+    finite: Tensor | None = None
+    """() bool: False if this rank's gradient is not finite and only the device knows. The rank then sends NaN, see
     :func:`~lightning_sparse.methods.exchanges.base.values_at`. None: the host has checked; the accumulator is finite,
     or NaN everywhere."""
 

@@ -21,9 +21,9 @@ from lightning_sparse.engine.metrics import Statistics, norm_of
 from lightning_sparse.engine.pipeline import (
     exchange_group,
     init_group,
+    rehearse,
     sends_everything,
     settle_group,
-    takes_kernels,
 )
 from lightning_sparse.engine.proposal import Proposed
 from lightning_sparse.engine.state.record import Averages
@@ -91,9 +91,7 @@ class GroupReducer:
     def prepare(self, ctx: Context) -> None:
         """Compile what steps will need, if anything, before the first of them."""
         if self.sparsified and not self.always_whole and static_shapes(self.device):
-            grad = torch.empty(1, dtype=self.dtype, device=self.device)
-            parts: dict[str, Any] = {"sparsifier": self.sparsifier, "exchange": self.exchange}
-            takes_kernels(grad, self.state, ctx, memory=self.memory, **parts)
+            rehearse(self.dtype, self.device, ctx, self.memory, self.sparsifier, self.exchange)
 
     def selects(self, step: int) -> bool:
         """Return True if not everything is sent at a step, as long as nothing is flushed."""

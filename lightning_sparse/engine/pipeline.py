@@ -7,28 +7,33 @@ send it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.core.candidates import Candidates
 from lightning_sparse.core.clock import Stamp
+from lightning_sparse.core.console import say
 from lightning_sparse.core.layout import Gradient, sum_dtype
 from lightning_sparse.core.messages import Meter, Steps, resolve
 from lightning_sparse.core.step import Absorbed, Agreement, Context, GroupState, Selection
-from lightning_sparse.engine import fused
 from lightning_sparse.engine.metrics import Statistics, measure
+from lightning_sparse.engine.network.drivers import drive_mirrored
 from lightning_sparse.engine.proposal import Proposed
 from lightning_sparse.methods.density import count
 from lightning_sparse.methods.exchanges import Dense, Exchange
 from lightning_sparse.methods.memory import Memory
 from lightning_sparse.methods.sparsifiers import Everything, Sparsifier
-from lightning_sparse.ops import all_finite, choose, fill_if_, put_in_runs_, scatter_, static_shapes
+from lightning_sparse.ops import all_finite, choose, on_device, put_in_runs_, scatter_, static_shapes
+from lightning_sparse.ops.on_cuda import on_cuda
+from lightning_sparse.ops.reference import as_gradient
 
 EVERYTHING, DENSE = Everything(), Dense()
 """The sparsifier and the exchange where everything is sent."""
+REHEARSED = 4096, 0.25
+"""Coordinates and density of steps that :func:`rehearse` takes."""
 
 
 def init_group(
@@ -86,7 +91,6 @@ def exchange_group(
     scale: Tensor | None = None,
     unused: Sequence[slice] = (),
     flush: bool = False,
-    kernels: bool = True,
     changing: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Steps[Proposed]:
     """Absorb a group's gradient and exchange; :func:`settle_group` follows if the step counts.
@@ -104,7 +108,6 @@ def exchange_group(
         scale: () factor that the loss was multiplied by; what is remembered is free of it, the average has it again.
         unused: coordinates of parameters that no rank used: nothing of them is absorbed or sent.
         flush: send everything, whatever the density is.
-        kernels: whether :mod:`~lightning_sparse.engine.fused` may take the step over, where it can.
         changing: is entered while what is remembered changes; no message is sent meanwhile.
 
     Returns:
@@ -118,35 +121,25 @@ def exchange_group(
         sparsifier, exchange = EVERYTHING, DENSE
     disjoint = sparsifier.agreement is Agreement.DISJOINT
     ctx, meter = ctx._replace(counts=state.counts, union=state.union, disjoint=disjoint), Meter(ctx.world_size)
-    if not unused and not whole and kernels:
-        flat = grad.runs[0]
-        if takes_kernels(flat, state, ctx, memory=memory, sparsifier=sparsifier, exchange=exchange):
-            steps = fused.exchange_group(
-                flat, state, ctx, memory=memory, sparsifier=sparsifier, scale=scale, changing=changing
-            )
-            return (yield from steps)
-    if not static_shapes(grad.device):
-        ctx = ctx._replace(candidates=state.candidates)
+    ctx = ctx._replace(candidates=state.candidates)
     begin = Stamp.now(grad.device)
     given = grad if scale is None else grad.unscaled(scale)
     with changing(), _left_alone(memory, state, unused):
         absorbed = memory.absorb_(state.memory, given, ctx)
     acc, score = _offered(absorbed, unused)
     if static_shapes(grad.device):  # a rank in trouble offers NaN, and nobody waits to know
-        ctx = ctx._replace(trouble=~absorbed.finite)
+        ctx = ctx._replace(finite=absorbed.finite)
     elif not absorbed.finite:  # it takes part in the survey like the others
         score = torch.zeros_like(score)
         acc = torch.full_like(acc, float("nan"))
     selection, selector = yield from meter.watch(resolve(sparsifier.select(score, state.selector, ctx)))
     ctx = ctx._replace(second=absorbed.second)
     selected = Stamp.now(grad.device)
-    selection = _raise_alarm(acc, selection, absorbed.finite)
+    if not (static_shapes(grad.device) and exchange.tells_trouble):
+        selection = _raise_alarm(acc, selection, absorbed.finite)
     update = yield from meter.watch(resolve(exchange(acc, selection, ctx)))
-    values, handed = _as_gradient(update.values, grad.dtype, scale)
-    void = ~all_finite(values if values.dtype == acc.dtype else update.values)  # narrow ones are held in their range
-    rounding = None if grad.dtype == acc.dtype else update.values - handed
     divisor = memory.divisors(state.memory, update, ctx)
-    scatter_average_(grad, update.indices, values, void, ctx.candidates)
+    handed, rounding, void = hand_over_(grad, update.indices, update.values, scale, state.candidates)
     stamps = begin, selected, Stamp.now(grad.device)
     statistics = measure(grad.dtype, grad.numel, agreement, selection, update, ctx, meter.bytes_sent, stamps)
     named = update.union if update.named is None else update.named
@@ -154,12 +147,37 @@ def exchange_group(
     return Proposed(update._replace(values=handed), rounding, after, statistics, void, divisor)
 
 
-def takes_kernels(
-    grad: Tensor, state: GroupState, ctx: Context, *, memory: Memory, sparsifier: Sparsifier, exchange: Exchange
-) -> bool:
-    """Return whether :mod:`~lightning_sparse.engine.fused` takes steps over; compiles its kernels where it has to."""
-    plain = partial(exchange_group, exchange=exchange, kernels=False)
-    return fused.serves(grad, state, ctx, memory=memory, sparsifier=sparsifier, exchange=exchange, plain=plain)
+def rehearse(
+    dtype: torch.dtype, device: torch.device, ctx: Context, memory: Memory, sparsifier: Sparsifier, exchange: Exchange
+) -> None:
+    """Take small steps that count for nothing, so that kernels are compiled and compared before the first real one.
+
+    The first time for some parts, a line says so.
+    """
+    example, what = torch.empty((), device=device), (dtype, device, memory, sparsifier, exchange)
+    if not on_cuda.takes(example) or on_cuda.knows(what):
+        return
+    if ctx.rank == 0:
+        say(
+            "sparse_ddp: kernels in Triton are compiled and tried, which takes up to a minute where they are not known "
+            "from an earlier run."
+        )
+
+    def steps() -> None:
+        parts: dict[str, Any] = {"memory": memory, "sparsifier": sparsifier}
+        small = ctx._replace(density=REHEARSED[1])
+        state = init_group(REHEARSED[0], dtype, device, small, **parts)
+        for step, scale in enumerate((None, torch.full((), 2.0, device=device))):
+            grad = torch.arange(REHEARSED[0], device=device).to(dtype)
+            one = exchange_group(grad, state, small._replace(step=step), **parts, exchange=exchange, scale=scale)
+            proposed, _ = drive_mirrored(one, ctx.world_size)
+            state = settle_group(state, proposed, proposed.void, memory)
+
+    def attempt() -> None:
+        with suppress(Exception):  # kernels of parts that take no small steps are compiled in their first real one
+            steps()
+
+    on_cuda.tried(what, attempt)
 
 
 def sends_everything(sparsifier: Sparsifier, density: float, numel: int) -> bool:
@@ -234,21 +252,6 @@ def _offered(absorbed: Absorbed, unused: Sequence[slice]) -> tuple[Tensor, Tenso
     return acc, acc[:-1] if score is None else score
 
 
-def _as_gradient(values: Tensor, dtype: torch.dtype, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The average in the gradient's dtype and scale, and what of it that is without the scale.
-
-    A value beyond the dtype's range is sent as far as the range goes: the step counts, and the rest follows.
-    """
-    wide = values.dtype
-    if scale is not None:
-        values = values * scale
-    if dtype != wide:
-        limit = torch.finfo(dtype).max
-        values = values.clamp(-limit, limit)
-    values = values.to(dtype)
-    return values, values if scale is None else values.to(wide) / scale
-
-
 def _raise_alarm(acc: Tensor, selection: Selection, finite: Tensor) -> Selection:
     """Where the gradient is not finite, offer NaN, at coordinate 0 if nothing was picked: all ranks then see it."""
     if static_shapes(acc.device):
@@ -268,28 +271,43 @@ def _raise_alarm(acc: Tensor, selection: Selection, finite: Tensor) -> Selection
     return selection._replace(indices=indices, count=torch.ones_like(selection.count), spare=spare)
 
 
-def scatter_average_(
-    grad: Gradient, indices: Tensor | None, values: Tensor, void: Tensor, candidates: Candidates | None = None
-) -> None:
-    """Write the average to the gradient's place; NaN everywhere in a void step.
+def hand_over_(
+    grad: Gradient, indices: Tensor | None, average: Tensor, scale: Tensor | None, candidates: Candidates | None = None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Write an average to the gradient's place, in the gradient's dtype; NaN everywhere if it is not finite.
 
     Args:
         grad: one run where shapes are static.
         indices: see :class:`~lightning_sparse.core.step.Update`.
-        values: in the gradient's dtype.
-        void: () whether the step is skipped.
+        average: (u,) in the accumulator's dtype.
+        scale: () of the loss, which the gradient has again; None: none.
         candidates: which may have set the place to zero already.
+
+    Returns:
+        (u,) what the gradient got, without the scale; (u,) what its dtype has lost of it, None: nothing; and () whether
+        the step is void.
     """
     if static_shapes(grad.device):
-        scatter_(grad.runs[0], indices, values, void)
-        return
-    if indices is None:
+        cleared = candidates is not None and candidates.cleared(grad.runs)
+        return on_device.hand_over_(grad.runs[0], indices, average, scale, cleared)
+    values, handed = as_gradient(average, grad.dtype, scale)
+    void = ~all_finite(values if values.dtype == average.dtype else average)  # narrow ones are held in their range
+    scatter_average_(grad, indices, values, candidates)
+    for run in grad.runs if void else ():
+        run.fill_(float("nan"))
+    return handed, None if grad.dtype == average.dtype else average - handed, void
+
+
+def scatter_average_(
+    grad: Gradient, indices: Tensor | None, values: Tensor, candidates: Candidates | None = None
+) -> None:
+    """Write values of the gradient's dtype to its place, and zeros elsewhere; see :func:`hand_over_`."""
+    if static_shapes(grad.device):
+        scatter_(grad.runs[0], indices, values, torch.zeros((), dtype=torch.bool, device=grad.device))
+    elif indices is None:
         for span, run in grad:
             run.copy_(values[span])
     else:
-        if candidates is None or not candidates.cleared(grad.runs):
-            for run in grad.runs:
-                run.zero_()
+        for run in () if candidates is not None and candidates.cleared(grad.runs) else grad.runs:
+            run.zero_()
         put_in_runs_(grad.runs, indices, values)
-    for run in grad.runs:
-        fill_if_(run, void, float("nan"))

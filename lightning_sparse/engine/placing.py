@@ -62,7 +62,7 @@ def _scatter(averages: Averages, places: Mapping[str, Tensor], scale: Tensor | N
         flat = place if len(place.runs) == 1 or not static_shapes(place.device) else Gradient([place.flat()])
     else:
         place = flat = Gradient([values.new_empty(max(span.stop for span in averages.spans.values()))])
-    scatter_average_(flat, averages.indices, values, torch.zeros((), dtype=torch.bool, device=values.device))
+    scatter_average_(flat, averages.indices, values)
     if flat is not place:
         place.spread_(flat.runs[0])
     for name, piece in places.items() if places.keys() != averages.spans.keys() else ():

@@ -39,6 +39,11 @@ def functions(x: Number) -> Any:
     return torch if isinstance(x, Tensor) else math
 
 
+def whole(x: Number) -> Number:
+    """Return the integer at or below a number, int64 or Python's."""
+    return torch.floor(x).long() if isinstance(x, Tensor) else math.floor(x)
+
+
 def divisor(x: Number) -> Number:
     """Return x, and 1 in place of a number 0: Python raises where torch gives infinity or NaN."""
     return x if isinstance(x, Tensor) else x or 1.0

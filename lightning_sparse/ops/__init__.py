@@ -17,7 +17,6 @@ Names that only one of them has are listed as such in ``__all__``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -39,7 +38,7 @@ from lightning_sparse.ops import (
 from lightning_sparse.ops.c import native
 from lightning_sparse.ops.c.native_picks import NativePicks
 from lightning_sparse.ops.host_arrays import places_of, sqrt_
-from lightning_sparse.ops.host_choose import largest_of, many_of_largest, top_k_and_stripe
+from lightning_sparse.ops.host_choose import largest_of, many_of_largest
 from lightning_sparse.ops.host_picks import put_in_runs_, take_from_runs, under, unite
 from lightning_sparse.ops.host_reach import reached, reaching_of
 from lightning_sparse.ops.host_sums import sums
@@ -48,13 +47,13 @@ from lightning_sparse.ops.reference import Weights, largest, scatter_, spread, s
 __all__ = [
     "Span", "Weights", "compiled", "static_shapes", "zeros",
     "accumulate_", "subtract_at_", "all_finite",
-    "above", "tail", "top_k", "top_k_of_blocks",
+    "above", "tail", "top_k", "top_k_of_blocks", "top_k_and_stripe",
     "moments", "mean_and_maximum", "summed",
     "leaders", "reaching_leaders", "ranked_leaders", "pick_leaders",
     "distinct", "add_up", "take", "put_", "sqrt_", "pad",
     "fill_if_", "choose",
     # on the CPU only
-    "weigh_", "many_of_largest", "largest_of", "reached", "reaching_of", "top_k_and_stripe",
+    "weigh_", "many_of_largest", "largest_of", "reached", "reaching_of",
     "places_of", "sums", "unite", "under", "put_in_runs_", "take_from_runs",
     # not on the CPU
     "largest", "strongest", "united", "spread", "scatter_",
@@ -81,7 +80,7 @@ def zeros(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
 def accumulate_(acc: Tensor, runs: Sequence[Tensor], decay: float, candidates: Candidates | None) -> Tensor:
     """``acc = decay * acc + grad``; a coordinate where that is not finite is left as it is.
 
-    On the CPU, without a decay, one pass does this, sets the gradient to zero, and collects candidates.
+    With candidates, one pass does this, sets the gradient to zero, and collects candidates; on the CPU without a decay.
 
     Args:
         acc: (numel,) float32 or float64.
@@ -99,9 +98,7 @@ def accumulate_(acc: Tensor, runs: Sequence[Tensor], decay: float, candidates: C
         (tensor(False), tensor([4., 2.]))
     """
     if static_shapes(acc.device):
-        parts = torch.split(acc, [len(run) for run in runs])
-        added = [on_device.accumulate_(part, run, decay) for part, run in zip(parts, runs, strict=True)]
-        return reduce(torch.logical_and, added)
+        return on_device.accumulate_(acc, runs, decay, candidates)
     if candidates is None or decay != 1:
         return reference.accumulate_(acc, runs, decay)
     found, finite = host_dense.accumulate(acc, runs, candidates.bound)
@@ -136,6 +133,36 @@ def top_k(x: Tensor, k: int, candidates: Candidates | None = None) -> Tensor:
     if static_shapes(x.device):
         return on_device.top_k(x, k)
     return host_choose.top_k(x, k, candidates)
+
+
+def top_k_and_stripe(
+    x: Tensor, share: int, spare: int | Tensor, turn: int, n: int, candidates: Candidates | None, slots: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Coordinates of the largest magnitudes of all, and of the largest others of a stripe.
+
+    Args:
+        x: (numel,) finite values.
+        share: how many of all, from 0 to numel.
+        spare: how many of the coordinates j with ``j mod n == turn``, fewer where there are no more others; a () int64
+            tensor on a device.
+        turn: which stripe.
+        n: number of stripes.
+        candidates: of the group, where x is its accumulator or score: they may save a pass.
+        slots: of the results.
+
+    Returns:
+        indices: (slots,) int64, ascending, then the padding index numel; (slots,) bool, which ones are the stripe's
+        others; and count: () int64.
+
+    Example:
+        >>> top_k_and_stripe(torch.tensor([1.0, -9, 3, 2, 8, 4]), 2, 1, turn=0, n=2, candidates=None, slots=4)
+        (tensor([1, 2, 4, 6]), tensor([False,  True, False, False]), tensor(3))
+    """
+    if isinstance(spare, Tensor):
+        return on_device.top_k_and_stripe(x, share, spare, turn, n, candidates, slots)
+    indices, spares = host_choose.top_k_and_stripe(x, share, spare, turn, n, candidates)
+    picks = torch.tensor(indices.numel(), device="cpu")
+    return pad(indices, slots, x.numel()), pad(spares, slots, False), picks
 
 
 def top_k_of_blocks(x: Tensor, k: int, first: int, block: int, period: int) -> Tensor:

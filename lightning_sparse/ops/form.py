@@ -1,8 +1,10 @@
-"""The layout of a message of picks, in 32-bit words; the meaning of its parts: :mod:`~.packed_union`."""
+"""The layout of the messages of ``packed_union``, in 32-bit words; the meaning of its parts: :mod:`~.packed_union`."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 OCTET, NIBBLE = 8, 4
 """Bits of coordinates are told eight at once, the lowest, and then four by four."""
@@ -17,6 +19,13 @@ LOWEST = -1100
 SILENT, LEVELS, TROUBLE = 0, 4096, (1 << 20) - 1
 """The level of a rank that has picked nothing but zeros; what those of numbers are below; that of one with a value that
 is not finite."""
+
+LANE = (1 << 15) - 1
+"""Largest magnitude of a sum in half of a 32-bit word."""
+FEWEST_LEVELS = 64
+"""With so many ranks that each has fewer levels than this, values travel unrounded."""
+NARROW_RANKS = 16
+"""Up to so many ranks, a value and a second value share 16 bits."""
 
 
 class Form(NamedTuple):
@@ -90,6 +99,70 @@ class Form(NamedTuple):
     def width(self) -> int:
         """Of a message."""
         return ALIGNED * _words(self.filled, ALIGNED)
+
+
+class Lanes(NamedTuple):
+    """The layout of a coordinate's integers in a word."""
+
+    most: int
+    """Largest magnitude of a rank's value, in steps."""
+    fewest: int
+    """With fewer, values travel unrounded."""
+    low: int = 0
+    """Bits for second values; 0: there are none."""
+    wide: bool = False
+    """True if a coordinate has 32 bits, and not 16."""
+    parts: int = 0
+    """Largest second value of a rank, in parts of the largest one that was told."""
+
+    @classmethod
+    def of(cls, n: int, second: bool) -> Lanes:
+        """For n ranks, whose sums must not overflow."""
+        if not second:
+            return cls(max(1, LANE // n), FEWEST_LEVELS)
+        wide = n > NARROW_RANKS
+        bits, low = (31, 12) if wide else (15, 6 if n > NARROW_RANKS // 4 else 5)
+        most, parts = ((1 << bits - low) - 1) // n, ((1 << low) - 1) // n
+        return cls(most, 2 if parts else most + 1, low, wide, parts)
+
+    @property
+    def most_raised(self) -> int:
+        """By how much levels are raised, at most, so that a pick keeps at least two of its levels."""
+        return max(0, self.most.bit_length() - 7)
+
+
+class Met(NamedTuple):
+    """The union of what all ranks have told."""
+
+    indices: Tensor
+    """(u,) int64 coordinates, ascending; padding where shapes are static."""
+    levels: Tensor
+    """(u,) integers: the largest level that a rank gave each."""
+    lowest: Any
+    """The largest of all ranks' lowest levels."""
+    tops: Tensor | None
+    """(u,) integers: the largest code of a second value that a rank gave each; None: there are no codes."""
+    trouble: Any
+    """True if a rank has a value that is not finite."""
+    counts: Tensor
+    """(n,) int64 picks of each rank."""
+    size: Tensor
+    """() int64: different coordinates."""
+    named: Tensor
+    """() int64: different coordinates before the limit."""
+
+
+class Rounded(NamedTuple):
+    """A rank's values at the union, in steps of powers of two."""
+
+    words: Tensor
+    """int32: two coordinates in each, or one; parts of second values in the low bits."""
+    units: Tensor
+    """(u,) the steps."""
+    sent: Tensor
+    """(s,) int64 coordinates of those that are not rounded to zero; where shapes are static, zeros may be left in."""
+    values: Tensor
+    """(s,) what of them travels."""
 
 
 def _words(items: int, each: int) -> int:

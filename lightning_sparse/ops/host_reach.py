@@ -15,7 +15,8 @@ MARGIN = 0.9
 
 def above(x: Tensor, threshold: float, first: int, last: int, candidates: Candidates | None = None) -> Tensor:
     """Return ascending coordinates in [first, last) with ``|x| >= threshold``."""
-    bound, known = _number(x, threshold), None
+    bound = _number(x, threshold)
+    known: Found | None = None
     if candidates is not None:
         known = candidates.reaching(x, bound)
         candidates.expect(MARGIN * bound)

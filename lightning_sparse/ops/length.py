@@ -31,7 +31,7 @@ FOLLOWED = "mean_square", "mean_square_known", "unit", *LengthChanges._fields
 SIZE = len(FOLLOWED)
 
 
-def measure(lengths: Tensor, norm: Tensor, scale: Tensor | None, numel: int, beta2: float, acts: bool) -> Tensor:
+def measure(lengths: Tensor, norm: Tensor, numel: int, beta2: float, acts: bool) -> Tensor:
     """Follow the length of gradients; the host waits for nothing.
 
     With m the mean square of the gradient's coordinates and r the running mean of earlier ones, corrected for its start
@@ -45,7 +45,6 @@ def measure(lengths: Tensor, norm: Tensor, scale: Tensor | None, numel: int, bet
             in which what is remembered was measured anew. Changed in place.
         norm: () float64 of the gradient. If it is 0 or not finite, nothing follows from it; if it is not finite,
             ``take`` is NaN, so that nothing of the gradient is absorbed.
-        scale: () that the gradient still has; None: 1.
         numel: coordinates of the gradient.
         beta2: decay of the second moment.
         acts: False: both factors are 1, and lengths are followed all the same.
@@ -56,7 +55,7 @@ def measure(lengths: Tensor, norm: Tensor, scale: Tensor | None, numel: int, bet
     Example:
         >>> lengths = torch.zeros(SIZE, dtype=torch.float64)
         >>> for norm in (2.0, 2.0, 10.0, 1.0, 1.0):
-        ...     units = measure(lengths, torch.tensor(norm, dtype=torch.float64), None, 1, 0.9, True)
+        ...     units = measure(lengths, torch.tensor(norm, dtype=torch.float64), 1, 0.9, True)
         ...     print([round(x, 2) for x in units[:2].tolist()])
         [1.0, 1.0]
         [1.0, 1.0]
@@ -68,10 +67,10 @@ def measure(lengths: Tensor, norm: Tensor, scale: Tensor | None, numel: int, bet
         from lightning_sparse.ops.triton import length as triton_length
 
         units = lengths.new_empty(3)
-        triton_length.measure(lengths, norm, scale, units, numel, beta2, acts, DECAY, LONG, FAR)
+        triton_length.measure(lengths, norm, units, numel, beta2, acts, DECAY, LONG, FAR)
         return units
     # Multiplied, because a GPU multiplies where a CPU divides by a number, and both are to round alike.
-    square = (norm if scale is None else norm / scale.double()).square() * (1 / numel)
+    square = norm.square() * (1 / numel)
     mean, known, unit = lengths[:3].unbind()
     counts = square.isfinite() & (square > 0)
     most = LONG**2 * (mean / known)

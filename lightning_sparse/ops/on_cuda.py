@@ -44,7 +44,7 @@ def compare(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], rtol: f
     """
     for name, wanted in expected.items():
         x, y = (each.detach().flatten() for each in (found[name], wanted))
-        same = torch.isclose(x.double(), y.double(), rtol, 0.0) if rtol else x == y
+        same = torch.isclose(x.double(), y.double(), rtol, 0.0, equal_nan=True)
         if same.all():
             continue
         shape, places = f"{tuple(wanted.shape)} {wanted.dtype}", (~same).nonzero().flatten()

@@ -2,7 +2,6 @@
 
 Kernels take float32 on CUDA. They give the same bits as :mod:`~lightning_sparse.ops.reference`, but for sums, which may
 differ in their last bits, and which only a rank's own thresholds see; of equal magnitudes they pick the first ones.
-:mod:`~lightning_sparse.engine.fused` does several of these at once.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from lightning_sparse.core.candidates import Candidates
 from lightning_sparse.core.layout import Span
 from lightning_sparse.ops import reference
 from lightning_sparse.ops.on_cuda import compare, on_cuda
@@ -25,21 +25,200 @@ MOST_COUNTED = (1 << 30) - 1
 """Longest vector where kernels count twice its coordinates in 31 bits."""
 MOST_CHOSEN = 512
 """Longest tensor that is chosen between."""
+GRADIENTS = torch.float32, torch.bfloat16, torch.float16
+"""Dtypes of gradients that kernels write to."""
 FEW = 4099
 """Values on which kernels are tried."""
 
 
-def accumulate_(acc: Tensor, grad: Tensor, decay: float) -> Tensor:
-    """Do the work of :func:`lightning_sparse.ops.accumulate_`, of one run, which is not written to."""
+def accumulate_(acc: Tensor, runs: Sequence[Tensor], decay: float, candidates: Candidates | None) -> Tensor:
+    """Do the work of :func:`lightning_sparse.ops.accumulate_`; a kernel takes one run, with candidates."""
 
-    def plain(acc: Tensor, grad: Tensor, decay: float) -> Tensor:
-        return reference.accumulate_(acc, [grad], decay)
+    def kernel(acc: Tensor, grad: Tensor, decay: float, candidates: Candidates) -> Tensor:
+        search = _search_of(candidates, acc)
+        _kernel("dense", "accumulate_")(acc, grad, decay, *search.begin())
+        candidates.note(acc, [grad], search)
+        finite: Tensor = search.finite
+        return finite
+
+    def plain(acc: Tensor, grad: Tensor, decay: float, candidates: Candidates) -> Tensor:
+        finite = reference.accumulate_(acc, [grad], decay)
+        grad.zero_()
+        return finite
 
     def few() -> list[Any]:
         places = torch.arange(FEW, device=acc.device)
-        return [(places / 8, _with_infinity(places * 1103 % FEW / 64, grad), 0.5)]
+        return [(places / 8, _with_infinity(places * 1103 % FEW / 64, grad), 0.5, Candidates())]
 
-    return _best(("accumulate_", grad.dtype), _kernel("dense", "add_"), plain, few, acc, grad)(acc, grad, decay)
+    grad = runs[0]
+    alone = candidates is not None and len(runs) == 1
+    if alone and _works(("accumulate_", grad.dtype), kernel, plain, few, acc, grad, most=MOST_COUNTED):
+        assert candidates is not None
+        return kernel(acc, grad, decay, candidates)
+    return reference.accumulate_(acc, runs, decay)
+
+
+def weigh_(
+    acc: Tensor,
+    second: Tensor,
+    score: Tensor,
+    runs: Sequence[Tensor],
+    units: Tensor,
+    power: Tensor,
+    beta2: float,
+    eps: float,
+    damping: float,
+    candidates: Candidates | None,
+) -> Tensor:
+    """Form residual, second moment and score; a kernel takes one run, with candidates.
+
+    ``acc = carry acc + g`` and ``second = keep second + (1 - beta2) g^2``, at most the largest number, in place; the
+    gradient, ``g = take grad``, is rounded to its own precision. A coordinate at which acc would not be finite is left
+    as it is in both. Then ``score = acc / sqrt(sqrt(second + (acc s damping)^2) + eps s)`` with ``s = sqrt(1 -
+    power)``.
+
+    Args:
+        acc: (numel,) float32 or float64.
+        second: the same.
+        score: the same, overwritten; the gradient's place, or another one.
+        runs: in which the gradient lies, of the same dtype, or bfloat16 or float16.
+        units: (3,) ``take``, ``carry`` and ``keep``, float64 on the device.
+        power: () float64 ``beta2^t``.
+        beta2: decay.
+        eps: Adam's.
+        damping: what sums are multiplied by before their squares are added, a number of float32.
+        candidates: of the group; None: collect none.
+
+    Returns:
+        () bool: whether all of acc is finite.
+    """
+
+    def kernel(*vectors: Any) -> Tensor:
+        acc, second, score, grad, *numbers, candidates = vectors
+        search = _search_of(candidates, acc)
+        _kernel("second", "weigh_")(acc, second, score, grad, *numbers, *search.begin())
+        candidates.note(score, [], search)
+        finite: Tensor = search.finite
+        return finite
+
+    def plain(*vectors: Any) -> Tensor:
+        acc, second, score, grad, *numbers, _ = vectors
+        return reference.form_and_weigh_(acc, second, score, [grad], *numbers)
+
+    def few() -> list[Any]:
+        x, by = _different(acc) / 512, units.new_tensor([0.5, 0.75, 0.75 * 0.75 * beta2])
+        numbers = by, torch.full_like(power, 0.5), beta2, eps, damping
+        return [(x / 3, x.square() / 7, torch.empty_like(x), _with_infinity(x, grad), *numbers, Candidates())]
+
+    grad, numbers = runs[0], (units, power, beta2, eps, damping)
+    what, vectors = ("weigh_", grad.dtype, eps), (acc, second, score, grad)
+    alone = candidates is not None and len(runs) == 1
+    if alone and _works(what, kernel, plain, few, *vectors, most=MOST_COUNTED, rtol=1e-6):
+        return kernel(*vectors, *numbers, candidates)
+    return reference.form_and_weigh_(acc, second, score, runs, *numbers)
+
+
+def divisors(second: Tensor, values: Tensor, power: Tensor, eps: float, damping: float) -> Tensor:
+    """Return what averages are divided by, see :meth:`.SecondMoment.divisors`.
+
+    Args:
+        second: (u,) float32 or float64, mean second moments at the coordinates of the averages.
+        values: (u,) of the same dtype, the averages.
+        power: () float64 ``beta2^t``.
+        eps: Adam's.
+        damping: what averages are multiplied by before their squares are added, a number of float32.
+    """
+
+    def few() -> list[Any]:
+        x = _different(values) / 512
+        return [(x.square(), x / 8, torch.full_like(power, 0.5), eps, damping)]
+
+    best = _best(("divisors", eps), _kernel("second", "divisors"), reference.divisors, few, second, values)
+    return best(second, values, power, eps, damping)
+
+
+def hand_over_(
+    grad: Tensor, indices: Tensor | None, average: Tensor, scale: Tensor | None, cleared: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Put an average into the gradient's place, zeros elsewhere, and NaN everywhere if one of it is not finite.
+
+    Args:
+        grad: (numel,) of any floating dtype, overwritten.
+        indices: (u,) int64 coordinates, and maybe the padding index; None: all in order.
+        average: (u,) float32 or float64; where a coordinate is repeated, so is its value.
+        scale: () float32 that the loss was multiplied by; None: nothing.
+        cleared: whether the gradient's place is zero already.
+
+    Returns:
+        (u,) what the gradient got, without the scale; (u,) what its dtype has lost of it, None: nothing; and () bool,
+        whether the average is not finite.
+    """
+
+    def few() -> list[Any]:
+        x = grad.new_zeros(FEW)
+        places = torch.cat([torch.arange(0, FEW, 7, device=x.device), torch.full((3,), FEW, device=x.device)])
+        values = _different(average)[: len(places)] / 3 * (places < FEW)
+        given = None if scale is None else torch.full_like(scale, 2.0)
+        return [
+            (x, places, values, given, True),
+            (x + 1, places, values.masked_fill(places == 7, torch.nan), given, False),
+        ]
+
+    what = "hand_over_", grad.dtype, scale is None
+    if indices is None or grad.dtype not in GRADIENTS:
+        return reference.hand_over_(grad, indices, average, scale, cleared)
+    best = _best(what, _kernel("values", "hand_over_"), reference.hand_over_, few, average, grad, indices)
+    return best(grad, indices, average, scale, cleared)
+
+
+def top_k_and_stripe(
+    x: Tensor, share: int, spare: Tensor, turn: int, n: int, candidates: Candidates | None, slots: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Do the work of :func:`lightning_sparse.ops.top_k_and_stripe`; spare ones are at most ``slots - share``."""
+
+    def kernel(x: Tensor, share: int, spare: Tensor, turn: int, n: int, slots: int, search: Any = None) -> Any:
+        return _kernel("select", "pick")(x, search, share, slots, spare, turn, n)
+
+    def few() -> list[Any]:
+        return [(_different(x), 9, torch.full_like(spare, 5), 1, 3, 20)]
+
+    if _works(("top_k_and_stripe",), kernel, reference.top_k_and_stripe, few, x, most=MOST_COUNTED):
+        search = None if candidates is None else candidates.reaching(x)
+        indices, spares, count = kernel(x, share, spare, turn, n, slots, search)
+        return indices, spares, count
+    return reference.top_k_and_stripe(x, share, spare, turn, n, slots)
+
+
+def need(plain: Callable[..., Any], state: Sequence[Tensor], union: Tensor | None, *facts: float) -> Any:
+    """Do the work of :func:`.union_topk._followed`, which is ``plain``."""
+
+    def attempt() -> None:
+        given = [torch.full_like(x, by) for x, by in zip(state, (0.5, 40.0, 0.25, 0.125, 63.0), strict=True)]
+        for named in (30, 50, -1):
+            before = None if union is None else torch.full_like(union, named)
+            made = [form(given, before, 40, 1, 3, *facts[3:]) for form in (kernel, plain)]
+            found, expected = ({str(i): x for i, x in enumerate((*after, own))} for after, own in made)
+            compare(found, expected, what="need", union=named)
+
+    kernel, what = _kernel("need", "follow"), ("need", state[0].device, union is None, *facts[3:])
+    works = on_cuda.takes(state[0]) and on_cuda.tried(what, attempt)
+    return (kernel if works else plain)(state, union, *facts)
+
+
+def packed(acc: Tensor, second: Tensor | None, rehearse: Callable[[Any], None]) -> Any:
+    """Return the kernels for messages of ``packed_union``, see :class:`.packed_union.Plain`; None where there are none.
+
+    Args:
+        acc: (numel + 1,) accumulator.
+        second: (numel + 1,) second values; None: there are none.
+        rehearse: compares them with operations of torch.
+    """
+    vectors = [acc] if second is None else [acc, second]
+    fits = all(x.dtype == torch.float32 and x.is_contiguous() for x in vectors) and 2 < len(acc) < MOST_NUMEL
+    if not fits or not on_cuda.takes(acc):
+        return None
+    make = _kernel("packed", "Packed")
+    return make() if on_cuda.tried(("packed", acc.device, len(vectors)), lambda: rehearse(make())) else None
 
 
 def subtract_at_(x: Tensor, indices: Tensor, values: Tensor | None, skipped: Tensor | None) -> None:
@@ -114,53 +293,6 @@ def log_sum(x: Tensor) -> Tensor:
     return _summing(reference.log_sum, x)(x)
 
 
-def form_(acc: Tensor, second: Tensor, grad: Tensor, units: Tensor, beta2: float) -> Tensor:
-    """``acc = carry acc + g`` and ``second = keep second + (1 - beta2) g^2``, at most the largest number, in place.
-
-    The gradient, ``g = take grad``, is rounded to its own precision. A coordinate at which acc would not be finite is
-    left as it is in both.
-
-    Args:
-        acc: (numel,) float32 or float64.
-        second: the same.
-        grad: (numel,) of the same dtype, or bfloat16 or float16; not written to.
-        units: (3,) ``take``, ``carry`` and ``keep``, float64 on the device.
-        beta2: decay.
-
-    Returns:
-        () bool: whether all of acc is finite.
-    """
-
-    def few() -> list[Any]:
-        x, by = _different(acc) / 512, units.new_tensor([0.5, 0.75, 0.75 * 0.75 * beta2])
-        return [(x / 3, x.square(), _with_infinity(x, grad), by, beta2)]
-
-    kernel = _kernel("second", "form_")
-    best = _best(("form_", grad.dtype), kernel, reference.form_, few, acc, second, grad, rtol=1e-6)
-    return best(acc, second, grad, units, beta2)
-
-
-def score_(score: Tensor, acc: Tensor, second: Tensor, power: Tensor, eps: float, damping: float) -> None:
-    """``score = acc / sqrt(sqrt(second + (acc s damping)^2) + eps s)`` with ``s = sqrt(1 - power)``.
-
-    Args:
-        score: (numel,) float32 or float64, overwritten.
-        acc: the same, not written to.
-        second: the same.
-        power: () float64 ``beta2^t``.
-        eps: Adam's.
-        damping: what sums are multiplied by before their squares are added, a number of float32.
-    """
-
-    def few() -> list[Any]:
-        x = _different(acc) / 512
-        return [(torch.zeros_like(x), x, x.square() / 7, torch.full_like(power, 0.5), eps, damping)]
-
-    kernel = _kernel("second", "score_")
-    best = _best(("score_", eps), kernel, reference.score_, few, score, acc, second, rtol=1e-6)
-    best(score, acc, second, power, eps, damping)
-
-
 def fill_if_(x: Tensor, flag: Tensor, value: float) -> Tensor:
     """Do the work of :func:`lightning_sparse.ops.fill_if_`; a kernel touches nothing if the flag is not set."""
     if on_cuda.takes(x) and flag.device == x.device and x.is_contiguous() and 0 < x.numel() < MOST_NUMEL:
@@ -184,6 +316,13 @@ def choose(flag: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]
     return [torch.where(flag, yes, no) for yes, no in pairs]
 
 
+def _search_of(candidates: Candidates, x: Tensor) -> Any:
+    """Return the buffers of a group's kernels, made in its first step."""
+    if candidates.on_device is None:
+        candidates.on_device = _kernel("select", "Scratch")(x.numel(), x.device)
+    return candidates.on_device
+
+
 def _kernel(file: str, name: str) -> Callable[..., Any]:
     """Return a function of a file in ``ops/triton``, which is imported when the function is called."""
     return lambda *given: getattr(import_module(f"lightning_sparse.ops.triton.{file}"), name)(*given)
@@ -201,11 +340,23 @@ def _best(
     plain: Op,
     few: Callable[[], list[Any]],
     *vectors: Tensor,
+    **how: Any,
+) -> Op:
+    """Return a kernel if it :func:`_works` for some vectors; else operations of torch."""
+    return cast(Op, kernel) if _works(what, kernel, plain, few, *vectors, **how) else plain
+
+
+def _works(
+    what: tuple[Any, ...],
+    kernel: Callable[..., Any],
+    plain: Callable[..., Any],
+    few: Callable[[], list[Any]],
+    *vectors: Tensor,
     most: int = MOST_NUMEL,
     rtol: float = 0.0,
     doubles: bool = False,
-) -> Op:
-    """Return a kernel if it takes some vectors, and if it has computed the same as operations of torch; else these.
+) -> bool:
+    """Return whether a kernel takes some vectors, and has computed the same as operations of torch.
 
     Args:
         what: the name of the op, and what else a kernel is compiled for.
@@ -221,7 +372,7 @@ def _best(
     wide = any(x.dtype == torch.float64 for x in vectors)
     fits = (doubles or not wide) and 1 < first.numel() <= most and all(map(Tensor.is_contiguous, vectors))
     if not fits or not on_cuda.takes(first):
-        return plain
+        return False
 
     def attempt() -> None:
         for given in few():
@@ -233,8 +384,7 @@ def _best(
                 made.append({f"tensor {number}": x for number, x in enumerate(own) if isinstance(x, Tensor)})
             compare(made[0], made[1], rtol, what=what)
 
-    works = on_cuda.tried((*what, first.device), attempt)
-    return cast(Op, kernel) if works else plain
+    return on_cuda.tried((*what, first.device), attempt)
 
 
 def _different(x: Tensor) -> Tensor:

@@ -378,8 +378,48 @@ def subtract_at_(x: Tensor, indices: Tensor, values: Tensor | None, skipped: Ten
     x[-1:].zero_()
 
 
-def form_(acc: Tensor, second: Tensor, grad: Tensor, units: Tensor, beta2: float) -> Tensor:
-    """Form residual and second moment; () whether the new acc was finite. See :func:`.on_device.form_`."""
+def top_k_and_stripe(
+    x: Tensor, share: int, spare: Tensor, turn: int, n: int, slots: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Coordinates, which ones are of the stripe, and their number, see :func:`.ops.top_k_and_stripe`."""
+    numel, room = x.numel(), slots - share
+    first = strongest(x, share)[1] if share else torch.empty(0, dtype=torch.int64, device=x.device)
+    stripe = x[turn::n]
+    owned = stripe.numel()
+    taken = torch.zeros(owned + 1, dtype=torch.bool, device=x.device)  # one more slot for indices of other stripes
+    taken.index_fill_(0, torch.where(first % n == turn, first // n, owned), True)
+    magnitudes, places = strongest(stripe, min(room, owned), taken[:owned], share)
+    left_out = (torch.arange(places.numel(), device=x.device) >= spare) | (magnitudes < 0)
+    others = torch.where(left_out, 2 * numel, places * (2 * n) + (2 * turn + 1))
+    keys = torch.cat([2 * first, others, first.new_full((room - others.numel(),), 2 * numel)])
+    keys = keys.int().sort().values.long() if 2 * numel < 2**31 else keys.sort().values
+    indices = keys >> 1
+    return indices, (keys & 1).bool(), (indices < numel).sum()
+
+
+def form_and_weigh_(
+    acc: Tensor,
+    second: Tensor,
+    score: Tensor,
+    runs: Sequence[Tensor],
+    units: Tensor,
+    power: Tensor,
+    beta2: float,
+    eps: float,
+    damping: float,
+) -> Tensor:
+    """Form residual, second moment and score; () whether the new acc was finite. See :func:`.on_device.weigh_`."""
+    finite, sizes = [], [len(run) for run in runs]
+    for run, *parts in zip(runs, *(torch.split(x, sizes) for x in (acc, second, score)), strict=True):
+        for pieces in zip(*(torch.split(x, PIECE) for x in (run, *parts)), strict=True):
+            given, own, moments, scores = pieces
+            finite.append(_form_(own, moments, given, units, beta2))
+            _score_(scores, own, moments, power, eps, damping)  # last, since it may take the gradient's place
+    return reduce(torch.logical_and, finite)
+
+
+def _form_(acc: Tensor, second: Tensor, grad: Tensor, units: Tensor, beta2: float) -> Tensor:
+    """Form residual and second moment; () whether the new acc was finite."""
     take, carry, keep = units.to(acc.dtype).unbind()
     given = (grad * take.to(grad.dtype)).to(acc.dtype)
     total = torch.mul(acc, carry).add_(given)
@@ -391,11 +431,44 @@ def form_(acc: Tensor, second: Tensor, grad: Tensor, units: Tensor, beta2: float
     return finite.all()
 
 
-def score_(score: Tensor, acc: Tensor, second: Tensor, power: Tensor, eps: float, damping: float) -> None:
-    """Form scores, see :func:`.on_device.score_`."""
+def _score_(score: Tensor, acc: Tensor, second: Tensor, power: Tensor, eps: float, damping: float) -> None:
+    """Form scores."""
     start = (1 - power).sqrt()
     root = acc.mul(start * damping).square_().add_(second).clamp_(max=torch.finfo(acc.dtype).max)  # squares overflow
     torch.div(acc, root.sqrt_().add_(eps * start).sqrt_(), out=score)
+
+
+def divisors(second: Tensor, values: Tensor, power: Tensor, eps: float, damping: float) -> Tensor:
+    """Divisors of averages, see :meth:`.SecondMoment.divisors`."""
+    waited = values.abs().to(second.dtype).mul_(damping)
+    # In a skipped step both may be NaN; a stored NaN would spoil a later gradient of zero.
+    within = (second / (1 - power).to(second.dtype)).add_(waited.square()).nan_to_num_(nan=1.0)
+    return torch.fmax(sqrt_(within), waited).add_(eps)  # squares overflow and underflow, the bound must not
+
+
+def as_gradient(values: Tensor, dtype: torch.dtype, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The average in the gradient's dtype and scale, and what of it that is without the scale.
+
+    A value beyond the dtype's range is sent as far as the range goes: the step counts, and the rest follows.
+    """
+    wide = values.dtype
+    if scale is not None:
+        values = values * scale
+    if dtype != wide:
+        limit = torch.finfo(dtype).max
+        values = values.clamp(-limit, limit)
+    values = values.to(dtype)
+    return values, values if scale is None else values.to(wide) / scale
+
+
+def hand_over_(
+    grad: Tensor, indices: Tensor | None, average: Tensor, scale: Tensor | None, cleared: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Put an average into the gradient's place, see :func:`.on_device.hand_over_`."""
+    values, handed = as_gradient(average, grad.dtype, scale)
+    void = ~all_finite(values if values.dtype == average.dtype else average)  # narrow ones are held in their range
+    scatter_(grad, indices, values, void)
+    return handed, None if grad.dtype == average.dtype else average - handed, void
 
 
 def _inside(x: Tensor, span: Span) -> Tensor:

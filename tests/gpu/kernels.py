@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 
 from lightning_sparse import ops
+from lightning_sparse.core.candidates import Candidates
 from lightning_sparse.engine.optimizers.momentum import Momentum, Spending, Stepped
 from lightning_sparse.ops import on_device, reference
 from lightning_sparse.ops.adam import Moved, Step, Steps
@@ -37,19 +38,22 @@ class Pass(NamedTuple):
 
 def accumulate(device: torch.device, numel: int) -> Callable[[], Any]:
     acc, grad = (torch.ones(numel, device=device) for _ in range(2))
-    return lambda: ops.accumulate_(acc, [grad], 1.0, None)
+    hints = Candidates()
+    return lambda: ops.accumulate_(acc, [grad], 1.0, hints)
 
 
-def form(device: torch.device, numel: int) -> Callable[[], Any]:
+def weigh(device: torch.device, numel: int) -> Callable[[], Any]:
     acc, second, grad = (torch.ones(numel, device=device) for _ in range(3))
     units = torch.tensor([1.0, 1.0, 0.999], dtype=torch.float64, device=device)
-    return lambda: on_device.form_(acc, second, grad, units, 0.999)
+    numbers = units, torch.full((), 0.5, dtype=torch.float64, device=device), 0.999, 1e-8, 0.0025
+    hints = Candidates()
+    return lambda: on_device.weigh_(acc, second, grad, [grad], *numbers, hints)
 
 
-def score(device: torch.device, numel: int) -> Callable[[], Any]:
-    out, acc, second = (torch.ones(numel, device=device) for _ in range(3))
-    power = torch.full((), 0.5, dtype=torch.float64, device=device)
-    return lambda: on_device.score_(out, acc, second, power, 1e-8, 400.0)
+def hand_over(device: torch.device, numel: int) -> Callable[[], Any]:
+    grad, places = torch.zeros(numel, device=device), torch.arange(0, numel, 100, device=device)
+    average = torch.ones(len(places), device=device)
+    return lambda: on_device.hand_over_(grad, places, average, None, True)
 
 
 def step_of_adam(device: torch.device, numel: int) -> Callable[[], Any]:
@@ -112,9 +116,9 @@ def above(x: torch.Tensor, k: int) -> Any:
 
 
 PASSES = {
-    "accumulate_": Pass(12, 20, accumulate),
-    "form_": Pass(20, 32, form),
-    "score_": Pass(12, 16, score),
+    "accumulate_": Pass(16, 20, accumulate),
+    "weigh_": Pass(24, 40, weigh),
+    "hand_over_": Pass(0.56, 16, hand_over),
     "step of Adam": Pass(12, 24, step_of_adam),
     "momentum spent early": Pass(6, 96, spend),
     "all_finite": Pass(4, 8, partial(look_at, lambda x, k: ops.all_finite(x))),

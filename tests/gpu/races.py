@@ -36,7 +36,7 @@ from tests.trainers import EVERYTHING_SPARSE
 CYCLES = 20_000_000
 """About 10 ms at 2 GHz: longer than the host takes for what follows."""
 RANKS = 2
-KERNELS = ["adam", "dense", "lanes", "length", "momentum", "need"]
+KERNELS = ["adam", "dense", "length", "momentum", "need", "packed"]
 KERNELS += ["sampled", "second", "select", "sums", "union", "values"]
 """Modules that launch."""
 

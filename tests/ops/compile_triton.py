@@ -33,11 +33,11 @@ for name in ("lightning_sparse", "lightning_sparse.ops"):
 
 from lightning_sparse.ops.triton import adam as triton_adam  # noqa: E402
 from lightning_sparse.ops.triton import dense as triton_dense  # noqa: E402
-from lightning_sparse.ops.triton import lanes as triton_lanes  # noqa: E402
 from lightning_sparse.ops.triton import launch as triton_launch  # noqa: E402
 from lightning_sparse.ops.triton import length as triton_length  # noqa: E402
 from lightning_sparse.ops.triton import momentum as triton_momentum  # noqa: E402
 from lightning_sparse.ops.triton import need as triton_need  # noqa: E402
+from lightning_sparse.ops.triton import packed as triton_packed  # noqa: E402
 from lightning_sparse.ops.triton import sampled as triton_sampled  # noqa: E402
 from lightning_sparse.ops.triton import second as triton_second  # noqa: E402
 from lightning_sparse.ops.triton import select as triton_select  # noqa: E402
@@ -48,7 +48,7 @@ from lightning_sparse.ops.triton import values as triton_values  # noqa: E402
 TARGET = GPUTarget("cuda", 90, 32)
 FLOATS = [
     "acc", "grad", "bound", "scale", "x", "units", "values", "second", "beside", "by", "out", "divisor", "taken",
-    "rounding",
+    "rounding", "score", "average",
 ]  # fmt: skip
 LONGS = ["number", "numbers", "indices", "sizes", "union"]
 TYPES = (
@@ -71,28 +71,22 @@ def kernels(what: list[str]) -> Iterator[tuple[str, Any, dict[str, Any], dict[st
     """Name, kernel, constants, types that differ, and warps."""
     tile = {"TILE": triton_launch.TILE}
     both = tile | {"PROGRAMS": triton_launch.PROGRAMS}
-    picks = {"PICKS": triton_union.PICKS}
+    picks = {"PICKS": triton_launch.PICKS}
     if "form" in what:
-        yield "form", triton_dense._form, tile | {"SCALED": False, "NOTES": True}, {}, 8
+        yield "form", triton_dense._form, tile, {}, 8
     if "form_bf16" in what:
-        yield "form_bf16", triton_dense._form, tile | {"SCALED": True, "NOTES": True}, {"grad": "*bf16"}, 8
-    if "add" in what:
-        alone = tile | {"SCALED": False, "NOTES": False}
-        yield "add", triton_dense._form, alone, {"verdict": "*i1"}, 8
-        yield "add_bf16", triton_dense._form, alone, {"verdict": "*i1", "grad": "*bf16"}, 8
+        yield "form_bf16", triton_dense._form, tile, {"grad": "*bf16"}, 8
     if "look" in what:
         yield "look", triton_dense._look, tile, {}, 8
     adam = tile | {"EPS": 1e-8}
     if "weigh" in what:
-        yield "weigh", triton_second._weigh, adam | {"SCALED": False, "NOTES": True}, {}, 8
+        yield "weigh", triton_second._weigh, adam, {"units": "*fp64"}, 8
     if "second" in what:
-        yield "weigh_bf16", triton_second._weigh, adam | {"SCALED": True, "NOTES": True}, {"grad": "*bf16"}, 8
-        alone = tile | {"EPS": 0.0, "SCALED": False, "NOTES": False}
-        yield "moments", triton_second._weigh, alone, {"verdict": "*i1"}, 8
-        yield "scores", triton_second._store_scores, adam, {}, 8
-        given = dict.fromkeys(("lengths", "norm", "units"), "*fp64") | {"scale": "*fp32", "numel": "i32"}
+        yield "weigh_bf16", triton_second._weigh, adam, {"grad": "*bf16", "units": "*fp64"}, 8
+        yield "divide", triton_second._divide, picks | {"EPS": 1e-8}, {}, 4
+        given = dict.fromkeys(("lengths", "norm", "units"), "*fp64") | {"numel": "i32"}
         given |= dict.fromkeys(("beta2", "rest"), "fp32")
-        constants = {"KEEP": 0.9, "LONG": 2.0, "FAR": 1.25, "ACTS": True, "SCALED": True}
+        constants = {"KEEP": 0.9, "LONG": 2.0, "FAR": 1.25, "ACTS": True}
         yield "measure", triton_length._measure, constants, given, 1
     if "adam" in what:
         for numbers, grad in ((True, "fp32"), (False, "bf16")):
@@ -116,50 +110,54 @@ def kernels(what: list[str]) -> Iterator[tuple[str, Any, dict[str, Any], dict[st
             }
             yield f"momentum_{grad}", triton_momentum._spend, tile | types, given, 8
     if "flags" in what:
-        yield "fill", triton_dense._fill_if, tile, {}, 8
+        yield "fill", triton_dense._fill_if, tile | {"PROGRAMS": 1}, {"flags": "*i1", "any_flag": "*i1"}, 8
+        yield "tell_and_fill", triton_dense._fill_if, both, {"any_flag": "*i1"}, 8
         parts: dict[str, Any] = dict.fromkeys(("yes", "no", "out"), ("*fp64", "*i64"))
         yield "choose", triton_dense._choose, {"SIZE": 8}, parts | {"sizes": ("i32", "i32")}, 4
-    for weighed in (False, True):
-        if "select" not in what:
-            continue
-        about = "_weighed" if weighed else ""
-        of_all = both | {"WEIGHED": weighed}
-        yield f"collect{about}", triton_select._collect, of_all | {"WORDS": triton_select.WORDS}, {}, 8
+    if "select" in what:
+        yield "empty", triton_select._empty, tile, {"words": "i32"}, 8
+        yield "collect", triton_select._collect, both | {"WORDS": triton_select.WORDS}, {}, 8
         for striped in (False, True):
-            ending = f"{about}_striped" if striped else about
+            ending = "_striped" if striped else ""
+            spare = {"spare": "*i64" if striped else "*i32"}
             for search in range(1 + striped):
                 for digit in (1, 2, 3, 4):
-                    constants = of_all | {"DIGIT": digit, "SEARCH": search, "STRIPED": striped}
-                    yield f"digit{digit}_{search}{ending}", triton_select._count_digits, constants, {}, 8
-            yield f"count{ending}", triton_select._count_picks, of_all | {"STRIPED": striped}, {}, 8
-            yield f"write{ending}", triton_select._write_picks, of_all | {"STRIPED": striped}, {}, 8
+                    constants = both | {"DIGIT": digit, "SEARCH": search, "STRIPED": striped}
+                    yield f"digit{digit}_{search}{ending}", triton_select._count_digits, constants, spare, 8
+            yield f"count{ending}", triton_select._count_picks, both | {"STRIPED": striped}, {}, 8
+            yield f"write{ending}", triton_select._write_picks, both | {"STRIPED": striped}, {"spares": "*i1"}, 8
     if "union" in what:
         words = {"WORDS": triton_union.WORDS, "PROGRAMS": triton_launch.PROGRAMS}
         for spares, levels in ((False, 0), (True, 1), (True, 2)):
             yield f"list_{levels}", triton_union._list, words | {"SPARES": spares, "LEVELS": levels}, {}, 2
         for codes in (False, True):
             yield f"raise_{codes}", triton_union._raise_levels, picks | {"CODES": codes}, {}, 4
-    if "lanes" in what:
+    if "packed" in what:
+        yield "largest", triton_packed._largest, picks, {}, 4
         for codes in (False, True):
             constants = picks | {"CODES": codes}
-            yield f"tell_{codes}", triton_lanes._tell, constants | {"PARTS": 1024}, {"parts": "i32"}, 4
-            yield f"hear_{codes}", triton_lanes._hear, constants, {}, 4
-        yield "count_marks", triton_lanes._count_marks, {"WORDS": triton_lanes.WORDS}, {}, 8
+            told = {"parts": "i32", "finite": "*i1", "spares": "*i1"}
+            alone = constants | {"PARTS": 1024, "SPARES": codes}
+            yield f"tell_{codes}", triton_packed._tell, alone, told, 4
+            yield f"hear_{codes}", triton_packed._hear, constants, {}, 4
+        yield "count_marks", triton_packed._count_marks, {"WORDS": triton_packed.WORDS}, {}, 8
         for low, wide in ((0, False), (5, False), (12, True)):
-            beside = picks | {"LOW": low, "WIDE": wide}
-            yield f"round_{low}", triton_values._round, beside | {"RANKS": triton_values.MOST_RANKS}, {}, 4
-            for narrow in (False, True):
-                types = {"largest": "fp32", "grad": "*fp16" if narrow else "*fp32"}
-                constants = beside | {"NARROW": narrow, "SCALED": narrow, "EPS": 1e-8}
-                yield f"average_{low}_{narrow}", triton_values._average, constants, types, 4
+            lanes = picks | {"LOW": low, "WIDE": wide}
+            yield f"round_{low}", triton_packed._round, lanes | {"RANKS": triton_packed.MOST_RANKS}, {}, 4
+            yield f"average_{low}", triton_packed._average, lanes, {}, 4
+        for narrow in (False, True):
+            types = {"largest": "fp32", "grad": "*fp16" if narrow else "*fp32"}
+            constants = picks | {"NARROW": narrow, "SCALED": narrow}
+            yield f"hand_over_{narrow}", triton_values._hand_over, constants, types, 4
     if "settle" in what:
         for decided in (False, True):
             constants = picks | {"EMPTY": decided, "DECIDED": decided}
             yield f"subtract_{decided}", triton_values._subtract_at, constants, {}, 4
-    if "begin" in what:
-        constants = tile | {"MOST": 1.0, "MARGIN": 0.05, "WINDOW": 64}
+    if "need" in what:
+        constants = {"MOST": 1.0, "MARGIN": 0.05, "WINDOW": 64}
         for known in (False, True):
-            yield f"begin_{known}", triton_need._begin, constants | {"KNOWN": known}, {"words": "i32"}, 4
+            types = {"spare": "*i64"}
+            yield f"follow_{known}", triton_need._follow, constants | {"KNOWN": known}, types, 1
     if "sums" in what:
         yield "squares_bf16", triton_sums._parts, tile | {"KIND": 0}, {"x": "*bf16"}, 8
         for kind in range(4):

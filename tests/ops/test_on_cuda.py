@@ -8,14 +8,15 @@ import torch
 from lightning_sparse.ops.on_cuda import OnCuda, compare
 
 
-def test_equal_tensors_pass_and_nan_is_equal_to_nothing() -> None:
+def test_equal_tensors_pass_and_nan_is_equal_to_nan_alone() -> None:
     x, void = torch.arange(6.0).view(2, 3), torch.tensor(True)
     compare({"x": x, "void": void}, {"x": x.clone(), "void": void.clone()})
     compare({"none": x[:0]}, {"none": x[:0]})
     y = x.clone()
     y[1, 1] = float("nan")
     with pytest.raises(RuntimeError, match=r"x, \(2, 3\) torch.float32, differs at 1 of 6 places, first at 4: nan ins"):
-        compare({"x": y}, {"x": y})
+        compare({"x": y}, {"x": x})
+    compare({"x": y}, {"x": y.clone()})
 
 
 def test_an_attempt_may_wait_where_the_user_lets_torch_raise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_sparse.core.candidates import Candidates
 from lightning_sparse.core.step import Context, Selection
 from lightning_sparse.methods.exchanges import packed_union
 from lightning_sparse.ops import choose, fill_if_, host_choose, on_device, pad, reference
@@ -22,23 +23,23 @@ interpret()
 pytestmark = pytest.mark.usefixtures("silent")
 
 from lightning_sparse.ops.triton import dense as triton_dense  # noqa: E402  # after it is known how kernels are to be defined
-from lightning_sparse.ops.triton import lanes as triton_lanes  # noqa: E402
 from lightning_sparse.ops.triton import launch as triton_launch  # noqa: E402
+from lightning_sparse.ops.triton import packed as triton_packed  # noqa: E402
 from lightning_sparse.ops.triton import select as triton_select  # noqa: E402
-from lightning_sparse.ops.triton import union as triton_union  # noqa: E402
 
-TILE, PROGRAMS = triton_launch.TILE, triton_launch.PROGRAMS
+TILE = triton_launch.TILE
 KINDS = ["normal", "ties", "zeros", "subnormal", "nan", "inf", "wide"]
 FINITE = [kind for kind in KINDS if kind not in ("nan", "inf")]
 thorough = pytest.mark.thorough
 
 
-def scratch_for(numel: int) -> triton_select.Scratch:
-    control, histograms = torch.zeros(triton_select.SCRATCH, dtype=torch.int32).split(
-        [triton_select.CONTROL, 2 * triton_select.DIGITS.value]
-    )
-    words = torch.full((triton_union.bitmap_words(numel),), -1, dtype=torch.int32)
-    return triton_select.Scratch(control, histograms, words, torch.full((PROGRAMS,), -1, dtype=torch.int32))
+def scratch_for(numel: int, bound: float = math.inf) -> triton_select.Scratch:
+    s = triton_select.Scratch(numel, torch.device("cpu"))
+    for buffer in (s.emptied, s.words, s.counts):
+        buffer.fill_(-1)
+    s.bound.fill_(bound)
+    s.begin()
+    return s
 
 
 def marked(words: Tensor, numel: int) -> list[int]:
@@ -54,44 +55,38 @@ def marked(words: Tensor, numel: int) -> list[int]:
         for dtype in (torch.float32, torch.bfloat16, torch.float16)
     ),
 )
-@pytest.mark.parametrize("scaled", [False, True])
-def test_one_pass_accumulates_clears_and_notes(kind: str, numel: int, dtype: torch.dtype, scaled: bool) -> None:
-    before, grad = values(numel + 1, kind, 1), values(numel, "normal", 2).to(dtype)
+def test_one_pass_accumulates_clears_and_notes(kind: str, numel: int, dtype: torch.dtype) -> None:
+    before, grad = values(numel, kind, 1), values(numel, "normal", 2).to(dtype)
     grad[: numel // 3] *= 1e-6  # subnormal in float16
-    scale = torch.tensor(3.0)
-    given, acc, s, bound = grad.clone(), before.clone(), scratch_for(numel), torch.tensor(1.5)
-    triton_dense.accumulate_(acc, given, 1.0, scale if scaled else None, s.words, s.counts, s.broken, bound)
-    total = torch.add(grad.float() / scale if scaled else grad, before[:-1])
-    expected = torch.where(total.isfinite(), total, before[:-1])
-    assert bits(acc[:-1]) == bits(expected)
-    assert float(acc[-1]) == 0
+    given, acc, s = grad.clone(), before.clone(), scratch_for(numel, 1.5)
+    triton_dense.accumulate_(acc, given, 1.0, *s.begin())
+    total = torch.add(grad, before)
+    expected = torch.where(total.isfinite(), total, before)
+    assert bits(acc) == bits(expected)
     assert not given.any()
-    reached = expected.abs() >= bound
+    reached = expected.abs() >= 1.5
     assert marked(s.words, numel) == reached.nonzero().flatten().tolist()
     programs = triton_launch.Share.of(numel).programs
     assert s.counts[:programs].tolist() == [int(part.sum()) for part in reached.split(TILE)]
-    assert bool(s.broken) == (not bool(total.isfinite().all()))
+    assert bool(s.finite) == bool(total.isfinite().all())
 
 
 @pytest.mark.parametrize("places", [[], [5], [0, 2047, 2050]])
 def test_coordinates_that_would_not_be_finite_are_left_as_they_are(places: list[int]) -> None:
     numel, largest = TILE + 3, torch.finfo(torch.float32).max
-    s, acc, grad = scratch_for(numel), values(numel + 1, "normal", 3), values(numel, "normal", 4)
-    acc[-1], acc[7], grad[7] = 0, largest, -largest
+    acc, grad = values(numel, "normal", 3), values(numel, "normal", 4)
+    acc[7], grad[7] = largest, -largest
     kept = torch.zeros(numel, dtype=torch.bool)
     for place, number in zip(places, (math.nan, -math.inf, largest), strict=False):
         grad[place], kept[place] = number, True
         if number == largest:  # the sum overflows
             acc[place] = largest
-    expected = torch.where(kept, acc[:-1], 0.5 * acc[:-1] + grad)
-    others = acc[:-1].clone()
+    expected = torch.where(kept, acc, 0.5 * acc + grad)
     with in_triton() as chosen:
-        assert bool(on_device.accumulate_(others, grad, 0.5)) == (not places)
+        assert bool(on_device.accumulate_(acc, [grad], 0.5, Candidates())) == (not places)
         assert chosen.trouble is None
         assert len(chosen._tried) == 1
-    triton_dense.accumulate_(acc, grad, 0.5, None, s.words, s.counts, s.broken, torch.tensor(math.inf))
-    assert bits(acc[:-1]) == bits(others) == bits(expected)
-    assert bool(s.broken) == bool(places)
+    assert bits(acc) == bits(expected)
     assert bool(acc.isfinite().all())
 
 
@@ -100,15 +95,16 @@ def test_a_gradient_is_taken_in_as_by_torch(dtype: torch.dtype, monkeypatch: pyt
     wide = torch.promote_types(dtype, torch.float32)
     acc, grad = values(TILE + 300, "normal", 1).to(wide), values(TILE + 300, "inf", 2).to(dtype)
     found, expected, given = acc.clone(), acc.clone(), grad.clone()
+    hints = Candidates()
     monkeypatch.setattr(reference, "PIECE", 1000)
     assert not reference.accumulate_(expected, [grad], 0.7)
     with in_triton() as chosen:
-        assert not on_device.accumulate_(found, grad, 0.7)
+        assert not on_device.accumulate_(found, [given], 0.7, hints)
         assert len(chosen._tried) == (dtype != torch.float64)
+        assert hints.cleared([given]) == (dtype != torch.float64)
     total = 0.7 * acc + grad
     assert torch.equal(found, torch.where(total.isfinite(), total, acc))
     assert torch.equal(found, expected)
-    assert torch.equal(grad, given)
 
 
 SHARES = [(0.02, 0.02, 1, 3), (0.05, 0.0, 0, 2), (0.0, 0.03, 3, 4), (0.4, 1.0, 1, 2), (0.001, 0.01, 7, 8)]
@@ -132,27 +128,24 @@ def test_the_largest_and_those_of_a_stripe_are_picked(
 ) -> None:
     x, (share, spare, turn, n) = values(numel, kind), case
     first, others = math.ceil(share * numel), math.ceil(spare * numel)
-    s, next_bound, slots = scratch_for(numel), torch.tensor(bound), first + others + 3
-    triton_dense.look(x, s.words, s.counts, s.broken, next_bound)
-    found = triton_select.pick(x, s, next_bound, first, slots, torch.tensor(others, dtype=torch.int32), turn, n)
+    s, slots = scratch_for(numel, bound), first + others + 3
+    triton_dense.look(x, *s.begin())
+    found = triton_select.pick(x, s, first, slots, torch.tensor(others), turn, n)
     expected, marks = host_choose.top_k_and_stripe(x, first, others, turn, n)
     number = int(found.number)
-    assert found.keys[:number].tolist() == (2 * expected + marks).tolist()
-    assert found.keys[number:].tolist() == [2 * numel] * (slots - number)
-    magnitudes = x.abs()[expected]
-    largest = found.largest.max().view(1).view(torch.float32)
-    assert float(largest) == (float(magnitudes.max()) if number else 0)
+    assert found.indices.tolist() == [*expected.tolist(), *[numel] * (slots - number)]
+    assert found.spares.tolist() == [*marks.tolist(), *[False] * (slots - number)]
     if number:  # what the next pass notes is enough, if magnitudes are as they were
-        assert float(next_bound) <= float(magnitudes.min())
+        assert float(s.bound) <= float(x.abs()[expected].min())
 
 
 def test_a_bound_is_kept_where_nothing_can_be_learned() -> None:
-    x, s, bound = values(300, "nan"), scratch_for(300), torch.tensor(0.25)
-    triton_dense.look(x, s.words, s.counts, s.broken, bound)
-    found = triton_select.pick(x, s, bound, 5, 5, None, 0, 1)
-    assert float(bound) == 0.25
+    x, s = values(300, "nan"), scratch_for(300, 0.25)
+    triton_dense.look(x, *s.begin())
+    found = triton_select.pick(x, s, 5, 5)
+    assert float(s.bound) == 0.25
     assert int(found.number) == 5
-    assert 300 in [*(found.keys >> 1), 300]
+    assert int(found.indices.max()) < 300
 
 
 @pytest.mark.parametrize("kind", ["normal", *(pytest.param(kind, marks=thorough) for kind in ("ties", "zeros"))])
@@ -208,11 +201,6 @@ def test_flags_decide_on_the_device(flag: bool) -> None:
         assert chosen.trouble is None
 
 
-def no_marks(numel: int) -> triton_union.Bitmap:
-    sizes = triton_union.bitmap_words(numel), PROGRAMS
-    return triton_union.Bitmap(*(torch.zeros(size, dtype=torch.int32) for size in sizes))
-
-
 @pytest.mark.parametrize("kind", ["wide", "zeros", "nan"])
 @pytest.mark.parametrize(
     ("slots", "bits"),
@@ -228,17 +216,17 @@ def test_messages_are_those_of_torch(slots: int, bits: int, kind: str) -> None:
         acc[indices[0]] = math.nan
     selection = Selection(indices, torch.tensor(number), aligned=True, spare=spare)
     form = Form(numel, slots, bits)
-    expected = packed_union._tell(acc, selection, most, form, Context(0, 0.1, 0, 3))
-    largest = acc[indices].abs().max().view(1).view(torch.int32) & 0x7FFFFFFF
-    keys, unbroken = (2 * indices + spare).int(), torch.zeros(1, dtype=torch.int32)
-    told = triton_lanes.tell(acc, keys, torch.tensor(number), largest, unbroken, form, most)
-    trouble, lowest = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-    heard = triton_lanes.hear(told.repeat(2, 1), form, no_marks(numel), no_marks(numel), lowest, trouble)
-    assert heard.places.tolist() == 2 * indices.tolist()
+    ctx, kernels = Context(0, 0.1, 0, 3), triton_packed.Packed()
+    expected = packed_union._tell(acc, selection, most, form, ctx)
+    told = kernels.tell(acc, selection, most, form, ctx)
+    met = kernels.meet(told.repeat(3, 1), selection, form, ctx)
+    assert met.indices[:number].tolist() == indices[:number].tolist()
+    assert met.counts.tolist() == 3 * [number]
+    assert int(met.size) == int(met.named) == number
     if kind == "nan" and number:  # who is in trouble need not say how large its picks are
         told, expected = (one[: form.classes] for one in (told, expected))
         assert int(told[1]) == packed_union.TROUBLE
     assert torch.equal(told, expected)
     if kind == "zeros":
-        told = triton_lanes.tell(acc, keys, torch.tensor(number), largest, unbroken + 1, form, most)
+        told = kernels.tell(acc, selection, most, form, ctx._replace(finite=torch.tensor(False)))
         assert int(told[1]) == packed_union.TROUBLE

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_sparse.core.candidates import Candidates
 from lightning_sparse.ops import on_device, reference
-from lightning_sparse.ops.host_choose import top_k_and_stripe
 from tests.covering import covering
 from tests.ops.interpreted import ExactRoots, in_triton, interpret
-from tests.ops.test_triton import KINDS, SHARES, TILE, marked, scratch_for
+from tests.ops.test_triton import KINDS, TILE, marked, scratch_for
 from tests.ops.test_variants import bits, values
 
 interpret()
@@ -22,7 +22,6 @@ pytestmark = pytest.mark.usefixtures("silent")
 
 from lightning_sparse.ops.triton import launch as triton_launch  # noqa: E402
 from lightning_sparse.ops.triton import second as triton_second  # noqa: E402
-from lightning_sparse.ops.triton import select as triton_select  # noqa: E402
 
 thorough = pytest.mark.thorough
 BETA2, EPS, DAMPING = 1 - 2**-10, 1e-8, float(torch.tensor(1 / 400))
@@ -42,7 +41,7 @@ def moments_of(given: Tensor, now: Tensor, keep: Tensor) -> Tensor:
 def scores_of(acc: Tensor, second: Tensor, power: Tensor) -> Tensor:
     score = torch.empty_like(acc)
     with ExactRoots():
-        reference.score_(score, acc, second, power, EPS, DAMPING)
+        reference._score_(score, acc, second, power, EPS, DAMPING)
     return score
 
 
@@ -52,97 +51,63 @@ CELLS = covering(
 )
 
 
-@pytest.mark.parametrize(("kind", "numel", "dtype", "scaled"), CELLS)
-def test_one_pass_forms_clears_and_notes(kind: str, numel: int, dtype: torch.dtype, scaled: bool) -> None:
-    residual, grad = values(numel + 1, "normal", 1), values(numel, kind, 2).to(dtype)
-    now, power = values(numel + 1, "wide", 3).square().clamp(max=1e38), torch.tensor(BETA2, dtype=torch.float64)
-    scale = torch.tensor(3.0)
-    given, acc, second, by = grad.clone(), residual.clone(), now.clone(), torch.empty(2)
-    s, bound = scratch_for(numel), torch.tensor(0.5)
-    weighed = triton_second.Weighed(second, by)
-    noted = s.words, s.counts, s.broken, bound
-    take, carry = (0.5, 0.75) if scaled else (1.0, 1.0)
-    units = torch.tensor([take, carry, BETA2 * carry**2])
-    triton_second.weigh_(acc, weighed, given, scale if scaled else None, power, units, BETA2, EPS, DAMPING, *noted)
-    wide = ((grad.float() / scale if scaled else grad) * take).float()
-    total, moments = wide + residual[:-1] * carry, moments_of(wide, now[:-1], units[2])
+@pytest.mark.parametrize(("kind", "numel", "dtype", "changes"), CELLS)
+def test_one_pass_forms_scores_and_notes(kind: str, numel: int, dtype: torch.dtype, changes: bool) -> None:
+    residual, grad = values(numel, "normal", 1), values(numel, kind, 2).to(dtype)
+    now, power = values(numel, "wide", 3).square().clamp(max=1e38), torch.tensor(BETA2, dtype=torch.float64)
+    given, acc, second, s = grad.clone(), residual.clone(), now.clone(), scratch_for(numel, 0.5)
+    score = given if dtype == torch.float32 else torch.empty(numel)  # in the gradient's place, where it fits
+    take, carry = (0.5, 0.75) if changes else (1.0, 1.0)
+    units = torch.tensor([take, carry, BETA2 * carry**2], dtype=torch.float64)
+    triton_second.weigh_(acc, second, score, given, units, power, BETA2, EPS, DAMPING, *s.begin())
+    wide = (grad * take).float()
+    total, moments = wide + residual * carry, moments_of(wide, now, units[2].float())
     finite = total.isfinite()
-    expected = torch.where(finite, total, residual[:-1]), torch.where(finite, moments, now[:-1])
+    expected = torch.where(finite, total, residual), torch.where(finite, moments, now)
     for found, wanted in zip((acc, second), expected, strict=True):
-        assert bits(found[:-1]) == bits(wanted)
-        assert float(found[-1]) == 0
-    assert not given.any()
-    reached = scores_of(*expected, power).abs() >= bound
+        assert bits(found) == bits(wanted)
+    scores = scores_of(*expected, power)
+    same(score, scores)
+    reached = scores.abs() >= 0.5
     assert marked(s.words, numel) == reached.nonzero().flatten().tolist()
     programs = triton_launch.Share.of(numel).programs
     assert s.counts[:programs].tolist() == [int(part.sum()) for part in reached.split(TILE)]
-    assert bool(s.broken) == (not bool(finite.all()))
-    assert by.tolist() == (torch.tensor([EPS, DAMPING], dtype=torch.float64) * math.sqrt(1 - BETA2)).float().tolist()
-
-
-@pytest.mark.parametrize(
-    ("kind", "numel", "bound", "case"),
-    [
-        ("ties", TILE + 477, 0.7, SHARES[0]),
-        *(
-            pytest.param(*each, marks=thorough)
-            for each in product(
-                ("normal", "ties", "zeros", "subnormal", "wide"), (1, 700), (math.inf, 0.7, 0.0), SHARES
-            )
-        ),
-    ],
-)
-def test_scores_decide_what_is_picked(kind: str, numel: int, bound: float, case: tuple[float, float, int, int]) -> None:
-    acc, (share, spare, turn, n) = torch.cat([values(numel, kind), torch.zeros(1)]), case
-    second, power = torch.full((numel + 1,), 0.25), torch.tensor(0.5, dtype=torch.float64)
-    second[::2] = 4.0
-    score = scores_of(acc[:-1], second[:-1], power)
-    first, others = math.ceil(share * numel), math.ceil(spare * numel)
-    s, slots = scratch_for(numel), first + others + 3
-    _note(score, bound, s)
-    least = torch.tensor([EPS * math.sqrt(0.5), DAMPING * math.sqrt(0.5)])
-    found = triton_select.pick(
-        acc[:-1], s, torch.tensor(bound), first, slots, torch.tensor(others, dtype=torch.int32), turn, n,
-        triton_second.Weighed(second, least),
-    )  # fmt: skip
-    expected, marks = top_k_and_stripe(score, first, others, turn, n)
-    number = int(found.number)
-    assert found.keys[:number].tolist() == (2 * expected + marks).tolist()
-    largest = found.largest.max().view(1).view(torch.float32)
-    assert float(largest) == (float(acc[expected].abs().max()) if number else 0)
-
-
-def _note(score: Tensor, bound: float, s: triton_select.Scratch) -> None:
-    from lightning_sparse.ops.triton import dense as triton_dense
-
-    triton_dense.look(score, s.words, s.counts, s.broken, torch.tensor(bound))
+    assert bool(s.finite) == bool(finite.all())
 
 
 @pytest.mark.parametrize("kind", ["wide", "nan", pytest.param("inf", marks=thorough)])
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=thorough)])
-def test_other_methods_get_the_same_of_two_passes(dtype: torch.dtype, kind: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=thorough), torch.float64])
+def test_kernels_take_what_they_are_made_for(dtype: torch.dtype, kind: str) -> None:
     numel, power = TILE + 301, torch.tensor(BETA2, dtype=torch.float64)
-    grad, residual, now = values(numel, kind, 1).to(dtype), values(numel, "normal", 2), values(numel, "normal").abs()
-    acc, second, score, given = residual.clone(), now.clone(), torch.empty(numel), grad.clone()
+    wide = torch.promote_types(dtype, torch.float32)
+    grad, residual, now = values(numel, kind, 1).to(dtype), values(numel, "normal", 2).to(wide), values(numel, "normal")
     units = torch.tensor([0.5, 0.75, BETA2 * 0.75**2], dtype=torch.float64)
-    with in_triton() as chosen, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(on_device, "FEW", 99)
-        finite = on_device.form_(acc, second, grad, units, BETA2)
-        on_device.score_(score, acc, second, power, EPS, DAMPING)
-        assert chosen.trouble is None
-        assert len(chosen._tried) == 2
-        double = acc.double()
-        on_device.score_(torch.empty_like(double), double, second.double(), power, EPS, DAMPING)
-        assert len(chosen._tried) == 2
-    clipped = (grad * 0.5).float()  # in the gradient's dtype, as where it is clipped in place
-    total = clipped + residual * 0.75
-    whole = total.isfinite()
-    assert bool(finite) == bool(whole.all())
-    assert bits(acc) == bits(torch.where(whole, total, residual))
-    assert bits(second) == bits(torch.where(whole, moments_of(clipped, now, units[2].float()), now))
-    same(score, scores_of(acc, second, power))
-    same(grad, given)
-    kept, moments = residual.double(), now.double()
-    assert bool(on_device.form_(kept, moments, grad.double(), units, BETA2)) == bool(whole.all())
-    moments.clamp_(max=torch.finfo(torch.float32).max)
-    torch.testing.assert_close((kept.float(), moments.float()), (acc, second), rtol=1e-3, atol=1e-6)
+    made, hints = [], [Candidates(), None]
+    for candidates in hints:
+        vectors = residual.clone(), now.abs().to(wide), torch.empty(numel, dtype=wide)
+        with in_triton() as chosen, ExactRoots(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(on_device, "FEW", 99)
+            patch.setattr(reference, "PIECE", 1000)
+            given = units, power, BETA2, EPS, DAMPING, candidates
+            finite = on_device.weigh_(*vectors, [grad.clone()], *given)
+            assert chosen.trouble is None
+            assert len(chosen._tried) == (dtype != torch.float64 and candidates is not None)
+        made.append((finite, *vectors))
+    assert bool(made[0][0]) == bool((grad * 0.5 + residual * 0.75).isfinite().all())
+    for ours, theirs in zip(*made, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", ["wide", "nan", "inf", "zeros"])
+def test_divisors_are_those_of_torch(kind: str) -> None:
+    second, average = values(700, "wide", 1).square(), values(700, kind, 2)
+    second[:50] = average[50:100] = math.nan
+    power = torch.tensor(0.25, dtype=torch.float64)
+    with ExactRoots():
+        expected = reference.divisors(second, average, power, EPS, DAMPING)
+        with in_triton() as chosen, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(on_device, "FEW", 99)
+            found = on_device.divisors(second, average, power, EPS, DAMPING)
+            assert chosen.trouble is None
+            assert not chosen.refused
+    same(found, expected)

@@ -29,6 +29,8 @@ class Exchange(ABC):
     """Kinds of selections this pattern is right for."""
     carries_second: ClassVar[bool] = False
     """True if it averages :attr:`Context.second <lightning_sparse.core.step.Context.second>`, too."""
+    tells_trouble: ClassVar[bool] = False
+    """True if messages of a device say that a gradient is not finite, also where no values are sent."""
 
     @abstractmethod
     def __call__(self, acc: Tensor, selection: Selection, ctx: Context) -> Update | Steps[Update]:
@@ -82,7 +84,7 @@ def as_exchange(exchange: Exchange | str | None, sparsifier: object, memory: obj
 def values_at(acc: Tensor, indices: Tensor, ctx: Context) -> Tensor:
     """Return the values that this rank offers: ``acc[indices]``, or NaN everywhere if the accumulator is not finite."""
     values = take(acc, indices) if indices.numel() else acc[indices]
-    return values if ctx.trouble is None else values.masked_fill_(ctx.trouble, float("nan"))
+    return values if ctx.finite is None else values.masked_fill_(~ctx.finite, float("nan"))
 
 
 def reduce_at(acc: Tensor, indices: Tensor | None, ctx: Context) -> Steps[tuple[Tensor, Tensor | None]]:
@@ -99,8 +101,8 @@ def reduce_at(acc: Tensor, indices: Tensor | None, ctx: Context) -> Steps[tuple[
     if indices is None:
         parts = [acc[:-1]] if ctx.second is None else [acc[:-1], ctx.second[:-1]]
         sent = torch.cat(parts)  # a copy: the sum takes its place
-        if ctx.trouble is not None:
-            sent[:1].masked_fill_(ctx.trouble, float("nan"))
+        if ctx.finite is not None:
+            sent[:1].masked_fill_(~ctx.finite, float("nan"))
     else:
         values = values_at(acc, indices, ctx)
         sent = values if ctx.second is None else torch.cat([values, take(ctx.second, indices)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -24,16 +24,24 @@ from lightning_sparse.methods.exchanges.base import (
     values_at,
 )
 from lightning_sparse.methods.exchanges.reduce_union import union_of
-from lightning_sparse.ops import compiled, pad, places_of, static_shapes, take, under
-from lightning_sparse.ops.c.native_picks import Met, NativePicks
-from lightning_sparse.ops.form import CLASS_BITS, CLASSES, LEVELS, LOWEST, NIBBLE, OCTET, SILENT, TROUBLE, Form
+from lightning_sparse.ops import compiled, on_device, pad, places_of, static_shapes, take, under
+from lightning_sparse.ops.c.native_picks import NativePicks
+from lightning_sparse.ops.form import (
+    CLASS_BITS,
+    CLASSES,
+    LEVELS,
+    LOWEST,
+    NIBBLE,
+    OCTET,
+    SILENT,
+    TROUBLE,
+    Form,
+    Lanes,
+    Met,
+    Rounded,
+)
+from lightning_sparse.ops.on_cuda import compare
 
-LANE = (1 << 15) - 1
-"""Largest magnitude of a sum in half of a 32-bit word."""
-FEWEST_LEVELS = 64
-"""With so many ranks that each has fewer levels than this, values travel unrounded."""
-NARROW_RANKS = 16
-"""Up to so many ranks, a value and a second value share 16 bits."""
 CODE_ZERO = 128
 """Code of the power of two 1."""
 
@@ -79,122 +87,192 @@ class PackedUnion(Exchange):
     """
 
     carries_second: ClassVar[bool] = True
+    tells_trouble: ClassVar[bool] = True
     accepts: ClassVar[frozenset[Agreement]] = frozenset({Agreement.INDEPENDENT, Agreement.SHARED, Agreement.DISJOINT})
 
     def __call__(self, acc: Tensor, selection: Selection, ctx: Context) -> Steps[Update]:
         """One group; see :class:`~lightning_sparse.methods.exchanges.Exchange`."""
         numel, n = acc.numel() - 1, ctx.world_size
         lanes = Lanes.of(n, ctx.second is not None)
-        library = compiled(acc.device, acc.dtype)
-        if library is not None and _fits(ctx.second, acc):
-            return (yield from _compiled(library, acc, selection, lanes, ctx))
-        picks, levels, lowest, trouble = yield from _gather(acc, selection, lanes.most, ctx)
-        union = union_of(picks, selection, numel, ctx, levels)
-        indices, named = union.indices, union.named
+        selection, _ = yield from same_length(selection, None, numel)
+        form = Form.of(numel, selection.indices.numel(), ctx.second is not None)
+        by = _chosen(acc, form, ctx.second)
+        rows = yield AllGather(by.tell(acc, selection, lanes.most, form, ctx))
+        met = by.meet(rows, selection, form, ctx)
+        about = met.counts, met.size, met.named
         if n == 1 or lanes.most < lanes.fewest:
-            mean, second = yield from reduce_at(acc, indices, ctx)
-            return Update(indices, mean, indices, None, picks.counts, union.size, named, second)
-        unit = _step_of(_raised(union.levels, lowest, lanes.most), acc.dtype)
-        whole = (take(acc, indices) / unit).round_().clamp_(-lanes.most, lanes.most).nan_to_num_(nan=0.0)
-        if ctx.second is None:
-            total, second = unpack((yield AllReduce(pack(whole.int()))), indices.numel()), None
-        else:
-            top = _second_tops(_largest_codes(picks, indices, numel), acc.dtype)
-            # Each rank rounds at a place of its own, so that the sum of n equal numbers is right to one part.
-            parts = (ctx.second[indices] / top * lanes.parts + (ctx.rank + 0.5) / n).floor().clamp(0, lanes.parts)
-            parts = parts.nan_to_num(nan=0.0)
-            words = yield AllReduce(lanes.join(whole.int(), parts.int()))
-            total, parts_sum = lanes.split(words, indices.numel())
-            # Whoever has told has a quarter of the top there at least, also where that rounds to nothing.
-            second = torch.maximum(parts_sum * _divided(top, n * lanes.parts), _divided(top, 4 * n))
-        values = _divided(total * unit, n).masked_fill(trouble, float("nan"))
+            mean, second = yield from reduce_at(acc, met.indices, ctx)
+            return Update(met.indices, mean, met.indices, None, *about, second)
+        made = by.round(acc, met, lanes, ctx)
+        values, second = by.average((yield AllReduce(made.words)), made, met, lanes, n)
+        return Update(met.indices, values, made.sent, made.values, *about, second)
+
+
+class Plain:
+    """The work of :class:`PackedUnion` on messages, in operations of torch, which say what the other forms compute.
+
+    The others are :class:`InC`, and on a device :class:`.triton.packed.Packed`. All give the same bits, so that ranks
+    may differ in which one they use.
+    """
+
+    def tell(self, acc: Tensor, selection: Selection, most: int, form: Form, ctx: Context) -> Tensor:
+        """Write this rank's message, of :attr:`.Form.width` int32 words.
+
+        Args:
+            acc: (numel + 1,) accumulator.
+            selection: of this rank, in as many slots as the form has.
+            most: largest integer that a value becomes.
+            form: of the message.
+            ctx: the step.
+        """
+        return _tell(acc, selection if static_shapes(acc.device) else _ascending(selection), most, form, ctx)
+
+    def meet(self, rows: Tensor, selection: Selection, form: Form, ctx: Context) -> Met:
+        """Read the messages of all ranks, and unite what they name.
+
+        Args:
+            rows: (n, words) of all ranks, each row contiguous.
+            selection: of this rank, for what it promises about all of them.
+            form: of the messages.
+            ctx: the step.
+
+        Raises:
+            ValueError: if a message cannot be; where shapes are static, it is not looked at.
+        """
+        picks, levels, lowest, trouble = _heard(rows, selection, form)
+        union = union_of(picks, selection, form.numel, ctx, levels)
+        tops = _largest_codes(picks, union.indices, form.numel) if form.codes else None
+        return Met(union.indices, union.levels, lowest, tops, trouble, picks.counts, union.size, union.named)
+
+    def round(self, acc: Tensor, met: Met, lanes: Lanes, ctx: Context) -> Rounded:
+        """Round this rank's values at the union, and second values if there are any, to integers in words."""
+        unit = _step_of(_raised(met.levels, met.lowest, lanes.most_raised), acc.dtype)
+        whole = (take(acc, met.indices) / unit).round_().clamp_(-lanes.most, lanes.most).nan_to_num_(nan=0.0)
         given, rounded = whole != 0, whole * unit
         if static_shapes(acc.device):
-            sent = torch.where(given, indices, numel)
+            sent = torch.where(given, met.indices, acc.numel() - 1)
         else:
-            sent, rounded = under(given, indices, rounded)
-        return Update(indices, values, sent, rounded, picks.counts, union.size, named, second)
+            sent, rounded = under(given, met.indices, rounded)
+        if ctx.second is None or met.tops is None:
+            return Rounded(pack(whole.int()), unit, sent, rounded)
+        # Each rank rounds at a place of its own, so that the sum of n equal numbers is right to one part.
+        share = ctx.second[met.indices] / _second_tops(met.tops, acc.dtype) * lanes.parts
+        parts = (share + (ctx.rank + 0.5) / ctx.world_size).floor().clamp(0, lanes.parts).nan_to_num(nan=0.0)
+        both = (whole.int() << lanes.low) + parts.int()
+        return Rounded(both if lanes.wide else pack(both), unit, sent, rounded)
+
+    def average(self, words: Tensor, made: Rounded, met: Met, lanes: Lanes, n: int) -> tuple[Tensor, Tensor | None]:
+        """Return the means over n ranks of values and of second values, from the sums of words."""
+        total, second = words if lanes.wide else unpack(words, made.units.numel()), None
+        if met.tops is not None:
+            top, parts = _second_tops(met.tops, made.units.dtype), total & (1 << lanes.low) - 1
+            # Whoever has told has a quarter of the top there at least, also where that rounds to nothing.
+            second = torch.maximum(parts * _divided(top, n * lanes.parts), _divided(top, 4 * n))
+        values = _divided((total >> lanes.low) * made.units, n)
+        return values.masked_fill(met.trouble, float("nan")), second
 
 
-def _fits(second: Tensor | None, acc: Tensor) -> bool:
-    """Return whether compiled functions can read second values, if there are any."""
-    return second is None or (second.dtype == acc.dtype and second.shape == acc.shape and second.is_contiguous())
+class InC(Plain):
+    """The same in functions of the library.
+
+    Args:
+        library: what has been compiled.
+    """
+
+    def __init__(self, library: NativePicks) -> None:
+        self._library = library
+
+    def tell(self, acc: Tensor, selection: Selection, most: int, form: Form, ctx: Context) -> Tensor:
+        """See :meth:`Plain.tell`."""
+
+        def told(one: Selection) -> Tensor | None:
+            return self._library.tell(acc, one.indices, one.spare, int(one.count), most, form, ctx.second)
+
+        words = told(selection)
+        if words is None:
+            words = told(_ascending(selection))
+            assert words is not None
+        return words
+
+    def meet(self, rows: Tensor, selection: Selection, form: Form, ctx: Context) -> Met:
+        """See :meth:`Plain.meet`."""
+        counts_of(rows, form.slots)
+        met = self._library.meet(rows, form, selection.spare is not None, selection.limit, ctx.step)
+        refuse([rank == met for rank in range(len(rows))])
+        assert isinstance(met, Met)
+        if selection.total is not None and met.size == met.named:  # more than promised, if a rank raises an alarm
+            end = selection.total
+            met = met._replace(indices=met.indices[:end], levels=met.levels[:end])
+        return met
+
+    def round(self, acc: Tensor, met: Met, lanes: Lanes, ctx: Context) -> Rounded:
+        """See :meth:`Plain.round`."""
+        grid, share = (met.lowest, lanes.most_raised, lanes.most), (lanes.low, lanes.wide, lanes.parts)
+        offset = (ctx.rank + 0.5) / ctx.world_size
+        return self._library.round(acc, ctx.second, met.indices, met.levels, met.tops, *grid, *share, offset)
+
+    def average(self, words: Tensor, made: Rounded, met: Met, lanes: Lanes, n: int) -> tuple[Tensor, Tensor | None]:
+        """See :meth:`Plain.average`."""
+        share = lanes.low, lanes.wide, lanes.parts
+        values, second = self._library.average(words, made.units, met.tops, n, *share)
+        return values.fill_(float("nan")) if met.trouble else values, second
+
+
+PLAIN = Plain()
+
+
+def _chosen(acc: Tensor, form: Form, second: Tensor | None) -> Plain:
+    """The form that works fastest for an accumulator."""
+    library = compiled(acc.device, acc.dtype)
+    if library is not None and (second is None or _alike(second, acc)):
+        return InC(library)
+    kernels: Plain | None = on_device.packed(acc, second, lambda made: _rehearse(made, acc.device, form.codes))
+    return PLAIN if kernels is None else kernels
+
+
+def _alike(second: Tensor, acc: Tensor) -> bool:
+    """Return whether compiled functions can read second values."""
+    return second.dtype == acc.dtype and second.shape == acc.shape and second.is_contiguous()
+
+
+def _rehearse(kernels: Plain, device: torch.device, codes: bool) -> None:
+    """Compare what kernels compute with operations of torch: messages of three ranks, without and with second values.
+
+    Raises:
+        MismatchError: if they differ. Whatever compilers and drivers raise comes through.
+    """
+    numel, n, slots = 3001, 3, 64
+    lanes, form = Lanes.of(n, codes), Form.of(numel, slots, codes)
+    places = torch.arange(numel + 1, device=device)
+    acc = ((1 + places * 1103 % numel) * (1 - 2 * (places % 2)) * (places < numel)).float() / 64
+    second, finite = acc.square() if codes else None, torch.ones((), dtype=torch.bool, device=device)
+    steps = [Context(5, 0.1, rank, n, second=second, finite=finite) for rank in range(n)]
+    given = []
+    for rank in range(n):
+        indices = pad(places[rank : numel : 60 + rank], slots, numel)
+        spare = (indices % 3 == 0) & (indices < numel)
+        count = (indices < numel).sum()
+        given.append((Selection(indices, count, aligned=True, limit=100, spare=spare), lanes.most, form))
+    results: list[dict[str, Tensor]] = []
+    for by in (kernels, PLAIN):
+        rows = torch.stack([by.tell(acc, *one, ctx) for one, ctx in zip(given, steps, strict=True)])
+        met = by.meet(rows, given[0][0], form, steps[0])
+        made = [by.round(acc, met, lanes, ctx) for ctx in steps]
+        values, mean = by.average(torch.stack([one.words for one in made]).sum(0).int(), made[0], met, lanes, n)
+        alarm = by.tell(acc, *given[0], steps[0]._replace(finite=~finite))
+        inside = met.indices < numel
+        vectors = {"indices": met.indices, "values": values, "second values": values if mean is None else mean}
+        results.append(
+            {"messages": rows, "alarm": alarm[:2], "picks": met.counts, "size": met.size, "named": met.named}
+            | {name: vector[inside] for name, vector in vectors.items()}
+            | {f"words of rank {rank}": one.words for rank, one in enumerate(made)}
+        )
+    compare(results[0], results[1], codes=codes)
 
 
 def _divided(x: Tensor, by: int) -> Tensor:
     """By a tensor: torch multiplies by the reciprocal of a number on CUDA, and some ranks may divide in kernels."""
     return x / torch.full_like(x[:1], by)
-
-
-def _compiled(library: NativePicks, acc: Tensor, selection: Selection, lanes: Lanes, ctx: Context) -> Steps[Update]:
-    """The whole exchange in functions of the library."""
-    n, numel = ctx.world_size, acc.numel() - 1
-    selection, _ = yield from same_length(selection, None, numel)
-    form = Form.of(numel, selection.indices.numel(), ctx.second is not None)
-
-    def told(one: Selection) -> Tensor | None:
-        return library.tell(acc, one.indices, one.spare, int(one.count), lanes.most, form, ctx.second)
-
-    words = told(selection)
-    if words is None:
-        selection = _ascending(selection)
-        words = told(selection)
-        assert words is not None
-    rows = yield AllGather(words)
-    ends = counts_of(rows, form.slots)
-    met = library.meet(rows, form, selection.spare is not None, selection.limit, ctx.step)
-    refuse([rank == met for rank in range(n)])
-    assert isinstance(met, Met)
-    indices, levels, size = met.indices, met.levels, met.indices.numel()
-    if size == met.named:
-        indices, levels = indices[: selection.total], levels[: selection.total]
-    different, named = torch.tensor([size, met.named], device="cpu").unbind()
-    about = torch.tensor(ends, device="cpu"), different, named
-    if n == 1 or lanes.most < lanes.fewest:
-        mean, second = yield from reduce_at(acc, indices, ctx)
-        return Update(indices, mean, indices, None, *about, second)
-    share = lanes.low, lanes.wide, lanes.parts
-    grid = met.lowest, _most_raised(lanes.most), lanes.most
-    made = library.round(acc, ctx.second, indices, levels, met.tops, *grid, *share, (ctx.rank + 0.5) / n)
-    values, second = library.average((yield AllReduce(made.words)), made.units, met.tops, n, *share)
-    if met.trouble:
-        values.fill_(float("nan"))
-    return Update(indices, values, made.sent, made.values, *about, second)
-
-
-class Lanes(NamedTuple):
-    """The layout of a coordinate's integers in a word."""
-
-    most: int
-    """Largest magnitude of a rank's value, in steps."""
-    fewest: int
-    """With fewer, values travel unrounded."""
-    low: int = 0
-    """Bits for second values; 0: there are none."""
-    wide: bool = False
-    """True if a coordinate has 32 bits, and not 16."""
-    parts: int = 0
-    """Largest second value of a rank, in parts of the largest one that was told."""
-
-    @classmethod
-    def of(cls, n: int, second: bool) -> Lanes:
-        """For n ranks, whose sums must not overflow."""
-        if not second:
-            return cls(max(1, LANE // n), FEWEST_LEVELS)
-        wide = n > NARROW_RANKS
-        bits, low = (31, 12) if wide else (15, 6 if n > NARROW_RANKS // 4 else 5)
-        most, parts = ((1 << bits - low) - 1) // n, ((1 << low) - 1) // n
-        return cls(most, 2 if parts else most + 1, low, wide, parts)
-
-    def join(self, values: Tensor, parts: Tensor) -> Tensor:
-        """int32 words of values and parts, of which sums are sums of both."""
-        lanes = (values << self.low) + parts
-        return lanes if self.wide else pack(lanes)
-
-    def split(self, words: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """Undo :meth:`join` for sums."""
-        lanes = words if self.wide else unpack(words, size)
-        return lanes >> self.low, lanes & (1 << self.low) - 1
 
 
 def _second_tops(codes: Tensor, dtype: torch.dtype) -> Tensor:
@@ -218,26 +296,21 @@ def _largest_codes(picks: Picks, union: Tensor, padding: int) -> Tensor:
     return largest[: union.numel()]
 
 
-def _gather(acc: Tensor, selection: Selection, most: int, ctx: Context) -> Steps[tuple[Picks, Tensor, Tensor, Tensor]]:
+def _heard(rows: Tensor, selection: Selection, form: Form) -> tuple[Picks, Tensor, Tensor, Tensor]:
     """Everybody's picks and what is told of them.
 
     Returns:
         The picks; their levels, in rank order; () the lowest level that all picks of some rank reach, for
         :func:`_raised`; and () whether any of them is not finite.
     """
-    padding = acc.numel() - 1
-    selection, _ = yield from same_length(selection, None, padding)
-    slots = selection.indices.numel()
-    form = Form.of(padding, slots, ctx.second is not None)
-    static = static_shapes(acc.device)
-    rows = yield AllGather(_tell(acc, selection if static else _ascending(selection), most, form, ctx))
+    slots, padding, static = form.slots, form.numel, static_shapes(rows.device)
     head = rows[:, :2].long()
     counts, tops = head[:, 0], head[:, 1:]
     trouble = tops.max() == TROUBLE
-    octets = None if ctx.second is None else _unpack_octets(rows[:, form.seconds :], slots)
+    octets = _unpack_octets(rows[:, form.seconds :], slots) if form.codes else None
     places, told, fits = _read(rows, form)
     levels = (tops - (told & (CLASSES - 1)) * CLASS_BITS).clamp(min=SILENT)
-    within = torch.arange(slots, device=acc.device) < counts[:, None]
+    within = torch.arange(slots, device=rows.device) < counts[:, None]
     lowest = torch.where(within, levels, tops).amin(1).max() if slots else tops.max()
     all_spares = None if selection.spare is None else told >= CLASSES
     if not static:
@@ -379,20 +452,15 @@ def _classes(magnitudes: Tensor, largest: Tensor) -> Tensor:
     return (halvings // CLASS_BITS).clamp(0, CLASSES - 1).to(torch.uint8)
 
 
-def _raised(levels: Tensor, lowest: Tensor, most: int) -> Tensor:
+def _raised(levels: Tensor, lowest: Tensor, by: int) -> Tensor:
     """The levels of a union, raised towards () the lowest one that all picks of some rank reach.
 
     What a rank has left out is hardly larger than its smallest pick, and may be much larger than a pick of another
-    rank: with that one's step it could send only a part. Picks keep at least two of their ``most`` levels. Where only
+    rank: with that one's step it could send only a part. Picks keep at least two of their levels. Where only
     ranks that have nothing but zeros have picked, nothing has to be kept.
     """
-    raised = levels.masked_fill(levels == SILENT, TROUBLE) + _most_raised(most)
+    raised = levels.masked_fill(levels == SILENT, TROUBLE) + by
     return torch.maximum(levels, torch.minimum(raised, lowest))
-
-
-def _most_raised(most: int) -> int:
-    """See :func:`_raised`."""
-    return max(0, most.bit_length() - 7)
 
 
 def _level_of(step: Tensor) -> Tensor:

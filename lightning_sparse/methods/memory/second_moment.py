@@ -11,15 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_sparse.core.candidates import Candidates
 from lightning_sparse.core.checks import check_eps, check_share
 from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.step import Absorbed, Context, Update
-from lightning_sparse.methods.memory.base import MEMORIES, CountedFeedback, CountedState, Memory, pieces
+from lightning_sparse.methods.memory.base import MEMORIES, CountedFeedback, CountedState, Memory
 from lightning_sparse.methods.memory.residual import Residual
-from lightning_sparse.ops import Weights, sqrt_, static_shapes, weigh_, zeros
+from lightning_sparse.ops import Weights, on_device, static_shapes, weigh_, zeros
 from lightning_sparse.ops.length import FOLLOWED, SIZE, measure
 from lightning_sparse.ops.norms import joint_norm
-from lightning_sparse.ops.on_device import form_, score_
+from lightning_sparse.ops.on_device import divisors
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class SecondMomentState(CountedState):
     lengths: Tensor
     """(5,) float64 statistics of the length of this rank's gradients, see
     :func:`~lightning_sparse.ops.length.measure`; changed in place."""
+    power: Tensor
+    """() float64 ``beta2^t`` of the step that has been absorbed last, with t its number from 1; changed in place."""
     remembered: ClassVar[tuple[str, ...]] = ("residual", "second")
 
 
@@ -136,8 +139,8 @@ class SecondMoment(CountedFeedback):
     def init(self, numel: int, device: torch.device, dtype: torch.dtype) -> SecondMomentState:
         """Return two zero vectors of ``numel + 1`` slots."""
         residual, second = (zeros(numel + 1, device, dtype) for _ in range(2))
-        steps = torch.zeros((), device=device, dtype=torch.float64)
-        return SecondMomentState(residual, steps, second, torch.zeros(SIZE, device=device, dtype=torch.float64))
+        steps, power = torch.zeros(2, device=device, dtype=torch.float64).unbind()
+        return SecondMomentState(residual, steps, second, torch.zeros(SIZE, device=device, dtype=torch.float64), power)
 
     def absorb_(self, state: SecondMomentState, grad: Gradient, ctx: Context) -> Absorbed:
         """Set ``residual = carry residual + take grad`` and update the second moment, see :meth:`units`.
@@ -146,41 +149,33 @@ class SecondMoment(CountedFeedback):
         not corrected for its start at 0.
         """
         acc, second, damp = state.residual, state.second, damping(ctx.density)
-        units = self.units(state, grad.pieces, ctx.density)
-        if not static_shapes(acc.device):
-            take, carry, _ = units.tolist()
-            for run in grad.runs if take != 1 else ():
-                run.mul_(take)
-            if carry != 1:
-                acc.mul_(carry)
-                second.mul_(carry**2)
-        if ctx.candidates is not None:  # the score, too, in the same pass
-            start = self._correction(state).sqrt().item()
-            by = Weights(self.beta2, 1 - self.beta2, self.eps * start, start * damp)
-            score = grad.room(acc.dtype)
-            finite = weigh_(acc[:-1], second[:-1], score, grad.runs, by, ctx.candidates)
+        units, score = self.units(state, grad.pieces, ctx.density), grad.room(acc.dtype)
+        torch.pow(self.beta2, state.steps + 1, out=state.power)
+        if static_shapes(acc.device):
+            numbers = units, state.power, self.beta2, self.eps, damp
+            finite = on_device.weigh_(acc[:-1], second[:-1], score, grad.runs, *numbers, ctx.candidates)
             return Absorbed(acc, finite, score, second)
-        if not static_shapes(acc.device):  # acc has been multiplied by these factors already
-            units = units.new_tensor([1.0, 1.0, self.beta2])
-        found = [form_(acc[piece], second[piece], run, units, self.beta2) for piece, run in pieces(grad)]
-        score, power = grad.room(acc.dtype), self.power(state)
-        for piece, part in pieces(Gradient([score])):
-            score_(part, acc[piece], second[piece], power, self.eps, damp)
-        return Absorbed(acc, found[0] if len(found) == 1 else torch.stack(found).all(), score, second)
+        take, carry, _ = units.tolist()
+        for run in grad.runs if take != 1 else ():
+            run.mul_(take)
+        if carry != 1:
+            acc.mul_(carry)
+            second.mul_(carry**2)
+        start = (1 - state.power).sqrt().item()
+        by = Weights(self.beta2, 1 - self.beta2, self.eps * start, start * damp)
+        finite = weigh_(acc[:-1], second[:-1], score, grad.runs, by, ctx.candidates or Candidates())
+        return Absorbed(acc, finite, score, second)
 
-    def units(
-        self, state: SecondMomentState, pieces: Sequence[Tensor], density: float, scale: Tensor | None = None
-    ) -> Tensor:
+    def units(self, state: SecondMomentState, pieces: Sequence[Tensor], density: float) -> Tensor:
         """Return the factors of this step, (3,) float64, see :func:`~lightning_sparse.ops.length.measure`.
 
         Args:
             state: state of this group; its lengths are updated in place.
             pieces: this rank's gradient, cut alike in all steps.
             density: density of the step. At 1, the factors are 1.
-            scale: () loss scale that the gradient still contains.
         """
         numel = sum(piece.numel() for piece in pieces)
-        return measure(state.lengths, joint_norm(pieces), scale, numel, self.beta2, density < 1)
+        return measure(state.lengths, joint_norm(pieces), numel, self.beta2, density < 1)
 
     def for_whole(self) -> Memory:
         """Return :class:`~lightning_sparse.Residual`: nobody would read the second moments."""
@@ -193,14 +188,14 @@ class SecondMoment(CountedFeedback):
     def divisors(self, state: SecondMomentState, update: Update, ctx: Context) -> Tensor:
         """Return ``sqrt(v + (average / L)^2) + eps`` with the mean v of all ranks."""
         assert update.second is not None, "an exchange that does not carry second values"
-        return self._divisor(update.second, self._correction(state), update.values, damping(ctx.density))
+        return divisors(update.second, update.values, state.power, self.eps, damping(ctx.density))
 
     def divide_all(
         self, state: SecondMomentState, average: Tensor, mean: Callable[[Tensor], Tensor], density: float
     ) -> Tensor:
         """Return them from the mean of the ranks' second moments."""
-        correction = 1 - torch.pow(self.beta2, state.steps.clamp(min=1))
-        return self._divisor(mean(state.second[:-1]), correction, average, damping(density))
+        power = torch.pow(self.beta2, state.steps.clamp(min=1))
+        return divisors(mean(state.second[:-1]), average, power, self.eps, damping(density))
 
     def lengthen_(self, divisors: Tensor, by: Tensor) -> None:
         """Multiply the root, but not eps, which is in units of the optimizer's gradient."""
@@ -227,18 +222,3 @@ class SecondMoment(CountedFeedback):
         if self.beta2 not in (before.second_decay, 0.0):  # with 0, every power of beta2 is 0
             left = torch.pow(before.second_decay, state.steps)
             state.steps.copy_((left.log() / math.log(self.beta2)).clamp(0.0, MOST))
-
-    def power(self, state: SecondMomentState) -> Tensor:
-        """Return the () float64 ``beta2^t`` of the current step, with t its number from 1."""
-        return torch.pow(self.beta2, state.steps + 1)
-
-    def _correction(self, state: SecondMomentState) -> Tensor:
-        """Return Adam's ``1 - beta2^t`` of the current step."""
-        return torch.rsub(self.power(state), 1)
-
-    def _divisor(self, second: Tensor, correction: Tensor, average: Tensor, damp: float) -> Tensor:
-        """Return the divisors of averages, from means of second moments at the same coordinates."""
-        waited = average.abs().to(second.dtype).mul_(damp)
-        # In a skipped step both may be NaN; a stored NaN would spoil a later gradient of zero.
-        within = (second / correction.to(second.dtype)).add_(waited.square()).nan_to_num_(nan=1.0)
-        return torch.fmax(sqrt_(within), waited).add_(self.eps)  # squares overflow and underflow, the bound must not

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,9 +13,9 @@ from torch import Tensor
 from lightning_sparse.core.checks import expect, is_number
 from lightning_sparse.core.step import Agreement, Context, Selection
 from lightning_sparse.methods.density import count
-from lightning_sparse.methods.scalars import divisor, either, greater, known, lesser, tensor
+from lightning_sparse.methods.scalars import Number, divisor, either, greater, known, lesser, tensor, whole
 from lightning_sparse.methods.sparsifiers.base import SPARSIFIERS, Sparsifier
-from lightning_sparse.ops import pad, static_shapes, strongest, top_k_and_stripe
+from lightning_sparse.ops import on_device, static_shapes, top_k_and_stripe
 
 WINDOW = 64
 """Steps of the window over which the largest need for spare indices is taken; it counts for one more window."""
@@ -106,56 +107,54 @@ class UnionTopK(Sparsifier):
         """Select the k/n largest, and spare ones of the own stripe."""
         numel, n = acc.numel(), ctx.world_size
         k, turn = count(ctx.density, numel), (ctx.rank - ctx.step) % n
-        after, most = self._follow(state, ctx, k), self._most
+        after, own = self._follow(state, ctx, k, turn)
         share, slots = (k + turn) // n, -(-k // n)  # over n ranks the shares add up to k
         # Spare indices go round in the opposite order of the shares; a single rank has no overlap.
-        if static_shapes(acc.device):
-            fill = after.fill
-            if n == 1:
-                most, fill = 0.0, torch.zeros_like(fill)
-            # By a tensor: torch multiplies by the reciprocal of a number on CUDA, and kernels divide.
-            spare = torch.floor((fill * k + n - 1 - turn) / torch.full_like(fill, n)).long()
-            room = math.floor((most * k + n - 1) / n)
-            # Shares differ by one, and a stripe may have no other coordinates left.
-            keys = pad(_pick_static(acc, share, spare, room, turn, n), slots + room, 2 * numel)
-            indices, spares = keys >> 1, (keys & 1).bool()
-            picks = (indices < numel).sum()
-        else:
-            wanted = 0.0 if n == 1 else float(after.fill)
-            room = int((wanted * k + n - 1) / n)
-            own = int((wanted * k + n - 1 - turn) / n)
-            indices, spares = top_k_and_stripe(acc, share, own, turn, n, ctx.candidates)
-            picks = torch.tensor(indices.numel(), device="cpu")
-            indices, spares = pad(indices, slots + room, numel), pad(spares, slots + room, False)
+        wanted = self._most if static_shapes(acc.device) else float(after.fill)
+        room = 0 if n == 1 else int((wanted * k + n - 1) / n)
+        indices, spares, picks = top_k_and_stripe(acc, share, own, turn, n, ctx.candidates, slots + room)
         return Selection(indices, picks, aligned=True, limit=k, spare=spares), after
 
-    def _follow(self, state: FillState, ctx: Context, k: int) -> FillState:
-        """Update the need from the previous step, and return the state with the next number of spare indices."""
-        if ctx.union is None:
-            return state._replace(wanted=torch.full_like(state.wanted, k))
-        fill, wanted, now, before, age = map(known, state)
-        union, age = known(ctx.union), age + 1
-        surplus = (union - wanted) / divisor(wanted)
+    def _follow(self, state: FillState, ctx: Context, k: int, turn: int) -> tuple[FillState, Any]:
+        """Update the need from the previous step; return the next state, and this rank's number of spare indices."""
+        n, facts = ctx.world_size, (self._most, MARGIN, WINDOW)
+        if static_shapes(state.fill.device):
+            after, own = on_device.need(_followed, state, ctx.union, k, turn, n, *facts)
+        else:
+            union = None if ctx.union is None else known(ctx.union)
+            after, own = _followed([*map(known, state)], union, k, turn, n, *facts)
+        return FillState(*map(tensor, after)), own
+
+
+def _followed(
+    state: Sequence[Number], union: Number | None, k: int, turn: int, n: int, most: float, margin: float, window: int
+) -> tuple[Sequence[Number], Number]:
+    """Follow the need, in numbers; see :meth:`UnionTopK.select`.
+
+    Args:
+        state: the five of :class:`FillState`.
+        union: coordinates that were named in the step before, at most 0 where only the device knows that there was
+            none; None: there was none.
+        k: coordinates that are wanted.
+        turn: which stripe is this rank's.
+        n: number of ranks; a single one has no overlap.
+        most: largest fill.
+        margin: added to the need, as a share of k.
+        window: steps after which a need begins to be forgotten.
+
+    Returns:
+        The next five numbers, and how many spare indices this rank makes.
+    """
+    fill, wanted, now, before, age = state
+    after = fill, fill * 0 + k, now, before, age
+    if union is not None:
+        age, surplus = age + 1, (union - wanted) / divisor(wanted)
         now = greater(now, lesser(either(surplus < 0, 2 * fill, fill - surplus), 1.0))
-        full, counts = age >= WINDOW, union > 0
+        full, counts = age >= window, union > 0
         before = either(full, now, before)
-        fill = lesser(greater(before, now) + MARGIN + 1 / k, self._most)
-        moved = fill, k, either(full, 0.0, now), before, either(full, 0.0, age)
-        return FillState(*(tensor(either(counts, new, old)) for new, old in zip(moved, state, strict=True)))
-
-
-def _pick_static(acc: Tensor, share: int, spare: Tensor, room: int, turn: int, n: int) -> Tensor:
-    """Compute :func:`~lightning_sparse.ops.top_k_and_stripe` with ``room`` slots for spare indices, then padding."""
-    numel = acc.numel()
-    first = strongest(acc, share)[1] if share else torch.empty(0, dtype=torch.int64, device=acc.device)
-    if not room:
-        return 2 * first.sort().values
-    stripe = acc[turn::n]
-    owned = stripe.numel()
-    taken = torch.zeros(owned + 1, dtype=torch.bool, device=acc.device)  # one more slot for indices of other stripes
-    taken.index_fill_(0, torch.where(first % n == turn, first // n, owned), True)
-    magnitudes, places = strongest(stripe, min(room, owned), taken[:owned], share)
-    left_out = (torch.arange(places.numel(), device=acc.device) >= spare) | (magnitudes < 0)
-    own = torch.where(left_out, 2 * numel, places * (2 * n) + (2 * turn + 1))
-    keys = torch.cat([2 * first, own])
-    return keys.int().sort().values.long() if 2 * numel < 2**31 else keys.sort().values
+        fill = lesser(greater(before, now) + margin + 1 / k, most)
+        moved = fill, after[1], either(full, 0.0, now), before, either(full, 0.0, age)
+        after = tuple(either(counts, new, old) for new, old in zip(moved, state, strict=True))
+    share = after[0] * (n > 1) * k + n - 1 - turn
+    # By a tensor: torch multiplies by the reciprocal of a number on CUDA, and kernels divide.
+    return after, whole(share / (torch.full_like(share, n) if isinstance(share, Tensor) else n))

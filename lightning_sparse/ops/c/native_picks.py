@@ -4,43 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.ops.c.native_buffers import SLACK, address, at, zeros
-from lightning_sparse.ops.form import Form
-
-
-class Met(NamedTuple):
-    """The union of what all ranks have told."""
-
-    indices: Tensor
-    """(u,) int64 coordinates, ascending."""
-    levels: Tensor
-    """(u,) int32: the largest level that a rank gave each."""
-    named: int
-    """Different coordinates before the limit."""
-    lowest: int
-    """The largest of all ranks' lowest levels."""
-    tops: Tensor | None
-    """(u,) uint8: the largest code of a second value that a rank gave each; None: there are no codes."""
-    trouble: bool
-    """True if a rank has a value that is not finite."""
-
-
-class Rounded(NamedTuple):
-    """Values in steps of powers of two."""
-
-    words: Tensor
-    """int32: two coordinates in each, or one; parts of second values in the low bits."""
-    units: Tensor
-    """(u,) the steps."""
-    sent: Tensor
-    """(s,) int64 coordinates of those that are not rounded to zero."""
-    values: Tensor
-    """(s,) what of them travels."""
+from lightning_sparse.ops.form import Form, Met, Rounded
 
 
 class NativePicks:
@@ -133,7 +102,10 @@ class NativePicks:
         if size < 0:
             return int(-1 - size)
         tops = None if tops is None else tops[:size]
-        return Met(union[:size], levels[:size], numbers[0], numbers[1], tops, bool(numbers[2]))
+        different, named = torch.tensor([size, numbers[0]], device="cpu").unbind()
+        return Met(
+            union[:size], levels[:size], numbers[1], tops, bool(numbers[2]), rows[:, 0].long(), different, named
+        )  # fmt: skip
 
     def add_up(self, parts: Sequence[tuple[Tensor, Tensor]], padding: int) -> tuple[Tensor, Tensor] | None:
         """Sums of sparse vectors; None where one does not ascend."""
@@ -193,7 +165,7 @@ class NativePicks:
             second: (numel + 1,) second values.
             union: (u,) int64 coordinates, different ones.
             levels: (u,) integers, of which the steps follow.
-            tops: (u,) uint8, see :class:`Met`; for second values, as the last four.
+            tops: (u,) uint8, see :class:`.form.Met`; for second values, as the last four.
             lowest: level towards which levels are raised, by at most ``raise_by``.
             raise_by: see there.
             most: largest number of steps.

@@ -8,6 +8,8 @@ TILE = 2048
 """Elements that a program works on at once: 64 words of 32 bits in a bitmap."""
 PROGRAMS = 1024
 """Most programs of a launch whose results are added up by those of the next one: it loads one number of each."""
+PICKS = 512
+"""Picks that a program works on at once."""
 EXACT = {"enable_fp_fusion": False}
 """Each operation is rounded by itself, as in torch."""
 
@@ -35,6 +37,16 @@ class Share(NamedTuple):
     def block(self) -> int:
         """Elements of a program."""
         return self.per * TILE
+
+
+def bitmap_words(numel: int) -> int:
+    """Length of a bitmap, in words of 32 bits: that of whole tiles.
+
+    Example:
+        >>> bitmap_words(2049)
+        128
+    """
+    return -(-numel // TILE) * (TILE // 32)
 
 
 def launch(kernel: Any, programs: int, *args: Any, warps: int = 8, **constants: Any) -> None:

@@ -18,8 +18,8 @@ def _number(x: tl.constexpr):
 
 @triton.jit(do_not_specialize=["numel"])
 def _measure(
-    lengths, norm, scale, units, numel, beta2, rest,
-    KEEP: tl.constexpr, LONG: tl.constexpr, FAR: tl.constexpr, ACTS: tl.constexpr, SCALED: tl.constexpr,
+    lengths, norm, units, numel, beta2, rest,
+    KEEP: tl.constexpr, LONG: tl.constexpr, FAR: tl.constexpr, ACTS: tl.constexpr,
 ):  # fmt: skip
     keep = _number(KEEP)
     add = 1.0 - keep
@@ -28,8 +28,6 @@ def _measure(
     known = tl.load(lengths + 1)
     unit = tl.load(lengths + 2)
     size = tl.load(norm)
-    if SCALED:
-        size = size / tl.load(scale).to(tl.float64)
     square = size * size * (1.0 / (_number(1.0) * numel))
     counts = (square > 0) & (square < float("inf"))
     most = _number(LONG) * _number(LONG) * (mean / tl.where(known > 0, known, 1.0))
@@ -54,7 +52,6 @@ def _measure(
 def measure(
     lengths: Tensor,
     norm: Tensor,
-    scale: Tensor | None,
     units: Tensor,
     numel: int,
     beta2: float,
@@ -66,7 +63,6 @@ def measure(
     """One launch of one program; the arguments are those of :func:`.length.measure`, ``units`` is what it returns."""
     beta2_float = float(np.float32(beta2))
     launch(
-        _measure, 1, lengths, norm, lengths if scale is None else scale, units, numel,
-        beta2_float, beta2 - beta2_float, warps=1,
-        KEEP=keep, LONG=long, FAR=far, ACTS=acts, SCALED=scale is not None,
+        _measure, 1, lengths, norm, units, numel, beta2_float, beta2 - beta2_float, warps=1,
+        KEEP=keep, LONG=long, FAR=far, ACTS=acts,
     )  # fmt: skip

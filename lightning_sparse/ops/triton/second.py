@@ -1,34 +1,22 @@
 """The pass of :class:`~lightning_sparse.SecondMoment`: residual, second moment and score of a gradient.
 
-The score is formed where it is looked at, of two numbers, and is not stored: see :func:`_score`. What the numbers mean
-is said in the memory, whose operations on tensors give the same; on CUDA, second moments may differ in their last bit
-there, as a compiler may round a product and a sum together.
+The meaning of the numbers is said in the memory, whose operations on tensors give the same; on CUDA, second moments may
+differ in their last bit there, as a compiler may round a product and a sum together.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_sparse.ops.triton.launch import TILE, Share, launch
+from lightning_sparse.ops.triton.launch import PICKS, TILE, Share, launch
 
 MOST = tl.constexpr(3.4028234663852886e38)
 """The largest float32."""
 TINY = tl.constexpr(1.401298464324817e-45)
 """The smallest above 0."""
-
-
-class Weighed(NamedTuple):
-    """By what an accumulator is weighed."""
-
-    second: Tensor
-    """(numel + 1,) float32 second moments, the last one zero."""
-    by: Tensor
-    """(2,) float32: what stands for Adam's eps, and what magnitudes are multiplied by."""
 
 
 @triton.jit
@@ -37,15 +25,6 @@ def _score(x, second, least, damping):
     waited = x * damping
     within = second + waited * waited
     return tl.div_rn(x, tl.sqrt_rn(tl.sqrt_rn(tl.where(within > MOST, MOST, within)) + least))
-
-
-@triton.jit
-def _magnitude(x, second, by, i, mask, WEIGHED: tl.constexpr):
-    """Bits of the magnitudes that coordinates are selected by."""
-    value = tl.load(x + i, mask=mask, other=0.0)
-    if WEIGHED:
-        value = _score(value, tl.load(second + i, mask=mask, other=0.0), tl.load(by), tl.load(by + 1))
-    return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
@@ -79,152 +58,117 @@ def _put(x, i, value, numel, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _moments(
-    acc, second, grad, scale, units, add, i, left,
-    SCALED: tl.constexpr, CLEAR: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
+def _moments(acc, second, grad, units, add, i, left, WHOLE: tl.constexpr):
     """Form a tile of accumulator and second moment, where the former is finite; return both, and what it would be."""
     given = _at(grad, i, left, WHOLE)
-    if SCALED:
-        wide = tl.div_rn(given.to(tl.float32), tl.load(scale)) * tl.load(units)
-    else:
-        take = tl.load(units).to(grad.dtype.element_ty).to(tl.float32)
-        wide = (given.to(tl.float32) * take).to(grad.dtype.element_ty).to(tl.float32)
+    take = tl.load(units).to(tl.float32).to(grad.dtype.element_ty).to(tl.float32)
+    wide = (given.to(tl.float32) * take).to(grad.dtype.element_ty).to(tl.float32)
     before = _at(acc, i, left, WHOLE)
-    formed = wide + before * tl.load(units + 1)
+    formed = wide + before * tl.load(units + 1).to(tl.float32)
     finite = tl.abs(formed) < float("inf")
     x = tl.where(finite, formed, before)
     _put(acc, i, x, left, WHOLE)
     before = _at(second, i, left, WHOLE)
-    moment = before * tl.load(units + 2) + (wide * add) * wide
+    moment = before * tl.load(units + 2).to(tl.float32) + (wide * add) * wide
     moment = tl.where(moment > MOST, MOST, moment)  # squares overflow where gradients do not
     moment = tl.where(finite, moment, before)
     _put(second, i, moment, left, WHOLE)
-    if CLEAR:
-        _put(grad, i, tl.zeros_like(given), left, WHOLE)
     return x, moment, formed
 
 
 @triton.jit(do_not_specialize=["numel", "per"])
 def _weigh(
-    acc, second, grad, words, counts, verdict, bound, scale, power, by, units, add, damping, numel, per,
-    EPS: tl.constexpr, TILE: tl.constexpr, SCALED: tl.constexpr, NOTES: tl.constexpr,
+    acc, second, score, grad, words, counts, finite, bound, power, units, add, damping, numel, per,
+    EPS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Form both and note which scores reach the bound, as ``triton_dense._form`` does."""
+    """Form all three and note which scores reach the bound, as ``triton_dense._form`` does."""
     pid = tl.program_id(0)
     row = tl.arange(0, TILE // 32)
     lane = tl.arange(0, 32)
     i = row[:, None] * 32 + lane[None, :]
-    if NOTES:
-        reach = tl.maximum(tl.load(bound), TINY)
-        least = _least(power, EPS)
-        damp = _damp(power, damping)
+    reach = tl.maximum(tl.load(bound), TINY)
+    least = _least(power, EPS)
+    damp = _damp(power, damping)
     found = tl.zeros((TILE // 32,), tl.int32)  # added up behind the loop; what is not finite, in the upper half
     for tile in range(pid * per, tl.minimum((pid + 1) * per, tl.cdiv(numel, TILE))):
         start = tile * TILE
         left = numel - start
         vectors = acc + start, second + start, grad + start
         if left >= TILE:
-            x, moment, formed = _moments(*vectors, scale, units, add, i, left, SCALED, NOTES, True)
+            x, moment, formed = _moments(*vectors, units, add, i, left, True)
         else:
-            x, moment, formed = _moments(*vectors, scale, units, add, i, left, SCALED, NOTES, False)
-        noted = ((tl.abs(formed) < float("inf")).to(tl.int32) ^ 1) << 16
-        if NOTES:
-            reached = (tl.abs(_score(x, moment, least, damp)) >= reach).to(tl.int32)
-            tl.store(words + tile * (TILE // 32) + row, tl.sum(reached << lane[None, :], axis=1))
-            noted += reached
-        found += tl.sum(noted, axis=1)
+            x, moment, formed = _moments(*vectors, units, add, i, left, False)
+        value = _score(x, moment, least, damp)
+        if left >= TILE:
+            _put(score + start, i, value, left, True)
+        else:
+            _put(score + start, i, value, left, False)
+        reached = (tl.abs(value) >= reach).to(tl.int32)
+        tl.store(words + tile * (TILE // 32) + row, tl.sum(reached << lane[None, :], axis=1))
+        found += tl.sum(reached + (((tl.abs(formed) < float("inf")).to(tl.int32) ^ 1) << 16), axis=1)
     if tl.max(found) > 0xFFFF:
-        tl.store(verdict, 1 if NOTES else 0)
-    if NOTES:
-        tl.store(counts + pid, tl.sum(found & 0xFFFF))
-        if pid == 0:
-            tl.store(acc + numel, 0.0)
-            tl.store(second + numel, 0.0)
-            tl.store(by, least)
-            tl.store(by + 1, damp)
+        tl.store(finite, 0)
+    tl.store(counts + pid, tl.sum(found & 0xFFFF))
 
 
 def weigh_(
     acc: Tensor,
-    weighed: Weighed,
+    second: Tensor,
+    score: Tensor,
     grad: Tensor,
-    scale: Tensor | None,
-    power: Tensor,
     units: Tensor,
+    power: Tensor,
     beta2: float,
     eps: float,
     damping: float,
     words: Tensor,
     counts: Tensor,
-    broken: Tensor,
+    finite: Tensor,
     bound: Tensor,
 ) -> None:
-    """Form accumulator and second moment, clear the gradient, and note what will probably be picked; 24 bytes each.
+    """Form accumulator, second moment and score, and note what will probably be picked; 24 bytes a coordinate.
 
     Args:
-        acc: (numel + 1,) float32, changed in place; a coordinate that would not be finite is left as it is, and so is
-            its second moment. The last slot becomes zero.
-        weighed: second moments are changed in place, the last slot becomes zero; the numbers are overwritten.
-        grad: (numel,) or more, float32, bfloat16 or float16; the first numel become zero.
-        scale: () float32 that the gradient is divided by, in float32; None: nothing.
+        acc: (numel,) float32, changed in place; a coordinate that would not be finite is left as it is, and so is
+            its second moment.
+        second: (numel,) float32 second moments, changed in place.
+        score: (numel,) float32, overwritten; the gradient's own place, or another one.
+        grad: (numel,) float32, bfloat16 or float16.
+        units: (3,) float64 ``take``, ``carry`` and ``keep``: by which gradient, acc and second moments are multiplied.
         power: () float64 ``beta2^t``, with t the number of the step from 1.
-        units: (3,) float32 ``take``, ``carry`` and ``keep``: by which gradient, acc and second moments are multiplied.
         beta2: decay of the second moment.
         eps: Adam's.
         damping: what sums are multiplied by before their squares are added, a number of float32.
         words: int32, a bit for each coordinate, rounded up to tiles: which scores reach the bound, but for
             zeros.
         counts: (programs,) int32, how many do so, by program.
-        broken: (1,) int32, set to 1 if some of acc would not be finite, else left as it is.
+        finite: (1,) int32, set to 0 if some of acc would not be finite, else left as it is.
         bound: () float32.
     """
-    numel = acc.numel() - 1
-    share = Share.of(numel)
+    share = Share.of(acc.numel())
     launch(
-        _weigh, share.programs, acc, weighed.second, grad, words, counts, broken, bound,
-        bound if scale is None else scale, power, weighed.by, units, 1 - beta2, damping, numel, share.per,
-        EPS=eps, TILE=TILE, SCALED=scale is not None, NOTES=True,
+        _weigh, share.programs, acc, second, score, grad, words, counts, finite, bound, power, units, 1 - beta2,
+        damping, acc.numel(), share.per, EPS=eps, TILE=TILE,
     )  # fmt: skip
 
 
-def form_(acc: Tensor, second: Tensor, grad: Tensor, units: Tensor, beta2: float) -> Tensor:
-    """Form accumulator and second moment of (numel,) vectors, and nothing else; 20 bytes a coordinate in float32.
+@triton.jit(do_not_specialize=["slots"])
+def _divide(second, values, power, divisor, slots, damping, EPS: tl.constexpr, PICKS: tl.constexpr):
+    """See :meth:`.SecondMoment._divisor`."""
+    slot = tl.program_id(0) * PICKS + tl.arange(0, PICKS)
+    inside = slot < slots
+    correction = (1.0 - tl.load(power)).to(tl.float32)
+    waited = tl.abs(tl.load(values + slot, mask=inside, other=0.0)) * damping
+    within = tl.div_rn(tl.load(second + slot, mask=inside, other=0.0), correction) + waited * waited
+    root = tl.sqrt_rn(tl.where(within == within, tl.where(within > MOST, MOST, within), 1.0))
+    tl.store(divisor + slot, tl.where(waited > root, waited, root) + EPS, mask=inside)
 
-    Args:
-        acc: as of :func:`weigh_`, without a slot more.
-        second: as acc.
-        grad: (numel,) float32, bfloat16 or float16, not written to.
-        units: as of :func:`weigh_`, of any precision.
-        beta2: decay of the second moment.
 
-    Returns:
-        () bool: whether all of acc is finite.
-    """
-    share, finite = Share.of(acc.numel()), acc.new_ones((), dtype=torch.bool)
+def divisors(second: Tensor, values: Tensor, power: Tensor, eps: float, damping: float) -> Tensor:
+    """Return the (u,) divisors of (u,) averages, all float32; see :meth:`.SecondMoment.divisors`."""
+    divisor = torch.empty_like(values)
     launch(
-        _weigh, share.programs, acc, second, grad, acc, acc, finite, acc, acc, acc, acc, units.float(), 1 - beta2, 1.0,
-        acc.numel(), share.per, EPS=0.0, TILE=TILE, SCALED=False, NOTES=False,
+        _divide, -(-values.numel() // PICKS), second, values, power, divisor, values.numel(), damping, EPS=eps,
+        PICKS=PICKS, warps=4,
     )  # fmt: skip
-    return finite
-
-
-@triton.jit(do_not_specialize=["numel", "per"])
-def _store_scores(out, acc, second, power, damping, numel, per, EPS: tl.constexpr, TILE: tl.constexpr):
-    pid = tl.program_id(0)
-    least = _least(power, EPS)
-    damp = _damp(power, damping)
-    for tile in range(pid * per, tl.minimum((pid + 1) * per, tl.cdiv(numel, TILE))):
-        i = tile * TILE + tl.arange(0, TILE)
-        if tile * TILE + TILE <= numel:
-            _put(out, i, _score(_at(acc, i, numel, True), _at(second, i, numel, True), least, damp), numel, True)
-        else:
-            _put(out, i, _score(_at(acc, i, numel, False), _at(second, i, numel, False), least, damp), numel, False)
-
-
-def score_(out: Tensor, acc: Tensor, second: Tensor, power: Tensor, eps: float, damping: float) -> None:
-    """Store the scores of (numel,) coordinates; 12 bytes a coordinate. The arguments are those of :func:`weigh_`."""
-    share = Share.of(out.numel())
-    launch(
-        _store_scores, share.programs, out, acc, second, power, damping, out.numel(), share.per, EPS=eps, TILE=TILE
-    )  # fmt: skip
+    return divisor

@@ -4,8 +4,7 @@ A magnitude is the 31 bits of a float32 without its sign, which order like the n
 by digit from the top: a histogram of 256 counts, then one of those with this first digit, and so on, the last one of
 128. (A histogram takes time in proportion to its counts.) Each kernel begins by reading what the histogram of the one
 before it says. All of this looks at the coordinates that the pass
-before has noted, or, where these are too few or too many, at all of them: that is decided on the device. With
-:class:`~lightning_sparse.SecondMoment`, magnitudes are those of scores.
+before has noted, or, where these are too few or too many, at all of them: that is decided on the device.
 
 *Share*: the largest of all. *Stripe*: the coordinates j with ``j mod n == turn``, of which the largest others are
 picked, too. Those of a stripe that are picked at all are its largest ones: as many as have a share in it, and the
@@ -14,6 +13,7 @@ others.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -21,8 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_sparse.ops.triton.launch import PROGRAMS, TILE, Share, launch
-from lightning_sparse.ops.triton.second import Weighed, _magnitude
+from lightning_sparse.ops.triton.launch import PROGRAMS, TILE, Share, bitmap_words, launch
 
 FIRST, LAST = tl.constexpr(256), tl.constexpr(128)
 """Digits: three of 8 bits and one of 7."""
@@ -30,8 +29,8 @@ DIGITS = tl.constexpr(3 * 256 + 128)
 """Counts of one search."""
 CONTROL = 32
 """Words of what kernels tell each other."""
-BROKEN, FOUND, LISTED, STRIPE_LISTED = (tl.constexpr(i) for i in range(4))
-"""Flags: something is not finite; number of candidates; all that is looked for is among them."""
+FINITE, FOUND, LISTED, STRIPE_LISTED = (tl.constexpr(i) for i in range(4))
+"""Flags: all is finite; number of candidates; all that is looked for is among them."""
 OWN, MAYBE, TAKEN = (tl.constexpr(i) for i in range(4, 7))
 """Of the stripe: candidates, at most these of the share, and those of the share."""
 CUTS = tl.constexpr(8)
@@ -62,10 +61,16 @@ def _lowest(word):
     return ((alone.to(tl.int32, bitcast=True) >> 23) & 255) - 127
 
 
+@triton.jit
+def _magnitude(x, i, mask):
+    """Bits of magnitudes."""
+    return tl.load(x + i, mask=mask, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
 @triton.jit(do_not_specialize=["need", "capacity", "turn", "n", "numel", "per"])
 def _collect(
-    x, second, by, words, counts, control, places, magnitudes, need, capacity, turn, n, numel, per,
-    WEIGHED: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr, WORDS: tl.constexpr,
+    x, words, counts, control, places, magnitudes, need, capacity, turn, n, numel, per,
+    TILE: tl.constexpr, PROGRAMS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """List the noted coordinates in order, with the bits of their magnitudes, unless they are too few or too many."""
     pid = tl.program_id(0)
@@ -91,7 +96,7 @@ def _collect(
             for _ in range(tl.max(ones)):  # those that are set, the first of each word, then the second
                 i = (start + row) * 32 + _lowest(word)
                 chosen = word != 0
-                bits = _magnitude(x, second, by, i, chosen, WEIGHED)
+                bits = _magnitude(x, i, chosen)
                 tl.store(places + ordinal, i, mask=chosen)
                 tl.store(magnitudes + ordinal, bits, mask=chosen)
                 own += (chosen & (i % n == turn)).to(tl.int32)
@@ -113,12 +118,12 @@ def _span(control, listed, numel, TILE: tl.constexpr):
 
 
 @triton.jit
-def _candidates(x, second, by, places, magnitudes, listed, i, inside, WEIGHED: tl.constexpr):
+def _candidates(x, places, magnitudes, listed, i, inside):
     """Coordinates and bits of magnitudes."""
     from_list = inside & listed
     place = tl.load(places + i, mask=from_list, other=0)
     bits = tl.load(magnitudes + i, mask=from_list, other=0)
-    found = _magnitude(x, second, by, i, inside & (listed == 0), WEIGHED)
+    found = _magnitude(x, i, inside & (listed == 0))
     return tl.where(listed, place, i), tl.where(listed, bits, found)
 
 
@@ -152,8 +157,8 @@ def _ties_before(rows, bits, SEARCH: tl.constexpr, PROGRAMS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["share", "turn", "n", "numel"])
 def _count_digits(
-    x, second, by, places, magnitudes, control, histograms, rows, spare, share, turn, n, numel,
-    DIGIT: tl.constexpr, SEARCH: tl.constexpr, STRIPED: tl.constexpr, WEIGHED: tl.constexpr, TILE: tl.constexpr,
+    x, places, magnitudes, control, histograms, rows, spare, share, turn, n, numel,
+    DIGIT: tl.constexpr, SEARCH: tl.constexpr, STRIPED: tl.constexpr, TILE: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Histogram of one of the four digits, of all (SEARCH 0) or of the stripe (SEARCH 1)."""
@@ -163,7 +168,7 @@ def _count_digits(
         if DIGIT == 1:
             # The stripe's others are among the candidates if enough of these are its own.
             kth, left = _magnitude_of(control, histograms, 0)
-            wanted = tl.load(control + MAYBE) + tl.load(spare)
+            wanted = tl.load(control + MAYBE) + tl.load(spare).to(tl.int32)
             striped_listed = listed & (tl.load(control + OWN) >= wanted)
             if pid == 0:
                 tl.store(control + STRIPE_LISTED, striped_listed.to(tl.int32))
@@ -174,7 +179,7 @@ def _count_digits(
             for tile in range(first, last):
                 i = tile * TILE + tl.arange(0, TILE)
                 inside = i < end
-                place, bits = _candidates(x, second, by, places, magnitudes, listed, i, inside, WEIGHED)
+                place, bits = _candidates(x, places, magnitudes, listed, i, inside)
                 equal = inside & (bits == kth)
                 ordinal = ties + tl.cumsum(equal.to(tl.int32))
                 picked = (inside & (bits > kth)) | (equal & (ordinal <= left))
@@ -194,7 +199,7 @@ def _count_digits(
         if DIGIT == 2:
             rank = share
             if SEARCH == 1:
-                rank = tl.load(control + TAKEN) + tl.load(spare)
+                rank = tl.load(control + TAKEN) + tl.load(spare).to(tl.int32)
         else:
             known = tl.load(state + at - 2)
             rank = tl.load(state + at - 1)
@@ -212,7 +217,7 @@ def _count_digits(
     for tile in range(first, last):
         i = tile * TILE + tl.arange(0, TILE)
         inside = i < end
-        place, bits = _candidates(x, second, by, places, magnitudes, listed, i, inside, WEIGHED)
+        place, bits = _candidates(x, places, magnitudes, listed, i, inside)
         if SEARCH == 1:
             inside = inside & (place % n == turn)
         alike = inside
@@ -231,8 +236,8 @@ def _count_digits(
 
 @triton.jit(do_not_specialize=["turn", "n", "numel"])
 def _count_picks(
-    x, second, by, places, magnitudes, control, histograms, rows, counts, turn, n, numel,
-    STRIPED: tl.constexpr, WEIGHED: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr,
+    x, places, magnitudes, control, histograms, rows, counts, turn, n, numel,
+    STRIPED: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Count the picks that each program will write, and find the end of those equal to the last one."""
     SEARCH: tl.constexpr = 1 if STRIPED else 0
@@ -246,7 +251,7 @@ def _count_picks(
     for tile in range(first, last):
         i = tile * TILE + tl.arange(0, TILE)
         inside = i < end
-        place, bits = _candidates(x, second, by, places, magnitudes, listed, i, inside, WEIGHED)
+        place, bits = _candidates(x, places, magnitudes, listed, i, inside)
         eligible = inside
         if STRIPED:
             eligible = inside & (place % n == turn)
@@ -263,11 +268,10 @@ def _count_picks(
 
 @triton.jit(do_not_specialize=["room", "slots", "turn", "n", "numel"])
 def _write_picks(
-    x, second, by, places, magnitudes, control, histograms, counts, keys, number, largest, bound, room, slots,
-    turn, n, numel,
-    STRIPED: tl.constexpr, WEIGHED: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr,
+    x, places, magnitudes, control, histograms, counts, indices, spares, number, bound, room, slots, turn, n, numel,
+    STRIPED: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Keys ``2 j`` and, of the stripe's others, ``2 j + 1``, ascending, then ``2 numel``."""
+    """Coordinates, ascending, then ``numel``; and which ones are the stripe's others."""
     pid = tl.program_id(0)
     every = tl.arange(0, PROGRAMS)
     count = tl.load(counts + every, mask=every < tl.num_programs(0), other=0)
@@ -278,30 +282,27 @@ def _write_picks(
     kth, _ = _magnitude_of(control, histograms, 0)
     lowest, _ = _magnitude_of(control, histograms, SEARCH)
     cut, lowest_cut = tl.load(control + CUTS), tl.load(control + CUTS + SEARCH)
-    most = 0
     first, last, end = _span(control, listed, numel, TILE)
     for tile in range(first, last):
         i = tile * TILE + tl.arange(0, TILE)
         inside = i < end
-        place, bits = _candidates(x, second, by, places, magnitudes, listed, i, inside, WEIGHED)
+        place, bits = _candidates(x, places, magnitudes, listed, i, inside)
         of_all = inside & ((bits > kth) | ((bits == kth) & (place < cut)))
         picked = of_all
         if STRIPED:
             reached = (bits > lowest) | ((bits == lowest) & (place < lowest_cut))
             picked = of_all | (inside & (place % n == turn) & reached)
         slot = at + tl.cumsum(picked.to(tl.int32)) - 1
-        tl.store(keys + slot, 2 * place + (of_all == 0).to(tl.int32), mask=picked & (slot < slots))
-        if WEIGHED:
-            bits = _magnitude(x, second, by, place, picked, False)
-        most = tl.maximum(most, tl.max(tl.where(picked, bits, 0)))
+        tl.store(indices + slot, place.to(tl.int64), mask=picked & (slot < slots))
+        tl.store(spares + slot, of_all == 0, mask=picked & (slot < slots))
         at += tl.sum(picked.to(tl.int32))
-    tl.store(largest + pid, most)
     for start in range(total + pid * TILE, slots, tl.num_programs(0) * TILE):
         slot = start + tl.arange(0, TILE)
-        tl.store(keys + slot, tl.zeros((TILE,), tl.int32) + 2 * numel, mask=slot < slots)
+        tl.store(indices + slot, tl.zeros((TILE,), tl.int64) + numel, mask=slot < slots)
+        tl.store(spares + slot, tl.zeros((TILE,), tl.int1), mask=slot < slots)
     if pid == 0:
         tl.store(number, total)
-        if tl.load(control + BROKEN) == 0:
+        if tl.load(control + FINITE) != 0:
             # The next pass notes what reaches 85 % of the lowest pick, more than that where it has noted very much.
             half = tl.maximum(room // 2, 1)
             noted = tl.maximum(tl.load(control + FOUND), half).to(tl.float32)
@@ -309,76 +310,84 @@ def _write_picks(
             tl.store(bound, tl.minimum(kth, lowest).to(tl.float32, bitcast=True) * below)
 
 
-class Scratch(NamedTuple):
-    """The buffers of the search for one group's picks; all int32."""
+@triton.jit(do_not_specialize=["words"])
+def _empty(emptied, words, TILE: tl.constexpr):
+    i = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    tl.store(emptied + i, (i == FINITE).to(tl.int32), mask=i < words)
 
-    control: Tensor
-    """(:data:`CONTROL`,) zero at the start."""
-    histograms: Tensor
-    """(2 :data:`DIGITS`,) zero at the start."""
-    words: Tensor
-    """A bit for each coordinate: what has been noted, see :func:`~lightning_sparse.ops.triton.dense.look`."""
-    counts: Tensor
-    """(:data:`PROGRAMS`,) how many were noted, by program."""
+
+class Scratch:
+    """The buffers of the search for one group's picks. They are kept from step to step, and hold nothing that counts.
+
+    Args:
+        numel: length of the group.
+        device: where it lies.
+    """
+
+    def __init__(self, numel: int, device: torch.device) -> None:
+        sizes = CONTROL, 2 * DIGITS.value
+        self.emptied = torch.empty(sum(sizes), dtype=torch.int32, device=device)
+        """(:data:`CONTROL` and twice :data:`DIGITS`,) int32 numbers of kernels for each other, and histograms."""
+        self.control, self.histograms = torch.split_with_sizes(self.emptied, sizes)
+        self.words, self.counts = (self.emptied.new_empty(size) for size in (bitmap_words(numel), PROGRAMS))
+        """A bit for each coordinate: what has been noted, see :func:`~lightning_sparse.ops.triton.dense.look`; and
+        (:data:`PROGRAMS`,) how many were noted, by program."""
+        self.bound = torch.full((), math.inf, device=device)
+        """() float32 magnitude from which on a pass notes coordinates."""
+
+    def begin(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Empty the buffers, and return what a pass writes to and reads: words, counts, the flag, the bound."""
+        size = self.emptied.numel()
+        launch(_empty, -(-size // TILE), self.emptied, size, TILE=TILE)
+        return self.words, self.counts, self.control[:1], self.bound
 
     @property
-    def broken(self) -> Tensor:
-        """(1,) 1 if something is not finite."""
-        return self.control[:1]
-
-
-SCRATCH = CONTROL + 2 * DIGITS.value
-"""Words of a :class:`Scratch` that must be zero at the start."""
+    def finite(self) -> Tensor:
+        """() bool: False if something is not finite."""
+        return self.control.view(torch.bool)[0]
 
 
 class Found(NamedTuple):
     """The picks of a group."""
 
-    keys: Tensor
-    """(slots,) int32 ``2 j`` for the largest j, ``2 j + 1`` for those of the stripe; ascending, then ``2 numel``."""
+    indices: Tensor
+    """(slots,) int64, ascending, then numel."""
+    spares: Tensor
+    """(slots,) bool: those of the stripe that are not among the largest of all."""
     number: Tensor
     """() int64: how many."""
-    largest: Tensor
-    """(p,) int32 bits of magnitudes of x, of which the largest is the largest of all picks."""
 
 
 def pick(
-    x: Tensor,
-    scratch: Scratch,
-    bound: Tensor,
-    share: int,
-    slots: int,
-    spare: Tensor | None,
-    turn: int,
-    n: int,
-    weighed: Weighed | None = None,
+    x: Tensor, scratch: Scratch | None, share: int, slots: int, spare: Tensor | None = None, turn: int = 0, n: int = 1
 ) -> Found:
-    """The largest of all, and the largest others of a stripe, of what a pass has looked through.
+    """The largest of all, and the largest others of a stripe.
 
     Args:
         x: (numel,) float32 without NaN; if it has some, something is picked.
-        scratch: as the pass has left it.
-        bound: () float32: where a pass may begin to note magnitudes in the next step, if this one is finite.
+        scratch: as a pass has left it. Its bound becomes that of the next step, if all of this one is finite. None:
+            nothing has been noted.
         share: how many of all, from 0 to numel.
         slots: of the result, at least as many as are picked.
-        spare: () int32: how many others of the stripe, fewer where there are not so many; None: no stripe.
+        spare: () int64: how many others of the stripe, fewer where there are not so many; None: no stripe.
         turn: which stripe.
         n: number of stripes.
-        weighed: what gives the scores of x that are compared; None: x is compared itself.
 
     Returns:
         The picks.
     """
     numel, striped = x.numel(), spare is not None
+    if scratch is None:
+        scratch = Scratch(numel, x.device)
+        scratch.begin()[1].zero_()
     share_out = Share.of(numel)
     capacity = min(numel, 4 * max(1, share) * (1 if spare is None else n) + TILE)
     places, magnitudes = x.new_empty((2, capacity), dtype=torch.int32)
     rows = x.new_empty((1 + striped) * PROGRAMS * LAST.value, dtype=torch.int32)
-    looked_at = x, *((x, x) if weighed is None else weighed)
-    of_list = *looked_at, places, magnitudes, scratch.control
-    both = {"WEIGHED": weighed is not None, "TILE": TILE, "PROGRAMS": PROGRAMS}
+    of_list = x, places, magnitudes, scratch.control
+    both = {"TILE": TILE, "PROGRAMS": PROGRAMS}
     launch(
-        _collect, share_out.programs, *looked_at, scratch.words, scratch.counts, scratch.control, places, magnitudes,
+        _collect, share_out.programs, x, scratch.words, scratch.counts, scratch.control, places, magnitudes,
         share, capacity, turn, n, numel, share_out.per, WORDS=WORDS, **both,
     )  # fmt: skip
     constants = {"STRIPED": striped, **both}
@@ -389,12 +398,12 @@ def pick(
                 _count_digits, share_out.programs, *of_list, scratch.histograms, rows, named, share, turn, n, numel,
                 DIGIT=digit, SEARCH=search, **constants,
             )  # fmt: skip
-    counts, largest = x.new_empty((2, share_out.programs), dtype=torch.int32)
+    counts = x.new_empty(share_out.programs, dtype=torch.int32)
     launch(_count_picks, share_out.programs, *of_list, scratch.histograms, rows, counts, turn, n, numel, **constants)
-    keys = x.new_empty(slots, dtype=torch.int32)
+    indices, spares = (x.new_empty(slots, dtype=dtype) for dtype in (torch.int64, torch.bool))
     number = x.new_empty((), dtype=torch.int64)
     launch(
-        _write_picks, share_out.programs, *of_list, scratch.histograms, counts, keys, number, largest, bound,
+        _write_picks, share_out.programs, *of_list, scratch.histograms, counts, indices, spares, number, scratch.bound,
         capacity, slots, turn, n, numel, **constants,
     )  # fmt: skip
-    return Found(keys, number, largest)
+    return Found(indices, spares, number)

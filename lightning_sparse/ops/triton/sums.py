@@ -64,6 +64,8 @@ def _whole(parts, sums, programs, KIND: tl.constexpr, PROGRAMS: tl.constexpr):
     tl.store(sums, tl.sum(tl.load(parts + 3 * every, mask=known, other=0.0)))
     tl.store(sums + 1, tl.max(second) if KIND == 1 else tl.sum(second))
     tl.store(sums + 2, tl.sum(tl.load(parts + 3 * every + 2, mask=known, other=0.0)))
+    if KIND == 0:
+        tl.store(sums + 2, tl.sqrt(tl.sum(second)))  # of values, nothing is counted
 
 
 def _sums(x: Tensor, kind: int, threshold: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,7 +90,7 @@ def moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def norm(x: Tensor) -> Tensor:
     """Do the work of :func:`lightning_sparse.ops.norms.norm`, of float32, bfloat16 or float16."""
-    return _sums(x, MOMENTS)[1].sqrt()
+    return _sums(x, MOMENTS)[2]
 
 
 def mean_and_maximum(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,13 +15,11 @@ from torch import Tensor
 
 from lightning_sparse.ops.triton import select
 from lightning_sparse.ops.triton.dense import look
-from lightning_sparse.ops.triton.launch import PROGRAMS, TILE, Share, launch
+from lightning_sparse.ops.triton.launch import PICKS, PROGRAMS, Share, bitmap_words, launch
 from lightning_sparse.ops.triton.select import _lowest, _ones
 
 WORDS = 64
 """Words of a bitmap that a program works on at once."""
-PICKS = 512
-"""Picks that a program works on at once."""
 
 
 class Bitmap(NamedTuple):
@@ -31,16 +29,6 @@ class Bitmap(NamedTuple):
     """A bit for each coordinate, rounded up to tiles."""
     counts: Tensor
     """(:data:`PROGRAMS`,) bits that are set in each program's part of the group."""
-
-
-def bitmap_words(numel: int) -> int:
-    """Length of :attr:`Bitmap.words`.
-
-    Example:
-        >>> bitmap_words(2049)
-        128
-    """
-    return -(-numel // TILE) * (TILE // 32)
 
 
 @triton.jit
@@ -214,12 +202,7 @@ def raise_levels_(levels: Tensor, indices: Tensor, places: Tensor, told: Tensor,
 
 def top_k(x: Tensor, k: int) -> Tensor:
     """Do the work of :func:`lightning_sparse.ops.top_k`, of float32."""
-    sizes = [select.CONTROL, 2 * select.DIGITS.value, PROGRAMS]
-    control, histograms, counts = torch.split_with_sizes(x.new_zeros(sum(sizes), dtype=torch.int32), sizes)
-    # Nothing is noted, so that the search looks at everything.
-    words, bound = control.new_empty(bitmap_words(x.numel())), x.new_full((), torch.inf)
-    search = select.Scratch(control, histograms, words, counts)
-    return select.pick(x, search, bound, k, k, None, 0, 1).keys.long() >> 1
+    return select.pick(x, None, k, k).indices
 
 
 def above(x: Tensor, threshold: Tensor, span: None, capacity: int, phase: int) -> tuple[Tensor, Tensor]:

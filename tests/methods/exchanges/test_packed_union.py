@@ -290,7 +290,7 @@ def test_coordinates_take_little_more_than_the_entropy_of_the_choice(share: floa
 
 def test_too_many_ranks_for_a_share_of_the_levels_send_unrounded_values(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    monkeypatch.setattr("lightning_sparse.methods.exchanges.packed_union.FEWEST_LEVELS", 32767 // 3 + 1)
+    monkeypatch.setattr("lightning_sparse.ops.form.FEWEST_LEVELS", 32767 // 3 + 1)
     [outcome] = packed(rows, 0.1)
     exact = Ranks(3, 1000, sparsifier=ls.TopK(), exchange="reduce_union", density=0.1).step(rows)
     assert torch.equal(outcome.averages, exact.averages)

@@ -231,7 +231,7 @@ def test_the_start_is_corrected_by_the_product_of_all_second_betas(betas: list[f
         memory.adapt_(state, before)
         grad, ctx = Gradient([torch.full((1,), 3.0, dtype=torch.float64)]), Context(number, 1.0, 0, 1)
         second = memory.absorb_(state, grad, ctx).second[:-1]
-        corrected = second / (1 - memory.power(state))
+        corrected = second / (1 - state.power)
         assert float(corrected) == pytest.approx(9.0, rel=1e-12)
         one = torch.ones(1, dtype=torch.int64)
         memory.settle_(state, Update(None, torch.full((1,), 3.0), None, None, counts=one, union=one[0]))

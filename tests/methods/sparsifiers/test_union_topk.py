@@ -207,10 +207,12 @@ def test_numbers_follow_the_need_as_tensors_do(data: st.DataObject) -> None:
     union, method = data.draw(st.integers(-1, 1000)), ls.UnionTopK(max_factor=data.draw(st.sampled_from([1, 1.3, 2])))
     ctx = Context(3, 0.01, 0, 4, union=torch.tensor(union))
     k = data.draw(st.integers(1, 500))
-    ours = method._follow(state, ctx, k)
+    turn = data.draw(st.integers(0, 3))
+    ours, own = method._follow(state, ctx, k, turn)
     with static_path():
-        tensors = method._follow(state, ctx, k)
+        tensors, their = method._follow(state, ctx, k, turn)
     assert [(x.dtype, x.shape, float(x)) for x in ours] == [(x.dtype, x.shape, float(x)) for x in tensors]
+    assert own == int(their)
 
 
 class Reciprocals(TorchDispatchMode):

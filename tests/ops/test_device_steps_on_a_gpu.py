@@ -13,7 +13,7 @@ from lightning_sparse.engine.optimizers.momentum import Momentum, Spending, Step
 from lightning_sparse.ops import adam
 from lightning_sparse.ops.adam import Moved, Step, Steps
 from lightning_sparse.ops.on_cuda import on_cuda
-from tests.ops.fused_steps import first_of_equal, walk
+from tests.ops.device_steps import first_of_equal, walk
 
 pytestmark = [
     pytest.mark.gpu,

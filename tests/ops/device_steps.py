@@ -12,11 +12,12 @@ from torch import Tensor
 
 import lightning_sparse as ls
 from lightning_sparse.core.step import Context, GroupState
+from lightning_sparse.engine.group import tensors_in
 from lightning_sparse.engine.network import drive_ranks, together
 from lightning_sparse.engine.pipeline import exchange_group, init_group, settle_group
 from lightning_sparse.engine.proposal import Proposed
 from lightning_sparse.engine.skip import Header
-from lightning_sparse.methods.sparsifiers import union_topk
+from lightning_sparse.ops import reference
 from tests.lockstep import strict
 
 PARTS: dict[str, Any] = {
@@ -29,12 +30,18 @@ VOID = 1
 
 
 def groups(
-    n: int, numel: int, density: float, dtype: torch.dtype, device: str = "cpu", memory: ls.Memory = PARTS["memory"]
+    n: int,
+    numel: int,
+    density: float,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    memory: ls.Memory = PARTS["memory"],
+    sparsifier: ls.Sparsifier = PARTS["sparsifier"],
 ) -> list[GroupState]:
     return [
         init_group(
             numel, dtype, torch.device(device), Context(0, density, rank, n),
-            memory=memory, sparsifier=PARTS["sparsifier"],
+            memory=memory, sparsifier=sparsifier,
         )
         for rank in range(n)
     ]  # fmt: skip
@@ -52,7 +59,7 @@ def first_of_equal() -> Iterator[None]:
         return values[:k], places[:k]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(union_topk, "strongest", strongest)
+        patch.setattr(reference, "strongest", strongest)
         yield
 
 
@@ -65,15 +72,16 @@ def walk(
     device: str = "cpu",
     count: int = 3,
     memory: ls.Memory = PARTS["memory"],
+    sparsifier: ls.Sparsifier = PARTS["sparsifier"],
 ) -> list[list[Tensor]]:
     """Everything that a few steps leave behind, one of them skipped; ranks agree on half of what is large.
 
     Several groups travel together, behind a header, as in a real step. Squares of gradients are exact in float32, and
     so is a second beta of ``1 - 2**-i`` and what it leaves, however torch rounds products and sums.
     """
-    parts, where = PARTS | {"memory": memory}, torch.device(device)
+    parts, where = PARTS | {"memory": memory, "sparsifier": sparsifier}, torch.device(device)
     sizes = (numel,) if isinstance(numel, int) else numel
-    states, left = [groups(n, size, density, dtype, device, memory) for size in sizes], []
+    states, left = [groups(n, size, density, dtype, device, memory, sparsifier) for size in sizes], []
     scale = torch.full((), 1024.0, device=device) if scaled else None
     for step in range(count):
         generator = torch.Generator().manual_seed(step)
@@ -100,7 +108,7 @@ def walk(
                 state = states[group][rank] = settle_group(before, proposed, void, memory)
                 if step == VOID:  # it settles nothing
                     assert all(map(torch.equal, _remembered(memory, state), absorbed))
-                    assert all(map(torch.equal, state.selector, before.selector))
+                    assert all(map(torch.equal, tensors_in(state.selector), tensors_in(before.selector)))
                     assert torch.equal(state.counts, before.counts)
                     assert torch.equal(state.union, before.union)
                 left += _left_behind(grads[group][rank], state, proposed, memory, step == VOID)
@@ -123,7 +131,7 @@ def _left_behind(
     vectors = _remembered(memory, state)
     assert all(bool(x.isfinite().all()) for x in vectors)
     assert state.counts is not None and state.union is not None
-    left = [[*(x.clone() for x in (grad, *vectors)), *state.selector, state.counts, state.union]]
+    left = [[*(x.clone() for x in (grad, *vectors)), *tensors_in(state.selector), state.counts, state.union]]
     if not void:  # what is picked in a step that counts for nothing is anybody's choice
         statistics, indices, divisor = proposed.statistics, proposed.update.indices, proposed.divisor
         assert indices is not None

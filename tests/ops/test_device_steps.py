@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_sparse as ls
 from lightning_sparse.core.step import Context
-from lightning_sparse.engine import fused
+from lightning_sparse.engine import pipeline
 from lightning_sparse.engine.network import drive
 from lightning_sparse.engine.pipeline import exchange_group, settle_group
 from lightning_sparse.ops.on_cuda import OnCuda
 from tests.mirror import Mirror
-from tests.ops.fused_steps import PARTS, first_of_equal, groups, walk
+from tests.ops.device_steps import PARTS, first_of_equal, groups, walk
 from tests.ops.interpreted import ExactRoots, in_triton, interpret
 from tests.ops.test_no_host_sync import no_waiting
 from tests.static_path import static_path
@@ -28,9 +28,9 @@ interpret()
 pytestmark = pytest.mark.usefixtures("silent")
 
 from lightning_sparse.ops.triton import dense as triton_dense  # noqa: E402
-from lightning_sparse.ops.triton import lanes as triton_lanes  # noqa: E402
 from lightning_sparse.ops.triton import length as triton_length  # noqa: E402
 from lightning_sparse.ops.triton import need as triton_need  # noqa: E402
+from lightning_sparse.ops.triton import packed as triton_packed  # noqa: E402
 from lightning_sparse.ops.triton import second as triton_second  # noqa: E402
 from lightning_sparse.ops.triton import select as triton_select  # noqa: E402
 from lightning_sparse.ops.triton import sums as triton_sums  # noqa: E402
@@ -39,7 +39,7 @@ from lightning_sparse.ops.triton import values as triton_values  # noqa: E402
 from tests.covering import by_default  # noqa: E402
 
 KERNELS: list[ModuleType] = [
-    triton_dense, triton_lanes, triton_length, triton_need, triton_second, triton_select, triton_sums, triton_union,
+    triton_dense, triton_length, triton_need, triton_packed, triton_second, triton_select, triton_sums, triton_union,
     triton_values,
 ]  # fmt: skip
 thorough = pytest.mark.thorough
@@ -78,11 +78,12 @@ def test_the_whole_step_equals_that_of_torch(
 ) -> None:
     with static_path(), ExactRoots(), first_of_equal():
         expected = walk(n, numel, density, dtype, scaled, memory=memory)
-    with in_triton() as chosen, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused, "_rehearse", lambda *_: None)  # it has a test of its own
+    with in_triton() as chosen, ExactRoots():
         found = walk(n, numel, density, dtype, scaled, memory=memory)
         assert chosen.trouble is None
-        assert {what[0] for what in chosen._tried if isinstance(what, tuple)} >= {dtype}
+        assert not chosen.refused
+        form = "accumulate_" if isinstance(memory, ls.Residual) else "weigh_"
+        assert {what[0] for what in chosen._tried} >= {form, "need", "top_k_and_stripe", "packed", "hand_over_"}
     for ours, theirs in zip(found, expected, strict=True):
         for one, other in zip(ours, theirs, strict=True):
             assert one.dtype == other.dtype
@@ -90,21 +91,14 @@ def test_the_whole_step_equals_that_of_torch(
             torch.testing.assert_close(one, other, rtol=sums, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    ("trouble", "memory"),
-    [
-        ("compiler", ADAM),
-        ("difference", RESIDUAL),
-        *(pytest.param(None, memory, marks=thorough) for memory in (RESIDUAL, ls.SecondMoment())),
-    ],
-)
-def test_where_kernels_do_not_work_training_goes_on_in_torch(
-    trouble: str | None, memory: ls.Memory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with in_triton() as chosen, ExactRoots():
+@pytest.mark.parametrize("trouble", ["compiler", "difference"])
+def test_where_kernels_do_not_work_training_goes_on_in_torch(trouble: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with static_path(), ExactRoots(), first_of_equal():
+        expected = walk(2, 300, 0.1, torch.float32, False)
+    with in_triton() as chosen, ExactRoots(), first_of_equal():
         if trouble == "compiler":
-            monkeypatch.setattr(triton_select, "launch", lambda *_, **__: 1 / 0)
-        elif trouble == "difference":
+            monkeypatch.setattr(triton_dense, "launch", lambda *_, **__: 1 / 0)
+        else:
             accumulate = triton_dense.accumulate_
 
             def wrong(acc: Tensor, *others: Any) -> None:
@@ -112,53 +106,53 @@ def test_where_kernels_do_not_work_training_goes_on_in_torch(
                 acc[5] += 1
 
             monkeypatch.setattr(triton_dense, "accumulate_", wrong)
-        [state] = groups(2, 300, 0.1, torch.float32, memory=memory)[:1]
-        served = {
-            **PARTS,
-            "memory": memory,
-            "plain": lambda *a, **k: exchange_group(*a, **k, exchange=PARTS["exchange"], kernels=False),
-        }
-        grad, ctx = torch.ones(300), Context(0, 0.1, 0, 2)
-        if trouble is None:
-            assert fused.serves(grad, state, ctx, **served)
-            return
         with pytest.warns(UserWarning, match="Operations of torch take their place") as warnings:
-            assert not fused.serves(grad, state, ctx, **served)
-            assert not fused.serves(grad, state, ctx, **served)
+            found = walk(2, 300, 0.1, torch.float32, False)
         assert len(warnings) == 1
         if trouble == "compiler":
             assert "ZeroDivisionError" in str(chosen.trouble)
-            return
-        [reason] = chosen.refused.values()
-        assert reason.startswith("residual, (4097,) torch.float32, differs at 1 of 4097 places, first at 5: ")
-        assert "; the largest difference is 1 (" in reason
-        assert "numel=4096, n=2, k=1, step=0, scale=None" in reason
-        assert reason in str(warnings[0].message)
-        assert chosen.tried("others", lambda: None)  # go on
+        else:
+            [reason] = chosen.refused.values()
+            assert "differs at 1 of 4099 places, first at 5: " in reason
+            assert "; the largest difference is 1 (" in reason
+            assert reason in str(warnings[0].message)
+            assert ("top_k_and_stripe", torch.device("cpu")) in chosen._tried  # other kernels go on
+    for ours, theirs in zip(found, expected, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
-def test_what_the_kernels_do_not_serve_is_left_to_torch() -> None:
-    with in_triton() as chosen, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused, "_rehearse", lambda *_: None)
+@pytest.mark.parametrize(
+    ("sparsifier", "memory"),
+    [("shared_topk", RESIDUAL), ("topk", ADAM), ("micro", ls.Residual(0.9)), ("union_topk", ls.ClipByNorm(1.0, ADAM))],
+)
+def test_other_parts_use_the_kernels_that_fit(sparsifier: str, memory: ls.Memory) -> None:
+    parts = {"sparsifier": ls.SPARSIFIERS.resolve(sparsifier), "memory": memory}
+    with static_path(), ExactRoots(), first_of_equal():
+        expected = walk(2, 300, 0.1, torch.float32, False, **parts)
+    with in_triton() as chosen, ExactRoots():
+        found = walk(2, 300, 0.1, torch.float32, False, **parts)
+        assert chosen.trouble is None
+        assert not chosen.refused
+        assert {"hand_over_", "packed"} <= {what[0] for what in chosen._tried}
+    for ours, theirs in zip(found, expected, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=0, equal_nan=True)
 
-        def serves(n: int = 2, density: float = 0.1, dtype: torch.dtype = torch.float32, **others: Any) -> bool:
-            [state] = groups(n, 300, density, dtype, memory=others.get("memory", RESIDUAL))[:1]
-            ctx = Context(0, density, 0, n)
-            return fused.serves(torch.ones(300, dtype=dtype), state, ctx, **{**PARTS, **others}, plain=exchange_group)
 
-        assert serves()
-        assert serves(dtype=torch.bfloat16)
-        assert not serves(n=1)
-        assert not serves(n=600)
-        assert serves(memory=ADAM)
-        assert serves(n=40, memory=ADAM)
-        assert not serves(n=600, memory=ADAM)
-        assert not serves(memory=ls.ClipByNorm(1.0, ADAM))
-        assert not serves(dtype=torch.float64)
-        assert not serves(sparsifier=ls.SharedTopK())
-        assert not serves(exchange=ls.EXCHANGES.resolve("reduce_union"))
-        chosen.trouble = "none today"
-        assert not serves()
+def test_kernels_are_tried_before_the_first_step() -> None:
+    with in_triton() as chosen, ExactRoots(), pytest.MonkeyPatch.context() as patch:
+        said: list[str] = []
+        patch.setattr(pipeline, "say", said.append)
+        given = torch.float32, torch.device("cpu"), Context(0, 1.0, 0, 2), ADAM, PARTS["sparsifier"], PARTS["exchange"]
+        for _ in range(2):
+            pipeline.rehearse(*given)
+        assert len(said) == 1
+        assert chosen.trouble is None
+        assert not chosen.refused
+        before = set(chosen._tried)
+        walk(2, 100, 0.05, torch.float32, False, memory=ADAM)
+        assert set(chosen._tried) == before
 
 
 class Counted(TorchDispatchMode):
@@ -191,22 +185,20 @@ class Launch(NamedTuple):
 
         Of lists of candidates, half is counted: to that the bound is steered.
         """
-        weighed, codes = self.constants.get("WEIGHED", False), self.constants.get("LOW", 0) > 0
+        second = self.constants.get("CODES", False) or self.constants.get("LOW", 0) > 0
         tensors = [x for arg in self.args for x in (arg if isinstance(arg, tuple) else (arg,)) if isinstance(x, Tensor)]
         total = float(sum(x.nbytes for x in {id(x): x for x in tensors}.values() if x.numel() < numel))
         total += {"_form": 16, "_weigh": 24, "_parts": 4}.get(self.name, 0) * numel
-        lists = self.args[6:8] if self.name == "_collect" else self.args[3:5]
+        lists = self.args[4:6] if self.name == "_collect" else self.args[1:3]
         if self.name in ("_collect", "_count_digits", "_count_picks", "_write_picks"):
             total -= sum(x.nbytes for x in lists) / 2
         if self.name == "_count_digits" and self.constants["SEARCH"] == 0 and self.constants["DIGIT"] < 4:
             total -= lists[0].nbytes / 2  # where candidates lie does not matter yet
         if self.name == "_collect":
-            total += (1 + weighed) * SECTOR * lists[0].numel() / 2
-        if self.name == "_write_picks" and weighed:
-            total += SECTOR * self.args[8].numel()
+            total += SECTOR * lists[0].numel() / 2
         if self.name in ("_tell", "_round"):
-            total += (1 + (codes or self.constants.get("CODES", False))) * SECTOR * self.args[2].numel()
-        if self.name == "_average":
+            total += (1 + second) * SECTOR * self.args[2].numel()
+        if self.name in ("_largest", "_hand_over"):
             total += SECTOR * self.args[1].numel()
         if self.name == "_subtract_at":  # read and written
             total += 2 * SECTOR * self.args[1].numel()
@@ -259,14 +251,15 @@ def test_launches_and_bytes_stay_within_their_budget(
             proposed = drive(exchange_group(grad, state, ctx, **parts), Mirror(0, n))
             exchanged = len(launched)
             state = settle_group(state, proposed, proposed.void, memory)
-    assert exchanged == (21 if memory is RESIDUAL else 24)
-    network = ["clone", "mul_"]
-    moved = sum(launch.bytes_moved(numel) for launch in launched) / numel
+    assert exchanged == (24 if memory is RESIDUAL else 28)
+    network = ["clone", "new_zeros", "mul_"]  # bitmaps of the union are made between the messages
+    moved = sum(launch.bytes_moved(numel) for launch in launched) / numel + 2 / 8
     # When all groups have run, a flag decides whether what was sent leaves, and which numbers count.
     assert [launch.name for launch in launched[exchanged:]] == ["_subtract_at", "_choose"]
     if memory is RESIDUAL:
         assert counted.names == network
         assert 16 < moved <= {0.01: 23, 0.001: 18}[density]
     else:
-        assert counted.names == ["add", "pow", "sqrt", "_to_copy", *network, "bitwise_not", "add_"]  # of single numbers
-        assert 28 < moved <= {0.01: 37, 0.001: 31}[density]
+        # Of single numbers, but for the score's place, which is emptied for the average.
+        assert counted.names == ["add", "pow", *network, "zero_", "bitwise_not", "add_"]
+        assert 32 < moved + 4 <= {0.01: 41, 0.001: 35}[density]
