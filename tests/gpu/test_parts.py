@@ -19,7 +19,8 @@ from torch import Tensor
 
 import lightning_sparse as ls
 from lightning_sparse.core.step import Context
-from lightning_sparse.engine import fused
+from lightning_sparse.engine import group
+from lightning_sparse.engine.pipeline import exchange_group
 from tests.covering import by_default
 from tests.gpu import equality, marked, training
 from tests.gpu.__main__ import main
@@ -183,16 +184,16 @@ def test_what_a_part_has_found_is_there_before_the_next_one_begins(
 def test_whole_trainings_are_measured_as_one_of_many_ranks(
     name: str, check: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def serves(grad: Tensor, state: Any, ctx: Context, **parts: Any) -> bool:
+    def noted(grad: Tensor, state: Any, ctx: Context, **parts: Any) -> Any:
         ranks.append(ctx.world_size)
-        return False
+        return exchange_group(grad, state, ctx, **parts)
 
     ranks: list[int] = []
-    monkeypatch.setattr(fused, "serves", serves)
+    monkeypatch.setattr(group, "exchange_group", noted)
     module = importlib.import_module(f"tests.gpu.{name}")
     chosen = (one for one in module.checks(CPU, Clock(100)) if one.name == check)
     passes(chosen)
-    assert set(ranks) == {8}  # where kernels are asked whether they take the step
+    assert set(ranks) == {8}
 
 
 def test_tests_that_do_not_end_leave_what_they_have_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
