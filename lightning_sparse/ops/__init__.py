@@ -2,11 +2,10 @@
 
 Two formulations, chosen by device and equal in what they return up to padding:
 
-- ``host_*`` (CPU): operations of torch, passes in cache-sized chunks, results of exactly the size that was found. numpy
-  does, on zero-copy views, what takes torch several times as long: comparing with a bound, listing what is set, sums in
-  a fixed order, roots. For float32, functions in C take their place where they have been compiled: ``dense.c`` for
-  ``host_dense`` and ``host_reach``, ``sums.c`` for ``host_sums``, ``choose.c`` for ``host_choose``, ``picks.c`` and
-  ``unite.c`` for ``host_picks`` and ``packed_union``.
+- :mod:`~lightning_sparse.ops.host` (CPU): operations of torch, passes in cache-sized chunks, results of exactly the
+  size that was found. numpy does, on zero-copy views, what takes torch several times as long: comparing with a bound,
+  listing what is set, sums in a fixed order, roots. For float32, functions in C take their place where they have been
+  compiled (:mod:`~lightning_sparse.ops.c.native`).
 - :mod:`~lightning_sparse.ops.reference` (CUDA and everything else): torch operations of fixed output size, so that
   the host never waits for the device. Slots without a pick hold the padding index. On CUDA, kernels in Triton take
   their place where :mod:`~lightning_sparse.ops.on_cuda` says so.
@@ -26,23 +25,22 @@ from torch import Tensor
 
 from lightning_sparse.core.candidates import Candidates, Found
 from lightning_sparse.core.layout import Span
-from lightning_sparse.ops import (
-    host_arrays,
-    host_choose,
-    host_dense,
-    host_picks,
-    host_reach,
-    host_sums,
-    on_device,
-    reference,
-)
+from lightning_sparse.ops import host, on_device, reference
 from lightning_sparse.ops.c import native
-from lightning_sparse.ops.c.native_picks import NativePicks
-from lightning_sparse.ops.host_arrays import places_of, sqrt_
-from lightning_sparse.ops.host_choose import largest_of, many_of_largest, top_k_and_stripe
-from lightning_sparse.ops.host_picks import put_in_runs_, take_from_runs, under, unite
-from lightning_sparse.ops.host_reach import reached, reaching_of
-from lightning_sparse.ops.host_sums import sums
+from lightning_sparse.ops.c.native import NativePicks, sqrt_
+from lightning_sparse.ops.host import (
+    largest_of,
+    many_of_largest,
+    places_of,
+    put_in_runs_,
+    reached,
+    reaching_of,
+    sums,
+    take_from_runs,
+    top_k_and_stripe,
+    under,
+    unite,
+)
 from lightning_sparse.ops.reference import Weights, largest, scatter_, spread, strongest, united
 
 __all__ = [
@@ -75,7 +73,7 @@ def zeros(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """(size,) zeros that many steps will work with; float32 or float64."""
     if static_shapes(device):
         return torch.zeros(size, device=device, dtype=dtype)
-    return host_arrays.zeros(size, dtype)
+    return host.zeros(size, dtype)
 
 
 def accumulate_(acc: Tensor, runs: Sequence[Tensor], decay: float, candidates: Candidates | None) -> Tensor:
@@ -104,7 +102,7 @@ def accumulate_(acc: Tensor, runs: Sequence[Tensor], decay: float, candidates: C
         return reduce(torch.logical_and, added)
     if candidates is None or decay != 1:
         return reference.accumulate_(acc, runs, decay)
-    found, finite = host_dense.accumulate(acc, runs, candidates.bound)
+    found, finite = host.accumulate(acc, runs, candidates.bound)
     candidates.note(acc, runs, found, finite)
     return torch.tensor(finite, device="cpu")
 
@@ -112,11 +110,11 @@ def accumulate_(acc: Tensor, runs: Sequence[Tensor], decay: float, candidates: C
 def weigh_(
     acc: Tensor, second: Tensor, score: Tensor, runs: Sequence[Tensor], by: Weights, candidates: Candidates
 ) -> Tensor:
-    """Form the sums of :class:`~lightning_sparse.SecondMoment`, see :func:`.host_dense.weigh`. On the CPU only.
+    """Form the sums of :class:`~lightning_sparse.SecondMoment`, see :func:`.host.weigh`. On the CPU only.
 
     One pass does this, and collects candidates of the score. () bool: whether all of the new acc was finite.
     """
-    found, finite = host_dense.weigh(acc, second, score, runs, by, candidates.bound)
+    found, finite = host.weigh(acc, second, score, runs, by, candidates.bound)
     cleared = [] if score.data_ptr() == runs[0].data_ptr() else runs
     candidates.note(score, cleared, found, finite)
     return torch.tensor(finite, device="cpu")
@@ -135,7 +133,7 @@ def top_k(x: Tensor, k: int, candidates: Candidates | None = None) -> Tensor:
         return torch.arange(k, device=x.device)
     if static_shapes(x.device):
         return on_device.top_k(x, k)
-    return host_choose.top_k(x, k, candidates)
+    return host.top_k(x, k, candidates)
 
 
 def top_k_of_blocks(x: Tensor, k: int, first: int, block: int, period: int) -> Tensor:
@@ -185,18 +183,18 @@ def above(
     if static_shapes(x.device):
         return on_device.above(x, threshold, span, min(capacity or x.numel(), x.numel()), phase)
     first, last = _on_host(span, x)
-    indices = host_reach.above(x, float(threshold), first, last, candidates)
+    indices = host.above(x, float(threshold), first, last, candidates)
     return indices, torch.tensor(indices.numel(), device="cpu")
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of (numel,) finite values, () float64 each; infinite or NaN where sums overflow."""
-    return on_device.moments(x) if static_shapes(x.device) else host_sums.moments(x)
+    return on_device.moments(x) if static_shapes(x.device) else host.moments(x)
 
 
 def mean_and_maximum(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and maximum of magnitudes of (numel,) finite values, () float64 each."""
-    return on_device.mean_and_maximum(x) if static_shapes(x.device) else host_sums.mean_and_maximum(x)
+    return on_device.mean_and_maximum(x) if static_shapes(x.device) else host.mean_and_maximum(x)
 
 
 def tail(x: Tensor, threshold: Tensor | float) -> Tensor:
@@ -209,7 +207,7 @@ def tail(x: Tensor, threshold: Tensor | float) -> Tensor:
         x: (numel,) values.
         threshold: () float64; or a number of Python's.
     """
-    return x if static_shapes(x.device) else host_reach.tail(x, float(threshold))
+    return x if static_shapes(x.device) else host.tail(x, float(threshold))
 
 
 def distinct(indices: Tensor, padding: int) -> tuple[Tensor, Tensor]:
@@ -254,7 +252,7 @@ def add_up(parts: Sequence[tuple[Tensor, Tensor]], padding: int) -> tuple[Tensor
     """
     if static_shapes(parts[0][0].device):
         return reference.add_up(parts, padding)
-    union, totals = host_picks.add_up(parts, padding)
+    union, totals = host.add_up(parts, padding)
     return union, totals, torch.tensor(union.numel(), device="cpu")
 
 
@@ -265,13 +263,13 @@ def all_finite(x: Tensor) -> Tensor:
 
 def take(x: Tensor, indices: Tensor) -> Tensor:
     """``x[indices]`` for a float32 or float64 vector."""
-    return x[indices] if static_shapes(x.device) else host_picks.take(x, indices)
+    return x[indices] if static_shapes(x.device) else host.take(x, indices)
 
 
 def put_(x: Tensor, indices: Tensor, values: Tensor | float) -> None:
     """``x[indices] = values`` for vectors of equal dtypes; where a coordinate is repeated, so is its value."""
     if not static_shapes(x.device):
-        host_picks.put_(x, indices, values)
+        host.put_(x, indices, values)
     elif isinstance(values, Tensor):
         x.index_copy_(0, indices, values)
     else:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.core.layout import Span
-from lightning_sparse.ops.host_arrays import sqrt_
+from lightning_sparse.ops.c.native import sqrt_
 
 ROW = 1 << 12
 """Elements that are summed in their own precision."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.ops import on_device, reference
-from lightning_sparse.ops.host_choose import top_k_and_stripe
+from lightning_sparse.ops.host import top_k_and_stripe
 from tests.covering import covering
 from tests.ops.interpreted import ExactRoots, in_triton, interpret
 from tests.ops.test_triton import KINDS, SHARES, TILE, marked, scratch_for

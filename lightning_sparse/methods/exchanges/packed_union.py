@@ -25,7 +25,7 @@ from lightning_sparse.methods.exchanges.base import (
 )
 from lightning_sparse.methods.exchanges.reduce_union import union_of
 from lightning_sparse.ops import compiled, pad, places_of, static_shapes, take, under
-from lightning_sparse.ops.c.native_picks import Met, NativePicks
+from lightning_sparse.ops.c.native import Met, NativePicks
 from lightning_sparse.ops.form import CLASS_BITS, CLASSES, LEVELS, LOWEST, NIBBLE, OCTET, SILENT, TROUBLE, Form
 
 LANE = (1 << 15) - 1
