@@ -13,11 +13,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lightning_sparse.core.candidates import Candidates
 from lightning_sparse.core.clock import Stamp
 from lightning_sparse.core.layout import Gradient, sum_dtype
 from lightning_sparse.core.messages import Meter, Steps, resolve
-from lightning_sparse.core.step import Absorbed, Agreement, Context, GroupState, Selection
+from lightning_sparse.core.step import Absorbed, Agreement, Candidates, Context, GroupState, Selection
 from lightning_sparse.engine import fused
 from lightning_sparse.engine.metrics import Statistics, measure
 from lightning_sparse.engine.proposal import Proposed

@@ -44,7 +44,7 @@ from lightning_sparse.engine.skip import Decision, Header, any_set
 from lightning_sparse.engine.sources.gradient_hooks import Usage, refuse_sparse_gradients
 from lightning_sparse.engine.state.record import Averages, Counts, Kept
 from lightning_sparse.ops import all_finite
-from lightning_sparse.ops.norms import joint_norm
+from lightning_sparse.ops.length import joint_norm
 
 NOTE = "sparse_ddp: "
 """Begins the note that says where an error was raised."""

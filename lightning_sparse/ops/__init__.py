@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sparse.core.candidates import Candidates, Found
 from lightning_sparse.core.layout import Span
+from lightning_sparse.core.step import Candidates, Found
 from lightning_sparse.ops import host, on_device, reference
 from lightning_sparse.ops.c import native
 from lightning_sparse.ops.c.native import NativePicks, sqrt_

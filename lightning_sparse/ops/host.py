@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_sparse.core.candidates import Candidates, Found
+from lightning_sparse.core.step import Candidates, Found
 from lightning_sparse.ops import reference
 from lightning_sparse.ops.c import native
 from lightning_sparse.ops.c.native import compiled_on, written

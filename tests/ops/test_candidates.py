@@ -11,7 +11,7 @@ from torch import Tensor
 
 import lightning_sparse as ls
 from lightning_sparse import ops
-from lightning_sparse.core.candidates import Candidates
+from lightning_sparse.core.step import Candidates
 from lightning_sparse.ops import host, reference
 from tests.covering import by_default, covering
 from tests.lockstep import Ranks, equal_states

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_sparse import ops
-from lightning_sparse.core.candidates import Candidates
+from lightning_sparse.core.step import Candidates
 from lightning_sparse.ops import host, reference
 from tests.covering import covering, in_one_test
 from tests.ops.compiled import NUMPY

@@ -17,8 +17,7 @@ from lightning_sparse.core.step import Absorbed, Context, Update
 from lightning_sparse.methods.memory.base import MEMORIES, CountedFeedback, CountedState, Memory, pieces
 from lightning_sparse.methods.memory.residual import Residual
 from lightning_sparse.ops import Weights, sqrt_, static_shapes, weigh_, zeros
-from lightning_sparse.ops.length import FOLLOWED, SIZE, measure
-from lightning_sparse.ops.norms import joint_norm
+from lightning_sparse.ops.length import FOLLOWED, SIZE, joint_norm, measure
 from lightning_sparse.ops.on_device import form_, score_
 
 

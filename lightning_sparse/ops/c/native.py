@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sparse.core.candidates import Found
+from lightning_sparse.core.step import Found
 from lightning_sparse.ops.c.library import choose
 from lightning_sparse.ops.form import Form
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import lightning_sparse as ls
-from lightning_sparse.core.candidates import Found
-from lightning_sparse.core.step import Context
+from lightning_sparse.core.step import Context, Found
 from lightning_sparse.methods.sparsifiers.striped_topk import even_shares
 from lightning_sparse.ops import host
 from tests.covering import covering, in_one_test, in_turns
