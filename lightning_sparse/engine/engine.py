@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn import Parameter
 
-from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core.checks import expect
 from lightning_sparse.core.console import page, say
 from lightning_sparse.engine.agreement import Note, by_reason, check_equal_on_ranks
+from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.copied import CopiedEngine
 from lightning_sparse.engine.flush import gradients_aside, take_pending
 from lightning_sparse.engine.network import TorchCollective

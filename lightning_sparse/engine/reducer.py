@@ -25,12 +25,12 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn import Parameter
 
-from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core.clock import Stamp, Totals
 from lightning_sparse.core.interrupts import held
 from lightning_sparse.core.layout import flattened, own
 from lightning_sparse.core.messages import AllGather, Steps, ring_all_reduce_bytes, started
 from lightning_sparse.core.step import Context
+from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.executor import make_executor
 from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.network import TorchCollective, drive_together

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core.clock import Stamp
 from lightning_sparse.core.step import Agreement, Context
+from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.metrics import MB, Step, norm_of
 from lightning_sparse.engine.network import TorchCollective, drive_together, ring_all_reduce_bytes

@@ -16,9 +16,9 @@ from weakref import WeakKeyDictionary
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import SGD, Optimizer
 
-from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core.console import page, say
 from lightning_sparse.engine.agreement import check_equal_on_ranks
+from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.optimizers.adam_rule import AdamRule
 from lightning_sparse.engine.optimizers.arrived import Arrived, OfGroup

@@ -25,9 +25,9 @@ import torch
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from lightning_sparse.config import Resize
 from lightning_sparse.core.checks import is_integer
 from lightning_sparse.engine.agreement import Note, by_reason, reason
+from lightning_sparse.engine.config import Resize
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.state.merging import join_parts, merge_states

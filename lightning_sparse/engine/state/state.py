@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core.layout import layout_of, own
 from lightning_sparse.engine.agreement import Note, by_reason, name_ranks, reason
+from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.delivery import Delivery, bounds_of
 from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.optimizers.binding import OptimizerBinding

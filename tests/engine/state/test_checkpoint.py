@@ -23,7 +23,7 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 
 import lightning_sparse as ls
-from lightning_sparse.config import StrategyConfig
+from lightning_sparse.engine.config import StrategyConfig
 from lightning_sparse.engine.state.checkpoint import SideFiles, restore
 from lightning_sparse.engine.state.plain import checksum
 from lightning_sparse.engine.state.schema import check_state, renamed, with_pending
