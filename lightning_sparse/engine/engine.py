@@ -529,7 +529,7 @@ class Engine(EngineView):
             sparsifiers and schedules have learned;
             ``rates``: latest learning rates; ``surplus``: what changes of them have left in residuals; ``clippings``:
             what gradients are clipped to in place of their averages; ``lengths``: see
-            :class:`~lightning_sparse.engine.optimizers.scaled.Lengths`.
+            :class:`~lightning_sparse.engine.delivery.Lengths`.
 
         Raises:
             RuntimeError: if this rank is past the given moment, or does not get there; or if an error has ended a step

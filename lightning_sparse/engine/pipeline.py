@@ -18,8 +18,8 @@ from lightning_sparse.core.layout import Gradient, sum_dtype
 from lightning_sparse.core.messages import Meter, Steps, resolve
 from lightning_sparse.core.step import Absorbed, Agreement, Candidates, Context, GroupState, Selection
 from lightning_sparse.engine import fused
+from lightning_sparse.engine.delivery import Proposed
 from lightning_sparse.engine.metrics import Statistics, measure
-from lightning_sparse.engine.proposal import Proposed
 from lightning_sparse.methods.density import count
 from lightning_sparse.methods.exchanges import Dense, Exchange
 from lightning_sparse.methods.memory import Memory

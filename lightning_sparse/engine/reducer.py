@@ -26,16 +26,16 @@ from torch.futures import Future
 from torch.nn import Parameter
 
 from lightning_sparse.core.clock import Stamp, Totals
-from lightning_sparse.core.interrupts import held
 from lightning_sparse.core.layout import flattened, own
 from lightning_sparse.core.messages import AllGather, Steps, ring_all_reduce_bytes, started
 from lightning_sparse.core.step import Context
 from lightning_sparse.engine.config import SparsificationConfig
+from lightning_sparse.engine.delivery import Lengths
 from lightning_sparse.engine.executor import make_executor
 from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.network import TorchCollective, drive_together
 from lightning_sparse.engine.optimizers.clipping import GradientClipping
-from lightning_sparse.engine.optimizers.scaled import Lengths
+from lightning_sparse.engine.optimizers.hooks import held
 from lightning_sparse.engine.parts import Parts
 from lightning_sparse.engine.pipeline import forget_overflow_
 from lightning_sparse.engine.placing import fill_nan_

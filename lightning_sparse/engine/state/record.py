@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_sparse.core.interrupts import held
 from lightning_sparse.core.layout import own
 from lightning_sparse.engine.delivery import Delivery
+from lightning_sparse.engine.optimizers.hooks import held
 from lightning_sparse.engine.optimizers.kinds import ids_of
 from lightning_sparse.engine.skip import Decision
 
