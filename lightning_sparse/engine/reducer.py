@@ -38,11 +38,10 @@ from lightning_sparse.engine.optimizers.clipping import GradientClipping
 from lightning_sparse.engine.optimizers.hooks import held
 from lightning_sparse.engine.parts import Parts
 from lightning_sparse.engine.pipeline import forget_overflow_
-from lightning_sparse.engine.placing import fill_nan_
 from lightning_sparse.engine.regrouping import Groups
 from lightning_sparse.engine.skip import Decision, Header, any_set
 from lightning_sparse.engine.sources.gradient_hooks import Usage, refuse_sparse_gradients
-from lightning_sparse.engine.state.record import Averages, Counts, Kept
+from lightning_sparse.engine.state.record import Averages, Counts, Kept, fill_nan_
 from lightning_sparse.ops import all_finite
 from lightning_sparse.ops.length import joint_norm
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.config import keywords_of
 from lightning_sparse.engine.network import TorchCollective
-from lightning_sparse.engine.state.side_files import side_directory
+from lightning_sparse.engine.state.checkpoint import side_directory
 from lightning_sparse.integrations.base import CHECKPOINT_KEY, StrategyArguments, planner_of, profile_of
 from lightning_sparse.integrations.fabric_steps import SparseFabricMixin, check_has_room
 
