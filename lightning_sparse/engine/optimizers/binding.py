@@ -48,6 +48,10 @@ HIDDEN = (
     "A GradScaler that the engine was not shown unscales gradients. In the residuals, each gradient waits with the "
     "loss scale of its own step, and is divided by that of a later one. Show it: attach(..., scaler=scaler)."
 )
+SPENT = (
+    "SGD's momentum of averages that have waited is spent at once, as far as it would have been spent by now "
+    f"({page('momentum')}). memory='residual' leaves it to the optimizer."
+)
 
 
 class OptimizerBinding:
@@ -298,10 +302,12 @@ class OptimizerBinding:
 
     def _spends(self, optimizer: Optimizer) -> bool:
         """Return True if momentum of an optimizer is spent as if averages had not waited; tell the user once."""
+        if not has_velocities(optimizer, self._sparsified):
+            return False
         memory = self._reducer.settings.memory_in_use
         keeps_gradients = not isinstance(memory, NoMemory) and memory.averages == "gradients"
         plain = not self.left_open and memory == Residual()  # by choice
-        if not keeps_gradients or plain or not has_velocities(optimizer, self._sparsified):
+        if not keeps_gradients or plain:
             return False
         if not self.left_open:
             self._once(
@@ -321,11 +327,7 @@ class OptimizerBinding:
             return False
         if memory.needs_second:  # an Adam's, which holds other parameters now
             return False
-        self._once(
-            say,
-            "SGD's momentum of averages that have waited is spent at once, as far as it would have been spent by now "
-            f"({page('momentum')}). memory='residual' leaves it to the optimizer.",
-        )
+        self._once(say, SPENT)
         return True
 
     def settings_for(self, state: Mapping[str, Any]) -> SparsificationConfig:

@@ -12,9 +12,19 @@ from torch import Tensor
 from lightning_sparse.core.checks import expect, is_number
 from lightning_sparse.core.step import Agreement, Context, Selection
 from lightning_sparse.methods.density import count
-from lightning_sparse.methods.scalars import divisor, either, greater, known, lesser, tensor
 from lightning_sparse.methods.sparsifiers.base import SPARSIFIERS, Sparsifier
-from lightning_sparse.ops import pad, static_shapes, strongest, top_k_and_stripe
+from lightning_sparse.ops import (
+    divisor,
+    either,
+    greater,
+    known,
+    lesser,
+    pad,
+    static_shapes,
+    strongest,
+    tensor,
+    top_k_and_stripe,
+)
 
 WINDOW = 64
 """Steps of the window over which the largest need for spare indices is taken; it counts for one more window."""
