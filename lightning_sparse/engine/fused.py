@@ -17,12 +17,11 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from lightning_sparse.core.clock import Stamp
 from lightning_sparse.core.console import say
 from lightning_sparse.core.messages import AllGather, AllReduce, Meter, Steps, ask
 from lightning_sparse.core.step import Candidates, Context, GroupState, Selection, Update
 from lightning_sparse.engine.delivery import Proposed
-from lightning_sparse.engine.metrics import measure
+from lightning_sparse.engine.metrics import Stamp, measure
 from lightning_sparse.engine.network.drivers import drive_mirrored
 from lightning_sparse.methods.density import count
 from lightning_sparse.methods.exchanges import Exchange

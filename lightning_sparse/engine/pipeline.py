@@ -13,13 +13,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lightning_sparse.core.clock import Stamp
 from lightning_sparse.core.layout import Gradient, sum_dtype
 from lightning_sparse.core.messages import Meter, Steps, resolve
 from lightning_sparse.core.step import Absorbed, Agreement, Candidates, Context, GroupState, Selection
 from lightning_sparse.engine import fused
 from lightning_sparse.engine.delivery import Proposed
-from lightning_sparse.engine.metrics import Statistics, measure
+from lightning_sparse.engine.metrics import Stamp, Statistics, measure
 from lightning_sparse.methods.density import count
 from lightning_sparse.methods.exchanges import Dense, Exchange
 from lightning_sparse.methods.memory import Memory

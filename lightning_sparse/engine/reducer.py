@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn import Parameter
 
-from lightning_sparse.core.clock import Stamp, Totals
 from lightning_sparse.core.layout import flattened, own
 from lightning_sparse.core.messages import AllGather, Steps, ring_all_reduce_bytes, started
 from lightning_sparse.core.step import Context
@@ -33,6 +32,7 @@ from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.delivery import Lengths
 from lightning_sparse.engine.executor import make_executor
 from lightning_sparse.engine.group import GroupReducer
+from lightning_sparse.engine.metrics import Stamp, Totals
 from lightning_sparse.engine.network import TorchCollective, drive_together
 from lightning_sparse.engine.optimizers.clipping import GradientClipping
 from lightning_sparse.engine.optimizers.hooks import held
