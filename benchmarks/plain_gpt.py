@@ -29,9 +29,9 @@ from torch.nn import functional
 
 import lightning_sparse as ls
 from lightning_sparse.core.step import Context
+from lightning_sparse.engine.delivery import spread_divisor
 from lightning_sparse.engine.network import drive_ranks
 from lightning_sparse.engine.pipeline import exchange_group, init_group, settle_group
-from lightning_sparse.engine.proposal import spread_divisor
 from lightning_sparse.methods.exchanges import as_exchange
 
 WORDS, LENGTH, BATCH, RANKS = 4096, 64, 8, 2

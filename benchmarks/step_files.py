@@ -6,7 +6,7 @@ then inline) or on several processes with gloo between them (then also on the co
 first call of the communication hook to the end of `optimizer.step()`. A generator is entered each time it goes on.
 
 Counted are files whose code runs. A record that is made (`Context`, `Update`) is no call of a function of its file,
-and code in C is not seen: it is called by `ops/c/native*.py`. Files differ where nothing was compiled, and on CUDA.
+and code in C is not seen: it is called by `ops/c/native.py`. Files differ where nothing was compiled, and on CUDA.
 
     OMP_NUM_THREADS=1 python benchmarks/step_files.py
     OMP_NUM_THREADS=1 python benchmarks/step_files.py --optimizers [adamw] --functions true

@@ -13,9 +13,9 @@ from lightning_sparse.api.attach import attach
 from lightning_sparse.api.flush import flush
 from lightning_sparse.api.hsdp import attach_hsdp
 from lightning_sparse.api.simulation import StepTrace, simulate
-from lightning_sparse.config import SparsificationConfig, Watch
 from lightning_sparse.core.version import __version__ as __version__
 from lightning_sparse.engine import Engine
+from lightning_sparse.engine.config import SparsificationConfig, Watch
 from lightning_sparse.engine.network import LostRankError
 from lightning_sparse.engine.state.merging import merge_states
 from lightning_sparse.engine.state.sharded import load_sharded, save_sharded

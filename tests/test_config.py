@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 import lightning_sparse as ls
-from lightning_sparse.config import StrategyConfig
-from lightning_sparse.core.fields import docstrings_of
+from lightning_sparse.engine.config import StrategyConfig, docstrings_of
 from tests.extending import changes
 from tests.warm import forgetting, warm_python
 
@@ -228,7 +227,7 @@ except TypeError as error:
     found["hint"] = "Did you mean new_setting?" in str(error)
 print(json.dumps(found))
 """
-FILES = ["__init__", "core/fields", "config", "api/__init__", "api/attach"] + [
+FILES = ["__init__", "engine/config", "api/__init__", "api/attach"] + [
     f"integrations/{name}"
     for name in ("base", "trainer", "fabric", "pytorch_lightning", "lightning", "lightning_fabric")
 ]

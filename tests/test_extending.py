@@ -29,7 +29,7 @@ TOUCHED = {
         "lightning_sparse/methods/memory/bounded.py",
         "tests/contract/cases.py",
     },
-    "A setting": {"lightning_sparse/config.py"},
+    "A setting": {"lightning_sparse/engine/config.py"},
     "A logged quantity": {"docs/metrics.md", "lightning_sparse/engine/metrics.py", "tests/engine/test_metrics.py"},
 }
 """More must not be needed."""

@@ -15,7 +15,7 @@ from tests.warm import forgetting, warm_python
 
 PACKAGE = Path(lightning_sparse.__file__).parent
 DOORS = ["accelerate", "huggingface", "ray"]
-ROOMS = ["core", "ops", "methods", "config", "engine", "tuning", "api", "integrations", *DOORS, "tools", "__init__"]
+ROOMS = ["core", "ops", "methods", "engine", "tuning", "api", "integrations", *DOORS, "tools", "__init__"]
 """From the ground up: each imports from itself and from those before it."""
 CLI = PACKAGE.parent / "lightning_sparse_cli"
 FILES = sorted([*PACKAGE.rglob("*.py"), *CLI.rglob("*.py")])

@@ -15,10 +15,9 @@ from torch.nn import Embedding, EmbeddingBag, Module, Parameter, SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.api.nodes import nodes_of
-from lightning_sparse.config import SparsificationConfig, StrategyConfig
 from lightning_sparse.core.checks import expect
-from lightning_sparse.core.fields import from_keywords, keywords_of
 from lightning_sparse.engine import Engine, StepObserver, check_equal_on_ranks, failing_together
+from lightning_sparse.engine.config import SparsificationConfig, StrategyConfig, from_keywords, keywords_of
 from lightning_sparse.engine.engine import can_observe
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.state.state import Shard

@@ -23,11 +23,10 @@ from lightning_sparse.api.attach import (
     trained_and_frozen,
     warn_if_nothing_is_left,
 )
-from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core.checks import expect
-from lightning_sparse.core.fields import from_keywords, with_keywords_of
 from lightning_sparse.core.layout import own
 from lightning_sparse.engine import Engine, StepObserver, check_equal_on_ranks, failing_together
+from lightning_sparse.engine.config import SparsificationConfig, from_keywords, with_keywords_of
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.sources.fsdp2 import ShardSource
 from lightning_sparse.engine.state.state import Shard

@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn import Parameter
 
-from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core.checks import expect
 from lightning_sparse.core.console import page, say
 from lightning_sparse.engine.agreement import Note, by_reason, check_equal_on_ranks
-from lightning_sparse.engine.copied import CopiedEngine
+from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.flush import gradients_aside, take_pending
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.binding import OptimizerBinding
@@ -32,7 +31,7 @@ from lightning_sparse.engine.sources.one_step_late import OneStepLate
 from lightning_sparse.engine.state.record import Counts
 from lightning_sparse.engine.state.schema import renamed
 from lightning_sparse.engine.state.state import EngineState, Shard
-from lightning_sparse.engine.view import EngineView
+from lightning_sparse.engine.view import CopiedEngine, EngineView
 from lightning_sparse.methods.grouping import Group, Messages
 from lightning_sparse.methods.memory import NoMemory
 from lightning_sparse.ops import static_shapes
@@ -529,7 +528,7 @@ class Engine(EngineView):
             sparsifiers and schedules have learned;
             ``rates``: latest learning rates; ``surplus``: what changes of them have left in residuals; ``clippings``:
             what gradients are clipped to in place of their averages; ``lengths``: see
-            :class:`~lightning_sparse.engine.optimizers.scaled.Lengths`.
+            :class:`~lightning_sparse.engine.delivery.Lengths`.
 
         Raises:
             RuntimeError: if this rank is past the given moment, or does not get there; or if an error has ended a step

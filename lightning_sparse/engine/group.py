@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_sparse.config import SparsificationConfig
-from lightning_sparse.core.clock import Stamp
 from lightning_sparse.core.layout import Gradient, sum_dtype
 from lightning_sparse.core.messages import Steps
 from lightning_sparse.core.step import Agreement, Context
-from lightning_sparse.engine.delivery import Delivery, bounds_of
-from lightning_sparse.engine.metrics import Statistics, norm_of
+from lightning_sparse.engine.config import SparsificationConfig
+from lightning_sparse.engine.delivery import Delivery, Proposed, bounds_of
+from lightning_sparse.engine.metrics import Stamp, Statistics, norm_of
 from lightning_sparse.engine.pipeline import (
     exchange_group,
     init_group,
@@ -25,7 +24,6 @@ from lightning_sparse.engine.pipeline import (
     sends_everything,
     settle_group,
 )
-from lightning_sparse.engine.proposal import Proposed
 from lightning_sparse.engine.state.record import Averages
 from lightning_sparse.methods.density import Constant
 from lightning_sparse.methods.exchanges import Dense, Exchange

@@ -13,15 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sparse.core.candidates import Candidates
-from lightning_sparse.core.clock import Stamp
 from lightning_sparse.core.console import say
 from lightning_sparse.core.layout import Gradient, sum_dtype
 from lightning_sparse.core.messages import Meter, Steps, resolve
-from lightning_sparse.core.step import Absorbed, Agreement, Context, GroupState, Selection
-from lightning_sparse.engine.metrics import Statistics, measure
+from lightning_sparse.core.step import Absorbed, Agreement, Candidates, Context, GroupState, Selection
+from lightning_sparse.engine.delivery import Proposed
+from lightning_sparse.engine.metrics import Stamp, Statistics, measure
 from lightning_sparse.engine.network.drivers import drive_mirrored
-from lightning_sparse.engine.proposal import Proposed
 from lightning_sparse.methods.density import count
 from lightning_sparse.methods.exchanges import Dense, Exchange
 from lightning_sparse.methods.memory import Memory

@@ -25,26 +25,25 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn import Parameter
 
-from lightning_sparse.config import SparsificationConfig
-from lightning_sparse.core.clock import Stamp, Totals
-from lightning_sparse.core.interrupts import held
 from lightning_sparse.core.layout import flattened, own
 from lightning_sparse.core.messages import AllGather, Steps, ring_all_reduce_bytes, started
 from lightning_sparse.core.step import Context
+from lightning_sparse.engine.config import SparsificationConfig
+from lightning_sparse.engine.delivery import Lengths
 from lightning_sparse.engine.executor import make_executor
 from lightning_sparse.engine.group import GroupReducer
+from lightning_sparse.engine.metrics import Stamp, Totals
 from lightning_sparse.engine.network import TorchCollective, drive_together
 from lightning_sparse.engine.optimizers.clipping import GradientClipping
-from lightning_sparse.engine.optimizers.scaled import Lengths
+from lightning_sparse.engine.optimizers.hooks import held
 from lightning_sparse.engine.parts import Parts
 from lightning_sparse.engine.pipeline import forget_overflow_
-from lightning_sparse.engine.placing import fill_nan_
 from lightning_sparse.engine.regrouping import Groups
 from lightning_sparse.engine.skip import Decision, Header, any_set
 from lightning_sparse.engine.sources.gradient_hooks import Usage, refuse_sparse_gradients
-from lightning_sparse.engine.state.record import Averages, Counts, Kept
+from lightning_sparse.engine.state.record import Averages, Counts, Kept, fill_nan_
 from lightning_sparse.ops import all_finite
-from lightning_sparse.ops.norms import joint_norm
+from lightning_sparse.ops.length import joint_norm
 
 NOTE = "sparse_ddp: "
 """Begins the note that says where an error was raised."""

@@ -9,9 +9,9 @@ from dataclasses import replace
 import torch
 from torch.nn import Parameter
 
-from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core.checks import expect
 from lightning_sparse.core.step import Agreement, Context
+from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.executor import ExchangeStream
 from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.network import TorchCollective

@@ -1,21 +1,20 @@
-"""Questions that an engine answers: counts, groups, logged quantities."""
+"""Questions that an engine answers: counts, groups, logged quantities; a copy of one answers that it is a copy."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from itertools import chain
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_sparse.core.checks import expect
-from lightning_sparse.core.clock import Totals
 from lightning_sparse.engine.agreement import failing_together
 from lightning_sparse.engine.group import GroupReducer
-from lightning_sparse.engine.metrics import Step, dense_statistics, summarize
+from lightning_sparse.engine.metrics import Step, Totals, dense_statistics, summarize
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.sources.comm_hook import Entrance
@@ -291,3 +290,39 @@ def _length_changes(groups: Sequence[GroupReducer]) -> LengthChanges | None:
     if not found:
         return None
     return LengthChanges(*torch.stack([torch.stack(one) for one in found]).sum(0).long().tolist())
+
+
+class CopiedEngine:
+    """Takes the place of an engine in a copy of the model or strategy that it belongs to: closed, and empty.
+
+    A process group and a thread cannot be copied, and residuals belong to the model that trains. The copy of a
+    ``DistributedDataParallel`` model averages gradients densely, as DDP does by itself, until an engine is attached.
+
+    Example:
+        >>> import copy, tempfile, torch, lightning_sparse as ls
+        >>> import torch.distributed as dist
+        >>> from torch.nn.parallel import DistributedDataParallel
+        >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(tempfile.mktemp(), 1))
+        >>> ddp = DistributedDataParallel(torch.nn.Linear(20, 20))
+        >>> engine = ls.attach(ddp)
+        >>> average = torch.optim.swa_utils.AveragedModel(ddp)
+        >>> copy.deepcopy(engine).step
+        Traceback (most recent call last):
+        ...
+        RuntimeError: This is a copy of an engine: it exchanges nothing, and residuals stay with the original. ...
+        >>> engine.close()
+        >>> dist.destroy_process_group()
+    """
+
+    closed = True
+
+    def close(self) -> None:
+        """Do nothing: nothing is held."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise RuntimeError(
+            "This is a copy of an engine: it exchanges nothing, and residuals stay with the original. To exchange the "
+            "gradients of a copied model, attach an engine to it with lightning_sparse.attach()."
+        )

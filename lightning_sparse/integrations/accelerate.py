@@ -9,10 +9,9 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_sparse.config import StrategyConfig
 from lightning_sparse.core.checks import expect, is_number
-from lightning_sparse.core.fields import from_keywords, with_keywords_of
 from lightning_sparse.engine import Engine
+from lightning_sparse.engine.config import StrategyConfig, from_keywords, with_keywords_of
 from lightning_sparse.integrations.accelerated import Accelerated
 
 

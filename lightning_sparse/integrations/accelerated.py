@@ -15,12 +15,11 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_sparse.api.attach import attach_config, wrapped
-from lightning_sparse.config import SparsificationConfig, StrategyConfig
 from lightning_sparse.engine import Engine, failing_together
+from lightning_sparse.engine.config import SparsificationConfig, StrategyConfig
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.kinds import ids_of, stepping
-from lightning_sparse.engine.state.checkpoint import SideFiles, restore
-from lightning_sparse.engine.state.side_files import listing
+from lightning_sparse.engine.state.checkpoint import SideFiles, listing, restore
 from lightning_sparse.integrations.earlier import Left, go_on
 from lightning_sparse.tuning.controllers.announcer import Announcer
 

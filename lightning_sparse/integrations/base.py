@@ -17,9 +17,8 @@ from torch.nn import SyncBatchNorm
 from torch.nn.parameter import is_lazy
 
 from lightning_sparse.api.attach import attach_config
-from lightning_sparse.config import StrategyConfig
-from lightning_sparse.core.fields import from_keywords
 from lightning_sparse.engine import Engine, StepObserver, check_equal_on_ranks
+from lightning_sparse.engine.config import StrategyConfig, from_keywords
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.kinds import ids_of
 from lightning_sparse.engine.state.checkpoint import SideFiles, restore

@@ -16,10 +16,10 @@ from urllib.parse import quote
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_sparse.core.fields import keywords_of
 from lightning_sparse.engine import Engine
+from lightning_sparse.engine.config import keywords_of
 from lightning_sparse.engine.network import TorchCollective
-from lightning_sparse.engine.state.side_files import side_directory
+from lightning_sparse.engine.state.checkpoint import side_directory
 from lightning_sparse.integrations.base import CHECKPOINT_KEY, StrategyArguments, planner_of, profile_of
 from lightning_sparse.integrations.fabric_steps import SparseFabricMixin, check_has_room
 
@@ -48,7 +48,7 @@ class FabricSparseDDPMixin(SparseFabricMixin, Base):
     ``fabric.save`` writes each rank's residuals beside every checkpoint whose state holds a module and an optimizer;
     ``fabric.load`` into such a state lets the engines continue.
 
-    All arguments are keywords: the settings of :class:`~lightning_sparse.config.StrategyConfig`, and those of
+    All arguments are keywords: the settings of :class:`~lightning_sparse.engine.config.StrategyConfig`, and those of
     Lightning's ``DDPStrategy`` in :class:`FabricArguments`.
 
     Raises:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_sparse.core.clock import Totals
 from lightning_sparse.engine import Engine
+from lightning_sparse.engine.metrics import Totals
 from lightning_sparse.engine.optimizers.hooks import uninterrupted
 from lightning_sparse.engine.optimizers.kinds import ids_of, stepping
 from lightning_sparse.integrations.base import CHECKPOINT_KEY, SparseStrategy, profile_of

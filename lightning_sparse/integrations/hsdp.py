@@ -13,9 +13,9 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_sparse.api.hsdp import attach_hsdp_config, grid_of, networks_of, refuse_without_ddp
-from lightning_sparse.config import StrategyConfig
 from lightning_sparse.core.checks import expect, is_integer
 from lightning_sparse.engine import Engine, check_equal_on_ranks, failing_together
+from lightning_sparse.engine.config import StrategyConfig
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.state.schema import NOTHING
 from lightning_sparse.engine.state.sharded import load_sharded, remove_others, save_sharded

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 
-from lightning_sparse.core.fields import with_keywords_of
 from lightning_sparse.engine import Engine
+from lightning_sparse.engine.config import with_keywords_of
 from lightning_sparse.integrations.base import CHECKPOINT_KEY
 from lightning_sparse.integrations.fabric_steps import SparseFabricMixin, check_has_room
 from lightning_sparse.integrations.hsdp import HSDPArguments, HSDPStrategy
@@ -30,8 +30,8 @@ class FabricSparseHSDPMixin(HSDPStrategy, SparseFabricMixin, Base):
     Everything else is Fabric's ``ModelParallelStrategy``. ``parallelize_fn(module, mesh)`` shards a module with
     ``fully_shard(module, mesh=mesh["data_parallel"])`` and returns it. Set up modules before their optimizers are made.
 
-    All other arguments are keywords: the settings of :class:`~lightning_sparse.config.StrategyConfig`, but those that
-    need DDP's buckets, and those of :class:`~lightning_sparse.integrations.hsdp.HSDPArguments`.
+    All other arguments are keywords: the settings of :class:`~lightning_sparse.engine.config.StrategyConfig`, but those
+    that need DDP's buckets, and those of :class:`~lightning_sparse.integrations.hsdp.HSDPArguments`.
 
     Raises:
         ValueError: for settings that cannot work; when it is set up, for a module that is sharded in another way, or an

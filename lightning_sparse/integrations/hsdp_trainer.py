@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_sparse.core.fields import keywords_of
+from lightning_sparse.engine.config import keywords_of
 from lightning_sparse.integrations.base import CHECKPOINT_KEY
 from lightning_sparse.integrations.hsdp import FOLDER, HSDPArguments, HSDPStrategy
 from lightning_sparse.integrations.trainer_steps import SparseTrainerMixin
@@ -29,8 +29,8 @@ class SparseHSDPMixin(HSDPStrategy, SparseTrainerMixin, Base):
     ``fully_shard(module, mesh=self.device_mesh["data_parallel"])``. ``data_parallel_size`` is the number of ranks over
     which a replica is sharded, as in Lightning, and ``replicate_size`` that of replicas. All ranks get other samples.
 
-    All arguments are keywords: the settings of :class:`~lightning_sparse.config.StrategyConfig`, but those that need
-    DDP's buckets, and those of :class:`~lightning_sparse.integrations.hsdp.HSDPArguments`.
+    All arguments are keywords: the settings of :class:`~lightning_sparse.engine.config.StrategyConfig`, but those that
+    need DDP's buckets, and those of :class:`~lightning_sparse.integrations.hsdp.HSDPArguments`.
 
     Raises:
         ValueError: for settings that cannot work; at the start of fit, for a model that is sharded in another way, for

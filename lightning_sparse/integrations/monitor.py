@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core.checks import check_integer, expect
 from lightning_sparse.engine import Engine
+from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.metrics import summarize, totals_of
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.integrations.averages import BuildUp, DensityError, PaddingRatio, Traffic

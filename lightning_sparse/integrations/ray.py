@@ -6,7 +6,7 @@ from typing import Any
 
 from ray.train.lightning import RayDDPStrategy
 
-from lightning_sparse.core.fields import keywords_of
+from lightning_sparse.engine.config import keywords_of
 from lightning_sparse.integrations.trainer import SparseDDPMixin, TrainerArguments
 
 BY_RAY = {"timeout": "TorchConfig(timeout_s=600)", "process_group_backend": "TorchConfig(backend='gloo')"}
@@ -20,7 +20,7 @@ class RaySparseDDPStrategy(SparseDDPMixin, RayDDPStrategy):  # type: ignore[misc
     saves: Ray collects the folders of all workers, also from nodes that do not see each other's disks. A worker that is
     restarted goes on with the residuals in the folder that Ray hands out, on the same or another number of workers.
 
-    All arguments are keywords: the settings of :class:`~lightning_sparse.config.StrategyConfig`, and those of
+    All arguments are keywords: the settings of :class:`~lightning_sparse.engine.config.StrategyConfig`, and those of
     Lightning's ``DDPStrategy``.
 
     Raises:

@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
-from lightning_sparse.config import SparsificationConfig
-from lightning_sparse.core.clock import Totals
 from lightning_sparse.core.console import say
 from lightning_sparse.core.registry import Registry
 from lightning_sparse.core.version import __version__
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.metrics import MB, totals_of
+from lightning_sparse.engine.config import SparsificationConfig
+from lightning_sparse.engine.metrics import MB, Totals, totals_of
 from lightning_sparse.integrations.loggers import PREFIX, log_settings, log_warning
 from lightning_sparse.integrations.monitor import SparsityMonitor
 from lightning_sparse.methods.exchanges import EXCHANGES

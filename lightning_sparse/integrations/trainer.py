@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_sparse.core.fields import keywords_of
+from lightning_sparse.engine.config import keywords_of
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.integrations.base import CHECKPOINT_KEY, StrategyArguments
 from lightning_sparse.integrations.earlier import Left
@@ -57,7 +57,7 @@ class SparseDDPMixin(SparseTrainerMixin, Base):
     Everything else is Lightning's ``DDPStrategy``: launchers, cluster environments, SyncBatchNorm, accumulation. A
     single device trains as plain DDP does, unless ``single_device="sparse"`` applies the method there, too.
 
-    All arguments are keywords: the settings of :class:`~lightning_sparse.config.StrategyConfig`, and those of
+    All arguments are keywords: the settings of :class:`~lightning_sparse.engine.config.StrategyConfig`, and those of
     Lightning's ``DDPStrategy`` in :class:`TrainerArguments`.
 
     Raises:

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from lightning_sparse.core.interrupts import SAVING
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.network import LostRankError
 from lightning_sparse.engine.network.process_group import BATCHES, is_loss
-from lightning_sparse.engine.optimizers.hooks import uninterrupted
+from lightning_sparse.engine.optimizers.hooks import SAVING, uninterrupted
 from lightning_sparse.integrations.base import SparseStrategy, profile_of
 from lightning_sparse.integrations.callback import Callback
 from lightning_sparse.integrations.earlier import Left, checksums

@@ -8,9 +8,8 @@ from typing import Any
 from transformers import DefaultFlowCallback, Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
-from lightning_sparse.config import StrategyConfig
-from lightning_sparse.core.fields import from_keywords, keywords_of
 from lightning_sparse.engine import Engine
+from lightning_sparse.engine.config import StrategyConfig, from_keywords, keywords_of
 from lightning_sparse.integrations.accelerated import Accelerated
 
 

@@ -13,8 +13,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from lightning_sparse.core.candidates import Candidates
 from lightning_sparse.core.layout import Span
+from lightning_sparse.core.step import Candidates
 from lightning_sparse.ops import reference
 from lightning_sparse.ops.on_cuda import compare, on_cuda
 
@@ -248,13 +248,19 @@ def subtract_at_(x: Tensor, indices: Tensor, values: Tensor | None, skipped: Ten
     best(x, indices, values, skipped)
 
 
-def top_k(x: Tensor, k: int) -> Tensor:
+def top_k(x: Tensor, k: int, candidates: Candidates | None = None) -> Tensor:
     """Do the work of :func:`lightning_sparse.ops.top_k`."""
+
+    def kernel(x: Tensor, k: int, search: Any = None) -> Tensor:
+        indices: Tensor = _kernel("select", "pick")(x, search, k, k).indices
+        return indices
 
     def few() -> list[Any]:
         return [(_different(x), min(k, FEW))]
 
-    return _best(("top_k",), _kernel("union", "top_k"), reference.top_k, few, x, most=MOST_COUNTED)(x, k)
+    if _works(("top_k",), kernel, reference.top_k, few, x, most=MOST_COUNTED):
+        return kernel(x, k, None if candidates is None else candidates.reaching(x))
+    return reference.top_k(x, k)
 
 
 def above(x: Tensor, threshold: Tensor, span: Span | None, capacity: int, phase: int) -> tuple[Tensor, Tensor]:
@@ -274,7 +280,7 @@ def moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def norm(x: Tensor) -> Tensor:
-    """Do the work of :func:`lightning_sparse.ops.norms.norm`."""
+    """Do the work of :func:`lightning_sparse.ops.length.norm`."""
     return _summing(reference.norm, x)(x)
 
 

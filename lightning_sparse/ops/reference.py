@@ -2,7 +2,7 @@
 
 Any device and dtype. Results have a fixed size, slots without a pick hold the padding index, and no operation makes the
 host wait for a device: there is no ``nonzero``, ``unique``, boolean indexing or ``.item()``. A test runs this file on
-meta tensors, where each of them raises. On the CPU, where the host knows all sizes, ``host_*`` cut off the padding.
+meta tensors, where each of them raises. On the CPU, where the host knows all sizes, ``host.py`` cuts off the padding.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from functools import reduce
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_sparse.core.layout import Span
-from lightning_sparse.ops.host_arrays import sqrt_
 
 ROW = 1 << 12
 """Elements that are summed in their own precision."""
@@ -54,7 +54,7 @@ def accumulate_(acc: Tensor, runs: Sequence[Tensor], decay: float) -> Tensor:
 
 
 def weigh_(acc: Tensor, second: Tensor, score: Tensor, grad: Tensor, room: Tensor, by: Weights) -> Tensor:
-    """Form residual, second moment and score; () whether the new acc was finite. See :func:`.host_dense.weigh`.
+    """Form residual, second moment and score; () whether the new acc was finite. See :func:`.host.weigh`.
 
     ``room``, (3, at least numel), is written to: memory that the system gives anew costs more than the operations.
     """
@@ -79,6 +79,14 @@ def replace_(formed: Tensor, *pairs: tuple[Tensor, Tensor]) -> Tensor:
     for kept, new in pairs:
         torch.where(finite, new, kept, out=kept)
     return finite.all()
+
+
+def sqrt_(x: Tensor) -> Tensor:
+    """Take roots in place, rounded alike on all processors: those of torch on CPUs may differ in the last bit."""
+    if x.device.type != "cpu":
+        return x.sqrt_()
+    np.sqrt(x.numpy(), out=x.numpy())
+    return x
 
 
 def all_finite(x: Tensor) -> Tensor:

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 import lightning_sparse as ls
-from lightning_sparse.core.clock import Stamp, Totals
 from lightning_sparse.core.step import Agreement, Context, Selection, Update
 from lightning_sparse.engine.metrics import (
     QUANTITIES,
+    Stamp,
     Statistics,
     Step,
+    Totals,
     dense_statistics,
     measure,
     norm_of,

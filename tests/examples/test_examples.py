@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_sparse.engine.optimizers.pairs import check_pair
+from lightning_sparse.engine.optimizers.kinds import check_pair
 from tests.covering import by_default
 from tests.examples import made_up
 from tests.warm import warm_python

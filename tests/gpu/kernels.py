@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 from lightning_sparse import ops
-from lightning_sparse.core.candidates import Candidates
+from lightning_sparse.core.step import Candidates
 from lightning_sparse.engine.optimizers.momentum import Momentum, Spending, Stepped
 from lightning_sparse.ops import on_device, reference
 from lightning_sparse.ops.adam import Moved, Step, Steps

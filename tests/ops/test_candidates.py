@@ -11,8 +11,8 @@ from torch import Tensor
 
 import lightning_sparse as ls
 from lightning_sparse import ops
-from lightning_sparse.core.candidates import Candidates
-from lightning_sparse.ops import host_choose, reference
+from lightning_sparse.core.step import Candidates
+from lightning_sparse.ops import host, reference
 from tests.covering import by_default, covering
 from tests.lockstep import Ranks, equal_states
 from tests.ops.compiled import VARIANTS
@@ -72,7 +72,7 @@ def test_the_next_selection_looks_at_candidates_only(monkeypatch: pytest.MonkeyP
     def refuse(*args: object) -> None:
         raise AssertionError("the whole vector was passed over")
 
-    monkeypatch.setattr(host_choose, "reaching", refuse)
+    monkeypatch.setattr(host, "reaching", refuse)
     assert torch.equal(ops.top_k(acc, 300, candidates), expected)
     threshold = 1.01 * acc.abs()[expected].min().double()
     above, count = ops.above(acc, threshold, candidates=candidates)
@@ -84,13 +84,11 @@ def test_the_next_selection_looks_at_candidates_only(monkeypatch: pytest.MonkeyP
 def test_scores_of_adam_are_collected_with_their_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"sparsifier": ls.UnionTopK(), "density": 0.01, "memory": ls.SecondMoment(), "dtype": torch.float32}
     with_them, without = (Ranks(2, NUMEL, **given) for _ in range(2))
-    above = host_choose.reaching
+    above = host.reaching
     for step in range(8):
         rows = torch.randn(2, NUMEL, generator=torch.Generator().manual_seed(step))
         passes: list[object] = []
-        monkeypatch.setattr(
-            host_choose, "reaching", lambda *given, passes=passes: passes.append(given) or above(*given)
-        )
+        monkeypatch.setattr(host, "reaching", lambda *given, passes=passes: passes.append(given) or above(*given))
         ours = with_them.step(rows)
         assert not passes or step < 4  # until the second moments are worth something
         for state in without.states:

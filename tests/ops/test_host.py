@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_sparse import ops
-from lightning_sparse.ops import host_choose
+from lightning_sparse.ops import host
 from tests.covering import covering, in_one_test
 
 # Around a chunk (65536), and where sampling begins (a stride of 2 from 8192 elements on) and is sparsest (97).
@@ -108,7 +108,7 @@ def test_top_k_is_exact_where_the_sample_misleads(stride: int) -> None:
     unseen[::stride] = 0.0
     for x in (seen, unseen, -seen, seen + 1):
         for k in (1, 100, 4000, 4096, 4097, numel // 2):
-            found = host_choose.top_k(torch.from_numpy(x), k)
+            found = host.top_k(torch.from_numpy(x), k)
             assert np.array_equal(found, np.sort(slow_largest(x, k, 0, numel)))
 
 

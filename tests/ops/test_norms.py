@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_sparse.ops.norms import CHUNK, joint_norm, norm
+from lightning_sparse.ops.length import CHUNK, joint_norm, norm
 from tests.engine.test_memory_cost import NUMEL, most
 
 

@@ -20,7 +20,7 @@ from lightning_sparse.methods.exchanges import as_exchange
 from lightning_sparse.methods.exchanges.base import Picks
 from lightning_sparse.methods.exchanges.reduce_union import union_of
 from lightning_sparse.methods.memory import Residual
-from lightning_sparse.ops import host_choose
+from lightning_sparse.ops import host
 from lightning_sparse.ops.c import library, native
 from lightning_sparse.ops.form import Form
 from tests.covering import by_default, covering
@@ -46,10 +46,10 @@ def test_the_largest_are_those_of_the_reference(monkeypatch: pytest.MonkeyPatch,
         for more in (k, k + 1, size + 1)
     ]
     given = [((torch.arange(7, 7 + 3 * len(m), 3, dtype=torch.int32), m), k, more) for m, k, more in cases]
-    found = [host_choose._picked(*case) for case in given]
+    found = [host._picked(*case) for case in given]
     uncompiled(monkeypatch)
     for ((indices, magnitudes), k, more), (picked, reached) in zip(given, found, strict=True):
-        expected, bound = host_choose._picked((indices, magnitudes), k, more)
+        expected, bound = host._picked((indices, magnitudes), k, more)
         assert picked.tolist() == expected.tolist()
         # The next step begins with a bound that enough reach. It need not be the highest such bound.
         assert 0.8 * bound <= reached <= bound or magnitudes.min() < 0.01 * magnitudes.max()
@@ -67,9 +67,9 @@ def test_the_largest_and_those_of_a_stripe_are_those_of_the_reference(
         for turn in {0, ranks - 1}
         for share, spare in ((0, 1), (numel // 50, 0), (numel // 50, 3), (1, numel // 100), (numel // 9, numel // 9))
     ]
-    found = [[x.tolist() for x in host_choose.top_k_and_stripe(*case)] for case in cases]
+    found = [[x.tolist() for x in host.top_k_and_stripe(*case)] for case in cases]
     uncompiled(monkeypatch)
-    assert found == [[x.tolist() for x in host_choose.top_k_and_stripe(*case)] for case in cases]
+    assert found == [[x.tolist() for x in host.top_k_and_stripe(*case)] for case in cases]
 
 
 def test_sums_are_those_of_the_reference_for_vectors_that_ascend_and_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sparse.core.candidates import Candidates
-from lightning_sparse.core.step import Context, Selection
+from lightning_sparse.core.step import Candidates, Context, Selection
 from lightning_sparse.methods.exchanges import packed_union
-from lightning_sparse.ops import choose, fill_if_, host_choose, on_device, pad, reference
+from lightning_sparse.ops import choose, fill_if_, host, on_device, pad, reference
 from lightning_sparse.ops.form import Form
 from tests.covering import covering
 from tests.ops.interpreted import in_triton, interpret
@@ -131,7 +130,7 @@ def test_the_largest_and_those_of_a_stripe_are_picked(
     s, slots = scratch_for(numel, bound), first + others + 3
     triton_dense.look(x, *s.begin())
     found = triton_select.pick(x, s, first, slots, torch.tensor(others), turn, n)
-    expected, marks = host_choose.top_k_and_stripe(x, first, others, turn, n)
+    expected, marks = host.top_k_and_stripe(x, first, others, turn, n)
     number = int(found.number)
     assert found.indices.tolist() == [*expected.tolist(), *[numel] * (slots - number)]
     assert found.spares.tolist() == [*marks.tolist(), *[False] * (slots - number)]
@@ -154,7 +153,7 @@ def test_passes_of_other_methods_equal_those_of_torch(kind: str, monkeypatch: py
     with in_triton() as chosen:
         monkeypatch.setattr(on_device, "FEW", 99)
         for k in (1, 300):
-            assert on_device.top_k(x, k).tolist() == host_choose.top_k(x, k).tolist()
+            assert on_device.top_k(x, k).tolist() == host.top_k(x, k).tolist()
         for threshold, capacity in ((0.5, 2000), (0.5, 100), (9.0, 10)):
             bound = torch.tensor(threshold, dtype=torch.float64)
             found, count = on_device.above(x, bound, None, capacity, 12)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sparse.core.candidates import Candidates
+from lightning_sparse.core.step import Candidates
 from lightning_sparse.ops import on_device, reference
 from tests.covering import covering
 from tests.ops.interpreted import ExactRoots, in_triton, interpret

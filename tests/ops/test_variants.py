@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_sparse import ops
-from lightning_sparse.core.candidates import Candidates
-from lightning_sparse.ops import host_dense, host_reach, host_sums, reference
+from lightning_sparse.core.step import Candidates
+from lightning_sparse.ops import host, reference
 from tests.covering import covering, in_one_test
 from tests.ops.compiled import NUMPY
 from tests.static_path import static_path
@@ -77,7 +77,7 @@ def test_one_pass_accumulates_clears_and_collects(
         for kernel in each_kernel():
             acc, given = residual.clone(), grad.clone()
             runs = [run for run in torch.tensor_split(given, cuts) if len(run)]
-            found, finite = host_dense.accumulate(acc, runs, bound)
+            found, finite = host.accumulate(acc, runs, bound)
             assert bits(acc) == bits(expected), kernel
             assert bits(given) == zeros, kernel
             assert finite != spoilt, kernel
@@ -104,12 +104,12 @@ def test_what_reaches_a_bound_is_found_in_order(
         inside = places[(places >= first) & (places < last)]
         tail = magnitudes[reached & (magnitudes >= np.finfo(np.float32).smallest_normal)].tobytes()
         for kernel in each_kernel():
-            assert np.array_equal(host_reach.above(x, bound, 0, numel), places), (kernel, bound)
+            assert np.array_equal(host.above(x, bound, 0, numel), places), (kernel, bound)
             given = torch.from_numpy(numbers), torch.from_numpy(magnitudes[numbers])
-            assert np.array_equal(host_reach.reaching_of(*given, bound), places), (kernel, bound)
-            assert host_reach.reached(given[1], bound) == len(places), (kernel, bound)
-            assert np.array_equal(host_reach.above(x, bound, first, last), inside), (kernel, bound)
-            assert host_reach.tail(x, bound).numpy().tobytes() == tail, (kernel, bound)
+            assert np.array_equal(host.reaching_of(*given, bound), places), (kernel, bound)
+            assert host.reached(given[1], bound) == len(places), (kernel, bound)
+            assert np.array_equal(host.above(x, bound, first, last), inside), (kernel, bound)
+            assert host.tail(x, bound).numpy().tobytes() == tail, (kernel, bound)
 
 
 @in_one_test("numel, kind", product(SIZES, ["normal", "ties", "zeros", "subnormal", "wide"]))
@@ -119,12 +119,12 @@ def test_sums_have_the_same_bits(numel: int, kind: str, each_kernel: Callable[[]
     found = {
         kernel: torch.tensor(
             [
-                *host_sums.sums(x, "magnitudes")[:3],
-                *host_sums.sums(x, "beyond", level=0.7)[:3],
-                *host_sums.moments(x),
-                *host_sums.mean_and_maximum(x),
-                host_sums.sums(x, "logarithms").logarithms,
-                host_sums.sums(x, "logarithms", level=0.7).logarithms,
+                *host.sums(x, "magnitudes")[:3],
+                *host.sums(x, "beyond", level=0.7)[:3],
+                *host.moments(x),
+                *host.mean_and_maximum(x),
+                host.sums(x, "logarithms").logarithms,
+                host.sums(x, "logarithms", level=0.7).logarithms,
             ],
             dtype=torch.float64,
         )
@@ -207,10 +207,10 @@ def test_top_k_of_blocks_is_that_of_what_they_hold(
                     assert np.array_equal(found, expected), (kernel, numel, stripe, k)
 
 
-WEIGHTS = [host_dense.Weights(0.999, 0.001, 1e-10, 1 / 400), host_dense.Weights(0.0, 1.0, 1e-8, 0.01)]
+WEIGHTS = [host.Weights(0.999, 0.001, 1e-10, 1 / 400), host.Weights(0.0, 1.0, 1e-8, 0.01)]
 
 
-def weighed(acc: Tensor, second: Tensor, grad: Tensor, by: host_dense.Weights) -> tuple[Any, Any, Any, Any]:
+def weighed(acc: Tensor, second: Tensor, grad: Tensor, by: host.Weights) -> tuple[Any, Any, Any, Any]:
     """The sum, also where it is not finite; what is kept of it and of the second moment; and the score."""
     one = acc.numpy().dtype.type
     keep, add, least, damping = map(one, by)
@@ -226,7 +226,7 @@ def weighed(acc: Tensor, second: Tensor, grad: Tensor, by: host_dense.Weights) -
 
 @in_one_test("numel, kind, dtype, by", cells(KINDS, GRADIENTS, WEIGHTS))
 def test_one_pass_forms_second_moments_and_scores(
-    numel: int, kind: str, dtype: torch.dtype, by: host_dense.Weights, each_kernel: Callable[[], Iterator[str]]
+    numel: int, kind: str, dtype: torch.dtype, by: host.Weights, each_kernel: Callable[[], Iterator[str]]
 ) -> None:
     wide = torch.promote_types(dtype, torch.float32)
     grad, residual = values(numel, kind, 1).to(dtype), values(numel, "normal", 2).to(wide)
@@ -243,7 +243,7 @@ def test_one_pass_forms_second_moments_and_scores(
             in_place = runs == 1 and wide == dtype
             scores = given if in_place else torch.empty_like(residual)
             sums, squares = residual.clone(), now.clone()
-            found, finite = host_dense.weigh(sums, squares, scores, lie, by, bound)
+            found, finite = host.weigh(sums, squares, scores, lie, by, bound)
             for ours, theirs in ((sums, acc), (squares, second), (scores[fits], score[fits])):
                 np.testing.assert_array_equal(ours.numpy(), theirs, err_msg=kernel)
             assert in_place or not given.any(), kernel
@@ -305,13 +305,13 @@ def test_what_would_not_be_finite_is_left_as_it_is(
                 return list(torch.tensor_split(grad.clone(), cuts if split else []))
 
             given, sums = runs(), residual.clone()
-            found, finite = host_dense.accumulate(sums, given, 1.0)
+            found, finite = host.accumulate(sums, given, 1.0)
             assert bits(sums) == bits(expected), told
             assert not any(run.any() for run in given), told
             assert finite == whole, told
             assert whole or found is None, told
             given, sums, squares, scores = runs(), residual.clone(), now.clone(), torch.empty_like(residual)
-            found, finite = host_dense.weigh(sums, squares, scores, given, by, 1.0)
+            found, finite = host.weigh(sums, squares, scores, given, by, 1.0)
             assert (bits(sums), bits(squares)) == (acc.tobytes(), second.tobytes()), told
             assert bits(scores[fits]) == score[fits.numpy()].tobytes(), told
             assert not any(run.any() for run in given), told
@@ -346,10 +346,10 @@ def test_any_gradient_is_added_as_operations_on_whole_vectors_do(
     finite = bool(np.isfinite(formed).all())
     for kernel in each_kernel():
         sums, squares, score = residual.clone(), now.clone(), torch.empty_like(residual)
-        assert host_dense.accumulate(sums, torch.tensor_split(grad.clone(), cuts), 1.0)[1] == finite, kernel
+        assert host.accumulate(sums, torch.tensor_split(grad.clone(), cuts), 1.0)[1] == finite, kernel
         assert bits(sums) == acc.tobytes(), kernel
         sums, runs = residual.clone(), torch.tensor_split(grad.clone(), cuts)
-        assert host_dense.weigh(sums, squares, score, runs, WEIGHTS[1], 1.0)[1] == finite, kernel
+        assert host.weigh(sums, squares, score, runs, WEIGHTS[1], 1.0)[1] == finite, kernel
         assert (bits(sums), bits(squares)) == (acc.tobytes(), second.tobytes()), kernel
 
 
@@ -358,7 +358,7 @@ def test_infinity_is_noticed_whatever_is_collected(each_kernel: Callable[[], Ite
         for bound in (1.0, float("inf"), float("nan")):
             acc, grad = torch.ones(70_000), torch.zeros(70_000)
             grad[3], grad[5] = -float("inf"), 2.0
-            found, finite = host_dense.accumulate(acc, [grad], bound)
+            found, finite = host.accumulate(acc, [grad], bound)
             assert not finite, (kernel, bound)
             assert found is None, (kernel, bound)
             assert acc[3:6].tolist() == [1, 1, 3], (kernel, bound)
@@ -371,7 +371,7 @@ def test_large_numbers_in_a_run_that_is_not_aligned_are_finite(each_kernel: Call
         runs = [torch.zeros(1), torch.zeros(numel - 1)]
         runs[1][5:15] = 2e38
         acc = torch.zeros(numel)
-        assert host_dense.accumulate(acc, runs, 1.0)[1], kernel
+        assert host.accumulate(acc, runs, 1.0)[1], kernel
         assert acc[5:17].tolist() == torch.tensor([0.0, *[2e38] * 10, 0.0]).tolist(), kernel
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import lightning_sparse as ls
-from lightning_sparse.engine.optimizers.pairs import check_pair
+from lightning_sparse.engine.optimizers.kinds import check_pair
 from tests.covering import by_default
 from tests.forked import forked
 from tests.warm import forgetting, warm_python

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.amp import GradScaler
 from torch.optim import SGD, Optimizer
 
-from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core.console import page, say
 from lightning_sparse.engine.agreement import check_equal_on_ranks
+from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.group import GroupReducer
-from lightning_sparse.engine.optimizers.adam_rule import AdamRule
-from lightning_sparse.engine.optimizers.arrived import Arrived, OfGroup
 from lightning_sparse.engine.optimizers.clipping import Clipping
-from lightning_sparse.engine.optimizers.dense_moments import go_on_from_dense
 from lightning_sparse.engine.optimizers.hooks import leave, listen, owner
 from lightning_sparse.engine.optimizers.kinds import (
+    check_pair,
     decays_of,
     holds,
     ids_of,
@@ -38,12 +39,19 @@ from lightning_sparse.engine.optimizers.kinds import (
     with_settings,
 )
 from lightning_sparse.engine.optimizers.momentum import has_velocities
-from lightning_sparse.engine.optimizers.momentum_rule import MomentumRule
-from lightning_sparse.engine.optimizers.pairs import check_pair
-from lightning_sparse.engine.optimizers.scaled import HIDDEN, steps_for_a_scaler
+from lightning_sparse.engine.optimizers.rules import AdamRule, Arrived, MomentumRule, OfGroup, go_on_from_dense
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.state.schema import second_moment_in
 from lightning_sparse.methods.memory import Memory, NoMemory, Residual
+
+HIDDEN = (
+    "A GradScaler that the engine was not shown unscales gradients. In the residuals, each gradient waits with the "
+    "loss scale of its own step, and is divided by that of a later one. Show it: attach(..., scaler=scaler)."
+)
+SPENT = (
+    "SGD's momentum of averages that have waited is spent at once, as far as it would have been spent by now "
+    f"({page('momentum')}). memory='residual' leaves it to the optimizer."
+)
 
 
 class OptimizerBinding:
@@ -294,10 +302,12 @@ class OptimizerBinding:
 
     def _spends(self, optimizer: Optimizer) -> bool:
         """Return True if momentum of an optimizer is spent as if averages had not waited; tell the user once."""
+        if not has_velocities(optimizer, self._sparsified):
+            return False
         memory = self._reducer.settings.memory_in_use
         keeps_gradients = not isinstance(memory, NoMemory) and memory.averages == "gradients"
         plain = not self.left_open and memory == Residual()  # by choice
-        if not keeps_gradients or plain or not has_velocities(optimizer, self._sparsified):
+        if not keeps_gradients or plain:
             return False
         if not self.left_open:
             self._once(
@@ -317,11 +327,7 @@ class OptimizerBinding:
             return False
         if memory.needs_second:  # an Adam's, which holds other parameters now
             return False
-        self._once(
-            say,
-            "SGD's momentum of averages that have waited is spent at once, as far as it would have been spent by now "
-            f"({page('momentum')}). memory='residual' leaves it to the optimizer.",
-        )
+        self._once(say, SPENT)
         return True
 
     def settings_for(self, state: Mapping[str, Any]) -> SparsificationConfig:
@@ -414,3 +420,14 @@ def settings_of_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
         {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
+
+
+def steps_for_a_scaler() -> bool:
+    """Return True while an enabled ``GradScaler`` lets an optimizer step.
+
+    Nothing on an optimizer that is not fused tells of its scaler, but the scaler's method is among the callers.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not GradScaler.step.__code__:
+        frame = frame.f_back
+    return frame is not None and bool(frame.f_locals["self"].is_enabled())

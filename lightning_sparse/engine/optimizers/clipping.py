@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_sparse.core.checks import check_positive, expect
-from lightning_sparse.ops.norms import joint_norm
+from lightning_sparse.ops.length import joint_norm
 
 ALGORITHMS = ("norm", "value")
 

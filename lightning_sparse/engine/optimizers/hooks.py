@@ -1,18 +1,91 @@
-"""One pair of hooks around the step of every optimizer of the process, for all engines."""
+"""What happens around the steps of all optimizers of the process: listeners are called, and signals wait.
+
+One pair of torch's hooks serves all engines. Signals wait so that no handler sees parameters or residuals half-changed.
+"""
 
 from __future__ import annotations
 
 import functools
+import signal
+import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lightning_sparse.core.interrupts import Hold
+Handler = Callable[[int, FrameType | None], Any]
+NAMES = ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+SAVING = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name))
+"""Signals that ask a process to save its work."""
+HELD = (signal.SIGINT, *SAVING)
+_listeners: list[weakref.ref[StepListener]] = []
+"""In the order in which they came."""
+_holds: list[Hold] = []
+"""Of contexts in which signals wait while optimizers step."""
+
+
+class Hold:
+    """Holds back the signals that have handlers in Python, and delivers them afterwards, in order.
+
+    Only the main thread handles signals; in any other thread, nothing is held.
+    """
+
+    def __init__(self) -> None:
+        self._handlers: dict[int, Handler] = {}
+        self._pending: list[tuple[int, FrameType | None]] = []
+
+    def start(self, signals: Iterable[int] = HELD) -> None:
+        """Hold back these signals, in addition to those that are held already."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in signals:
+            handler = signal.getsignal(number)
+            if callable(handler) and number not in self._handlers:
+                self._handlers[number] = handler
+                signal.signal(number, self._note)
+
+    def end(self) -> None:
+        """Restore the handlers and run them for the signals that have arrived."""
+        try:
+            while self._handlers:
+                number = next(iter(self._handlers))
+                if signal.getsignal(number) == self._note:
+                    signal.signal(number, self._handlers[number])
+                del self._handlers[number]
+        except BaseException:  # of a handler that runs again already
+            self.end()
+            raise
+        self._deliver()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number not in (other for other, _ in self._pending):
+            self._pending.append((number, frame))
+
+    def _deliver(self) -> None:
+        while self._pending:
+            number, frame = self._pending.pop(0)
+            try:
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    handler(number, frame)
+            finally:
+                self._deliver()  # the signals after it, if a handler raises
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """Hold back signals in this context; they are delivered when it ends."""
+    hold = Hold()
+    hold.start()
+    try:
+        yield
+    finally:
+        hold.end()
 
 
 class StepListener(Protocol):
@@ -33,12 +106,6 @@ class StepListener(Protocol):
 
     def holds(self, key: int) -> bool:
         """Return True if it is for a parameter, given by its id."""
-
-
-_listeners: list[weakref.ref[StepListener]] = []
-"""In the order in which they came."""
-_holds: list[Hold] = []
-"""Of contexts in which signals wait while optimizers step."""
 
 
 @contextmanager

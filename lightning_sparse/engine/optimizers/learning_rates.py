@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_sparse.engine.optimizers.pairs import adapts
+from lightning_sparse.engine.optimizers.kinds import adapts
 
 
 class LearningRates:

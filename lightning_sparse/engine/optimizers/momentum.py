@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer
 from lightning_sparse.core.layout import fills_memory, flattened, in_pieces, sum_dtype
 from lightning_sparse.ops import static_shapes, take
 from lightning_sparse.ops.addresses import DTYPES, Addresses, takes
-from lightning_sparse.ops.host_reach import reaching
+from lightning_sparse.ops.host import reaching
 from lightning_sparse.ops.on_cuda import compare, on_cuda
 
 LONGEST = 255

@@ -21,10 +21,9 @@ from torch import Tensor
 from lightning_sparse.core.messages import Message, Steps
 from lightning_sparse.engine.network import TorchCollective, drive, drive_together, send
 from lightning_sparse.engine.parts import Parts
-from lightning_sparse.engine.placing import place
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.skip import digest_of
-from lightning_sparse.engine.state.record import Averages, Kept
+from lightning_sparse.engine.state.record import Averages, Kept, place
 
 HOST = torch.device("cpu")
 

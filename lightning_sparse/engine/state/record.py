@@ -1,8 +1,9 @@
-"""Counts of an engine's exchanges, and the averages that they have made.
+"""Counts of an engine's exchanges, and the averages that they have made, until optimizers have applied them.
 
 An exchange settles in backward, and its average is applied later, by an optimizer: between the two, it is *kept* until
 it is *handed over* to optimizers, in the same backward or, one step late, in the next one. All that time the average is
 neither in the residuals nor in the weights: a state that is saved then holds it beside them.
+Handed over is what lies in the places of gradients in DDP's buckets.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_sparse.core.interrupts import held
-from lightning_sparse.core.layout import own
+from lightning_sparse.core.layout import Gradient, own
 from lightning_sparse.engine.delivery import Delivery
+from lightning_sparse.engine.optimizers.hooks import held
 from lightning_sparse.engine.optimizers.kinds import ids_of
+from lightning_sparse.engine.pipeline import scatter_average_
 from lightning_sparse.engine.skip import Decision
+from lightning_sparse.ops import static_shapes
 
 
 class Counts(NamedTuple):
@@ -490,3 +493,61 @@ def _joined(parts: Sequence[Mapping[str, Averages]]) -> dict[str, tuple[Tensor |
     """Add up averages by parameter, on the CPU, see :func:`added`."""
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: added([part[name].of(name) for part in parts if name in part]) for name in names}
+
+
+@torch.no_grad()
+def place(kept: Kept, places: Mapping[str, Tensor], scale: Tensor | None) -> None:
+    """Put averages where gradients lay, times the present scale of the loss; NaN, if they are of a skipped step.
+
+    Args:
+        kept: averages by parameter, in the coordinates of the places.
+        places: flat gradients by parameter, of all that the averages name.
+        scale: () of the loss; None: none.
+    """
+    host_knows = not static_shapes(next(iter(places.values())).device)
+    if not (host_knows and kept.decision):
+        parts: dict[int, tuple[Averages, list[str]]] = {}
+        for name, averages in kept.averages.items():
+            if averages is not None:  # of a skipped step that a state holds
+                parts.setdefault(id(averages), (averages, []))[1].append(name)
+        for averages, names in parts.values():
+            _scatter(averages, {name: places[name] for name in names}, scale)
+    if kept.skipped is not None and (not host_knows or kept.skipped):
+        fill_nan_((places[name] for name in kept.averages), kept.skipped)
+
+
+def fill_nan_(gradients: Iterable[Tensor], skipped: Tensor) -> None:
+    """Write NaN into flat gradients of a skipped step; if only the device knows it, into the first of each.
+
+    Args:
+        gradients: on one device.
+        skipped: () flag, which is set where the host knows it.
+    """
+    of_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for flat in gradients:
+        if not static_shapes(skipped.device):
+            flat.fill_(float("nan"))
+        elif flat.numel():
+            of_dtype.setdefault(flat.dtype, []).append(flat[:1])
+    for dtype, firsts in of_dtype.items():
+        factor = torch.ones((), dtype=dtype, device=skipped.device).masked_fill_(skipped, float("nan"))
+        torch._foreach_mul_(firsts, factor)
+
+
+def _scatter(averages: Averages, places: Mapping[str, Tensor], scale: Tensor | None) -> None:
+    """Write averages of some parameters of a group to their places."""
+    assert averages.values is not None
+    dtype = next(iter(places.values())).dtype
+    values = (averages.values if scale is None else averages.values * scale).to(dtype)
+    if places.keys() == averages.spans.keys():
+        place = Gradient.of(places[name] for name in averages.spans)
+        flat = place if len(place.runs) == 1 or not static_shapes(place.device) else Gradient([place.flat()])
+    else:
+        place = flat = Gradient([values.new_empty(max(span.stop for span in averages.spans.values()))])
+    scatter_average_(flat, averages.indices, values)
+    if flat is not place:
+        place.spread_(flat.runs[0])
+    for name, piece in places.items() if places.keys() != averages.spans.keys() else ():
+        piece.copy_(flat[averages.spans[name]])
+    if averages.delivery is not None and places.keys() == averages.spans.keys():
+        averages.delivery.sample([places[name] for name in averages.spans], scale)

@@ -1,4 +1,8 @@
-"""The plain data that an engine saves: its fields, what must be equal on all ranks, and renamed parameters."""
+"""The plain data that an engine saves: its fields, what must be equal on all ranks, and how it is made and read.
+
+States of groups become plain data for files, and back; parameters may have other names or lie otherwise in memory,
+such as convolutions that were ``channels_last``.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,15 @@ import hashlib
 import inspect
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+import zlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.core.checks import is_integer, is_number
-from lightning_sparse.core.layout import is_layout, sum_dtype
+from lightning_sparse.core.layout import is_layout, order_from, sum_dtype
 from lightning_sparse.engine.optimizers.clipping import ALGORITHMS
 from lightning_sparse.methods.memory import SecondMoment
 
@@ -311,3 +316,123 @@ def second_moment_in(settings: object) -> SecondMoment | None:
     """Return the memory of this kind in a state's settings, see :attr:`SparsificationConfig.algorithm`; or None."""
     found = re.search(r"\bSecondMoment\(beta2=([^,()]+), eps=([^,()]+)\)", str(settings))
     return None if found is None else SecondMoment(float(found[1]), float(found[2]))
+
+
+def with_layouts(state: State, layouts: Mapping[str, Sequence[int]]) -> tuple[State, list[str]]:
+    """Return a state whose coordinates are in the order in which parameters lie now.
+
+    Args:
+        state: checked; not modified.
+        layouts: of parameters, see :func:`~lightning_sparse.core.layout.layout_of`.
+
+    Returns:
+        The state, and a sentence for each parameter of which it has a part only: others have the rest of its order.
+    """
+    orders = {name: order_from(state["layouts"].get(name, now), now) for name, now in layouts.items()}
+    moved = {name: order for name, order in orders.items() if order is not None}
+    parts = {name for name in moved if name in state["spans"] and state["spans"][name][1] < state["spans"][name][2]}
+    changed: State = {"parameters": {**state["parameters"]}}
+    for name in moved.keys() & state["parameters"].keys():
+        vectors = state["parameters"][name]
+        changed["parameters"][name] = {} if name in parts else {key: x[moved[name]] for key, x in vectors.items()}
+    for field in ("pending", "late", "sent"):
+        changed[field] = {
+            name: _in_order(averages, moved[name]) if name in moved else averages
+            for name, averages in state[field].items()
+            if name not in parts
+        }
+    lost = [
+        f"{name} lies in another order in memory than when its parts were saved: what waited is dropped."
+        for name in sorted(parts)
+        if state["parameters"].get(name)
+    ]
+    return {**state, **changed}, lost
+
+
+def _in_order(averages: Mapping[str, Any], order: Tensor) -> dict[str, Any]:
+    """Return averages of a parameter in another order, with ascending coordinates."""
+    if "indices" not in averages:
+        chosen, found = order, dict[str, Any]()
+    else:
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order), device=order.device)
+        indices, chosen = places[averages["indices"].long()].sort()
+        found = {"indices": indices.int()}
+    return {**averages, **found, **{key: averages[key][chosen] for key in averages.keys() & {"values", "divisor"}}}
+
+
+def to_plain(state: Any) -> Any:
+    """Make lists of (named) tuples, and copies on the CPU of tensors."""
+    if isinstance(state, Tensor):
+        return state.detach().to("cpu", copy=True)
+    if isinstance(state, (tuple, list)):
+        return [to_plain(part) for part in state]
+    return state
+
+
+def from_plain(plain: Any, like: Any) -> Any:
+    """Undo :func:`to_plain`.
+
+    Args:
+        plain: what it gave.
+        like: a state of the same kind, whose types, dtypes and devices are taken; None stands for a scalar as well, of
+            which nothing was known yet.
+
+    Raises:
+        ValueError: if the two are not alike: other tuples, tensors of another shape, numbers of another type.
+    """
+    if isinstance(like, tuple):
+        if not isinstance(plain, list) or len(plain) != len(like):
+            raise ValueError(f"Expected {len(like)} parts, but got {plain!r}.")
+        parts = [from_plain(one, other) for one, other in zip(plain, like, strict=True)]
+        return type(like)(*parts) if hasattr(like, "_fields") else tuple(parts)
+    if isinstance(like, Tensor):
+        if not isinstance(plain, Tensor) or plain.shape != like.shape or _kind(plain) != _kind(like):
+            raise ValueError(f"Expected a tensor of shape {tuple(like.shape)} and {like.dtype}, but got {plain!r}.")
+        return plain.to(like.device, like.dtype, copy=True)
+    if like is None and isinstance(plain, Tensor) and plain.dim() == 0:
+        return plain.clone()
+    if isinstance(plain, list):
+        raise ValueError(f"Expected {like!r}, but got {len(plain)} parts.")
+    if type(plain) is not type(like):
+        raise ValueError(f"Expected something like {like!r}, but got {plain!r}.")
+    return plain
+
+
+def _kind(x: Tensor) -> tuple[bool, bool, bool]:
+    return x.is_floating_point(), x.is_complex(), x.dtype == torch.bool
+
+
+def checksum(plain: Any) -> str:
+    """Return a digest of names, numbers and tensors that does not depend on the file or container that held them.
+
+    A CRC-32 stands for the bytes of each tensor: it takes a fraction of the time in which they are written, and any
+    wrong bit changes it. Lists and tuples count as the same, and so do dicts in another order.
+
+    Raises:
+        TypeError: for anything that is no plain data.
+
+    Example:
+        >>> state = {"step": 3, "residual": torch.tensor([1.0, 2.0])}
+        >>> checksum(state) == checksum(dict(reversed(state.items())))
+        True
+        >>> checksum(state) == checksum(state | {"residual": torch.tensor([1.0, -2.0])})
+        False
+    """
+    return hashlib.sha256(_spelled(plain).encode()).hexdigest()
+
+
+def _spelled(plain: Any) -> str:
+    if isinstance(plain, Tensor):
+        flat = plain.detach().cpu().reshape(-1)
+        if flat.numel() < 2:  # counts as contiguous whatever its stride is, which views of its bytes do not take
+            flat = flat.clone(memory_format=torch.contiguous_format)
+        content = flat.contiguous().view(torch.uint8).numpy().data
+        return f"tensor({plain.dtype}, {tuple(plain.shape)}, {zlib.crc32(content)})"
+    if isinstance(plain, Mapping):
+        return "{" + ", ".join(sorted(f"{key!r}: {_spelled(value)}" for key, value in plain.items())) + "}"
+    if isinstance(plain, (list, tuple)):
+        return "[" + ", ".join(map(_spelled, plain)) + "]"
+    if plain is None or isinstance(plain, (bool, int, float, str)):
+        return repr(plain)
+    raise TypeError(f"Expected plain data, but got {type(plain).__name__}.")

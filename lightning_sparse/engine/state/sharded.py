@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_sparse.config import Resize
 from lightning_sparse.core.layout import own, sharded_as, sum_dtype
+from lightning_sparse.engine.config import Resize
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.optimizers.kinds import stepping
-from lightning_sparse.engine.optimizers.momentum_rule import WAITED
+from lightning_sparse.engine.optimizers.rules import WAITED
 from lightning_sparse.engine.state.schema import State, check_state, dense, with_pending
 
 LATE = "late"

@@ -9,25 +9,27 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core.layout import layout_of, own
 from lightning_sparse.engine.agreement import Note, by_reason, name_ranks, reason
+from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.delivery import Delivery, bounds_of
 from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.optimizers.binding import OptimizerBinding
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.skip import Decision
-from lightning_sparse.engine.state.layouts import with_layouts
-from lightning_sparse.engine.state.plain import checksum, from_plain, to_plain
 from lightning_sparse.engine.state.record import Averages, Kept
 from lightning_sparse.engine.state.schema import (
     STATE_FORMAT,
     State,
     check_state,
+    checksum,
+    from_plain,
     give_back,
     outline,
     remembering,
     revoke,
+    to_plain,
+    with_layouts,
     with_pending,
 )
 from lightning_sparse.methods.density import GroupDensity

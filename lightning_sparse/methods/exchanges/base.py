@@ -18,8 +18,7 @@ from torch import Tensor
 from lightning_sparse.core.messages import AllGather, AllReduce, Steps
 from lightning_sparse.core.registry import Registry
 from lightning_sparse.core.step import Agreement, Context, Selection, Update
-from lightning_sparse.methods.scalars import at_most
-from lightning_sparse.ops import pad, static_shapes, take
+from lightning_sparse.ops import at_most, pad, static_shapes, take
 
 
 class Exchange(ABC):

@@ -12,7 +12,7 @@ from lightning_sparse.methods.memory.base import MEMORIES, Memory
 from lightning_sparse.methods.memory.residual import Residual
 from lightning_sparse.methods.memory.transform import GradientTransform
 from lightning_sparse.ops import static_shapes
-from lightning_sparse.ops.norms import norm
+from lightning_sparse.ops.length import norm
 
 
 @MEMORIES.register

@@ -11,15 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sparse.core.candidates import Candidates
 from lightning_sparse.core.checks import check_eps, check_share
 from lightning_sparse.core.layout import Gradient
-from lightning_sparse.core.step import Absorbed, Context, Update
+from lightning_sparse.core.step import Absorbed, Candidates, Context, Update
 from lightning_sparse.methods.memory.base import MEMORIES, CountedFeedback, CountedState, Memory
 from lightning_sparse.methods.memory.residual import Residual
 from lightning_sparse.ops import Weights, on_device, static_shapes, weigh_, zeros
-from lightning_sparse.ops.length import FOLLOWED, SIZE, measure
-from lightning_sparse.ops.norms import joint_norm
+from lightning_sparse.ops.length import FOLLOWED, SIZE, joint_norm, measure
 from lightning_sparse.ops.on_device import divisors
 
 

@@ -9,11 +9,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sparse.core.candidates import Candidates
-from lightning_sparse.core.step import Selection
-from lightning_sparse.methods.scalars import Number, at_most, either, known, tensor
+from lightning_sparse.core.step import Candidates, Selection
 from lightning_sparse.methods.sparsifiers.estimation import reaching
-from lightning_sparse.ops import leaders, pick_leaders, ranked_leaders, reaching_leaders, take
+from lightning_sparse.ops import (
+    Number,
+    at_most,
+    either,
+    known,
+    leaders,
+    pick_leaders,
+    ranked_leaders,
+    reaching_leaders,
+    take,
+    tensor,
+)
 
 CAPACITY = 4
 """Device slots, in multiples of k, if a rule selects all coordinates above a threshold."""

@@ -11,11 +11,10 @@ from torch import Tensor
 from lightning_sparse.core.checks import check_integer, check_share
 from lightning_sparse.core.step import Agreement, Context, Selection
 from lightning_sparse.methods.density import count
-from lightning_sparse.methods.scalars import Number, either, known
 from lightning_sparse.methods.sparsifiers.base import SPARSIFIERS, Sparsifier
 from lightning_sparse.methods.sparsifiers.bracket import Bracket, Survivors, narrow, picked
 from lightning_sparse.methods.sparsifiers.estimation import check_variant, kth_magnitude
-from lightning_sparse.ops import top_k
+from lightning_sparse.ops import Number, either, known, top_k
 
 ROUNDS = 11
 """The threshold from the sample, and ten times a lower one."""

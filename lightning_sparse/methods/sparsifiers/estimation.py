@@ -8,13 +8,21 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lightning_sparse.core.candidates import Candidates
 from lightning_sparse.core.checks import expect, is_number
 from lightning_sparse.core.layout import Span
 from lightning_sparse.core.messages import AllGather, Steps
-from lightning_sparse.core.step import Context, Selection
-from lightning_sparse.methods.scalars import at_most, known, tensor
-from lightning_sparse.ops import above, leaders, pick_leaders, ranked_leaders, static_shapes, top_k
+from lightning_sparse.core.step import Candidates, Context, Selection
+from lightning_sparse.ops import (
+    above,
+    at_most,
+    known,
+    leaders,
+    pick_leaders,
+    ranked_leaders,
+    static_shapes,
+    tensor,
+    top_k,
+)
 
 SHARE_LIMIT = 2
 """Multiple of k/n that a rank sends at most: bounds the padding ratio and the messages."""

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from lightning_sparse.core.step import Agreement, Context, Selection
 from lightning_sparse.methods.density import count
-from lightning_sparse.methods.scalars import Number, either, functions, known
 from lightning_sparse.methods.sparsifiers.base import SPARSIFIERS, Sparsifier
 from lightning_sparse.methods.sparsifiers.bracket import Bracket, Survivors, narrow, next_above
 from lightning_sparse.methods.sparsifiers.estimation import check_variant
-from lightning_sparse.ops import moments
+from lightning_sparse.ops import Number, either, functions, known, moments
 
 ROUNDS = 12
 """Most trials of the corrected variant. One or two are usual for normal data, four to six for heavy tails."""

@@ -12,9 +12,9 @@ from torch import Tensor
 from lightning_sparse.core.checks import check_integer, expect, is_number
 from lightning_sparse.core.step import Agreement, Context, Selection
 from lightning_sparse.methods.density import count
-from lightning_sparse.methods.scalars import known
 from lightning_sparse.methods.sparsifiers.base import SPARSIFIERS, Sparsifier
 from lightning_sparse.methods.sparsifiers.estimation import kth_magnitude, reaching
+from lightning_sparse.ops import known
 
 CAPACITY = 2
 """Device slots in multiples of k. On the CPU, selections have no limit."""

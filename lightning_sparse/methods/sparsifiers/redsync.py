@@ -9,11 +9,10 @@ from torch import Tensor
 
 from lightning_sparse.core.step import Agreement, Context, Selection
 from lightning_sparse.methods.density import count
-from lightning_sparse.methods.scalars import Number, either, known, lesser
 from lightning_sparse.methods.sparsifiers.base import SPARSIFIERS, Sparsifier
 from lightning_sparse.methods.sparsifiers.bracket import Bracket, Survivors, narrow, next_above
 from lightning_sparse.methods.sparsifiers.estimation import check_variant
-from lightning_sparse.ops import mean_and_maximum
+from lightning_sparse.ops import Number, either, known, lesser, mean_and_maximum
 
 ROUNDS = 20
 """Most trials of the corrected bisection. Four to eight are usual."""

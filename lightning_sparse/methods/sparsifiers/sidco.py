@@ -12,9 +12,9 @@ from torch import Tensor
 from lightning_sparse.core.checks import check_integer, check_share
 from lightning_sparse.core.step import Agreement, Context, Selection
 from lightning_sparse.methods.density import count
+from lightning_sparse.methods.laws import Fit, threshold
 from lightning_sparse.methods.sparsifiers.base import SPARSIFIERS, Sparsifier
 from lightning_sparse.methods.sparsifiers.estimation import check_variant, reaching
-from lightning_sparse.methods.sparsifiers.fitted import Fit, threshold
 
 CAPACITY = 4
 """Device slots in multiples of k at the target density. The adaptive rule does not distinguish larger counts either,

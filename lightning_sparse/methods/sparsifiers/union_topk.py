@@ -13,9 +13,20 @@ from torch import Tensor
 from lightning_sparse.core.checks import expect, is_number
 from lightning_sparse.core.step import Agreement, Context, Selection
 from lightning_sparse.methods.density import count
-from lightning_sparse.methods.scalars import Number, divisor, either, greater, known, lesser, tensor, whole
 from lightning_sparse.methods.sparsifiers.base import SPARSIFIERS, Sparsifier
-from lightning_sparse.ops import on_device, static_shapes, top_k_and_stripe
+from lightning_sparse.ops import (
+    Number,
+    divisor,
+    either,
+    greater,
+    known,
+    lesser,
+    on_device,
+    static_shapes,
+    tensor,
+    top_k_and_stripe,
+    whole,
+)
 
 WINDOW = 64
 """Steps of the window over which the largest need for spare indices is taken; it counts for one more window."""

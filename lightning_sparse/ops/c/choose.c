@@ -1,5 +1,5 @@
 // Choosing among few, which a pass has found: the largest, and the largest of a stripe. The CPU formulations of
-// host_choose.py for float32, equal bit for bit.
+// ops/host.py for float32, equal bit for bit.
 #include "common.h"
 
 #define BINS 2048

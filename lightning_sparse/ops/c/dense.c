@@ -1,6 +1,6 @@
-// What is formed of a whole gradient, and what of a vector reaches a bound: the CPU formulations of host_dense.py and
-// host_reach.py for float32, without Python. They are called through ctypes, which releases the GIL meanwhile. Results
-// equal those in Python bit for bit. Built by library.py, once for each set of instructions: plain C that compilers turn
+// What is formed of a whole gradient, and what of a vector reaches a bound: the CPU formulations of ops/host.py for
+// float32, without Python. They are called through ctypes, which releases the GIL meanwhile. Results equal those in
+// Python bit for bit. Built by library.py, once for each set of instructions: plain C that compilers turn
 // into vectors.
 #include "common.h"
 
@@ -148,7 +148,7 @@ typedef struct {
   float least, damping;   // what roots have added, and what magnitudes are multiplied by
 } weights;
 
-// Of 64 coordinates: acc and the second moment, but where acc would not be finite, and the score; see host_dense.py.
+// Of 64 coordinates: acc and the second moment, but where acc would not be finite, and the score; see ops/host.py.
 // Whether all was finite.
 INLINE int32_t weigh_strip(float *restrict acc, const float *restrict grad, float *restrict second,
                            float *restrict score, const weights by) {

@@ -1,5 +1,5 @@
 // Work on picks, which are few: taking and putting values, telling picks, rounding their values. The CPU formulations of
-// host_picks.py and packed_union.py for float32, equal bit for bit.
+// ops/host.py and packed_union.py for float32, equal bit for bit.
 #include "told.h"
 
 #define CODE_ZERO 128  // as in packed_union.py

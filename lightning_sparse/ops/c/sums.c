@@ -1,8 +1,8 @@
-// Sums and extremes of a vector: those of host_sums.py for float32, equal bit for bit.
+// Sums and extremes of a vector: those of ops/host.py for float32, equal bit for bit.
 #include "common.h"
 
-#define CHUNK 65536  // as in host_sums.py
-#define LANES 256    // as in host_sums.py
+#define CHUNK 65536  // SUM_CHUNK in ops/host.py
+#define LANES 256    // as in ops/host.py
 #define VALUES 1
 #define MAGNITUDES 2
 #define LOGARITHMS 3

@@ -1,5 +1,5 @@
 // What all ranks have picked, together: unions of lists that ascend, and sums of sparse vectors. The CPU formulations of
-// host_picks.py and packed_union.py for float32, equal bit for bit.
+// ops/host.py and packed_union.py for float32, equal bit for bit.
 //
 // One block of coordinates after another: all ranks' picks in it are entered in a table, which is then read in order.
 #include "told.h"

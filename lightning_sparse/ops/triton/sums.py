@@ -89,7 +89,7 @@ def moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def norm(x: Tensor) -> Tensor:
-    """Do the work of :func:`lightning_sparse.ops.norms.norm`, of float32, bfloat16 or float16."""
+    """Do the work of :func:`lightning_sparse.ops.length.norm`, of float32, bfloat16 or float16."""
     return _sums(x, MOMENTS)[2]
 
 

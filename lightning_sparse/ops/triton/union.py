@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_sparse.ops.triton import select
 from lightning_sparse.ops.triton.dense import look
 from lightning_sparse.ops.triton.launch import PICKS, PROGRAMS, Share, bitmap_words, launch
 from lightning_sparse.ops.triton.select import _lowest, _ones
@@ -198,11 +197,6 @@ def raise_levels_(levels: Tensor, indices: Tensor, places: Tensor, told: Tensor,
         _raise_levels, -(-places.numel() // PICKS), places, told, indices, levels, places.numel(), indices.numel(),
         numel, CODES=levels.dim() > 1, PICKS=PICKS, warps=4,
     )  # fmt: skip
-
-
-def top_k(x: Tensor, k: int) -> Tensor:
-    """Do the work of :func:`lightning_sparse.ops.top_k`, of float32."""
-    return select.pick(x, None, k, k).indices
 
 
 def above(x: Tensor, threshold: Tensor, span: None, capacity: int, phase: int) -> tuple[Tensor, Tensor]:

@@ -59,7 +59,7 @@ class Counted(NamedTuple):
     """Counts of a run up to a moment."""
 
     totals: Mapping[str, float]
-    """:meth:`Totals.state_dict <lightning_sparse.core.clock.Totals.state_dict>`."""
+    """:meth:`Totals.state_dict <lightning_sparse.engine.metrics.Totals.state_dict>`."""
     steps: int
     """Valid ones."""
     skipped: int

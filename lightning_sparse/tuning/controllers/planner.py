@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core.console import Table
 from lightning_sparse.engine import Engine
+from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.skip import digest_of
 from lightning_sparse.methods.grouping import Group, Messages, ParameterSize, make_plan
 from lightning_sparse.tuning.performance import Profile, Profiler

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_sparse.config import Watch
 from lightning_sparse.core.layout import own
 from lightning_sparse.engine import Engine
+from lightning_sparse.engine.config import Watch
 from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.optimizers.kinds import holds, is_adam, made_for, refusal, stepping
 from lightning_sparse.methods.memory import SecondMoment

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_sparse.core.clock import Stamp
+from lightning_sparse.engine.metrics import Stamp
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.tuning.performance.profile import LayerTime
 from lightning_sparse.tuning.performance.rank_sync import gathered

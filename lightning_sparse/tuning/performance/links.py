@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_sparse.config import SparsificationConfig
-from lightning_sparse.core.clock import Stamp
+from lightning_sparse.engine.config import SparsificationConfig
+from lightning_sparse.engine.metrics import Stamp
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.methods.memory import SecondMoment
 from lightning_sparse.tuning.performance.microbenchmark import measure_group, sizes_up_to

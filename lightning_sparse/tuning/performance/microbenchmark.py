@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sparse.core.clock import Stamp
 from lightning_sparse.core.messages import Message
 from lightning_sparse.core.step import Context
+from lightning_sparse.engine.metrics import Stamp
 from lightning_sparse.engine.network import TorchCollective, drive, send
 from lightning_sparse.engine.pipeline import init_group, reduce_group
 from lightning_sparse.methods.exchanges import Exchange

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sparse.core.clock import Stamp
+from lightning_sparse.engine.metrics import Stamp
 from lightning_sparse.engine.network import TorchCollective
 
 

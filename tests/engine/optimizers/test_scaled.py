@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from lightning_sparse.engine.optimizers.scaled import Handed, Lengths, factors_of
+from lightning_sparse.engine.delivery import Handed, Lengths, factors_of
 from lightning_sparse.engine.state.schema import NOTHING, STATE_FORMAT, check_state
 from lightning_sparse.ops.length import LengthChanges
 from lightning_sparse.ops.sampled import Sampler

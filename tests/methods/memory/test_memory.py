@@ -19,7 +19,7 @@ from lightning_sparse import ops
 from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.step import Absorbed, Context, Update
 from lightning_sparse.engine.network import TorchCollective, drive
-from lightning_sparse.engine.optimizers.pairs import check_pair
+from lightning_sparse.engine.optimizers.kinds import check_pair
 from lightning_sparse.engine.pipeline import exchange_group, init_group, settle_group
 from lightning_sparse.engine.state.schema import with_pending
 from lightning_sparse.methods.memory import NoMemory, Residual, as_memory

@@ -9,7 +9,6 @@ import pytest
 
 import lightning_sparse as ls
 from lightning_sparse import ops
-from lightning_sparse.methods import scalars
 from lightning_sparse.methods.sparsifiers import estimation
 from tests.covering import covering, in_one_test, in_turns
 from tests.reference.estimators import ROUGH, SMOOTH, accumulator, reference_dgc
@@ -87,7 +86,7 @@ def test_a_device_picks_the_same(kind: str, density: float, request: pytest.Fixt
     for sparsifier in (ls.DGC(exact_below=1), ls.DGC(variant="published")):
         exact = [select(sparsifier, acc, density, step) for step in steps]
         with pytest.MonkeyPatch.context() as patch:
-            for module in (ops, estimation, scalars):
+            for module in (ops, estimation, ops):
                 patch.setattr(module, "static_shapes", lambda device: True)
             static = [select(sparsifier, acc, density, step) for step in steps]
         for host, device in zip(exact, static, strict=True):

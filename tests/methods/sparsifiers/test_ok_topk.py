@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import lightning_sparse as ls
+from lightning_sparse import ops
 from lightning_sparse.core.step import Context
-from lightning_sparse.methods import scalars
 from tests.covering import covering, in_one_test
 from tests.reference.merged import reference_ok_topk
 
@@ -130,7 +130,7 @@ def test_a_device_without_a_threshold_looks_at_a_sample(monkeypatch: pytest.Monk
     state = sparsifier.init(100_000, 1, 0.05, acc.device)
     exact, _ = sparsifier.select(acc, state, ctx)
     assert int(exact.count) == 5000
-    monkeypatch.setattr(scalars, "static_shapes", lambda device: True)
+    monkeypatch.setattr(ops, "static_shapes", lambda device: True)
     monkeypatch.setattr(module, "SAMPLE", 10_000)
     sampled, after = sparsifier.select(acc, state, ctx)
     assert int(sampled.count) != 5000

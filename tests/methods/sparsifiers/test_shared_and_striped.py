@@ -8,10 +8,9 @@ import pytest
 import torch
 
 import lightning_sparse as ls
-from lightning_sparse.core.candidates import Found
-from lightning_sparse.core.step import Context
+from lightning_sparse.core.step import Context, Found
 from lightning_sparse.methods.sparsifiers.striped_topk import even_shares
-from lightning_sparse.ops import host_choose
+from lightning_sparse.ops import host
 from tests.covering import covering, in_one_test, in_turns
 
 
@@ -88,13 +87,13 @@ def test_every_coordinate_belongs_to_one_rank_and_stripes_rotate(n: int) -> None
 
 
 def test_striped_selection_searches_only_its_own_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, passes = [], host_choose.reaching
+    seen, passes = [], host.reaching
 
     def note(x: torch.Tensor, bound: float) -> Found:
         seen.append(x.numel())
         return passes(x, bound)
 
-    monkeypatch.setattr(host_choose, "reaching", note)
+    monkeypatch.setattr(host, "reaching", note)
     for n in (1, 2, 4, 8):
         list(ls.simulate(stream(1, n, 81_920), sparsifier="striped_topk", density=0.01))
         assert seen == [81_920 // n] * n

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import lightning_sparse as ls
 from lightning_sparse.core.step import Context
-from lightning_sparse.methods.sparsifiers.fitted import gamma_quantile, pareto_quantile, threshold
+from lightning_sparse.methods.laws import gamma_quantile, pareto_quantile, threshold
 from lightning_sparse.methods.sparsifiers.sidco import SIDCoState
 from tests.covering import by_default, covering, in_one_test
 from tests.reference.sidco import reference_sidco, reference_threshold

@@ -14,7 +14,7 @@ from lightning_sparse.tuning.performance import Line
 
 def set_clock(patch: pytest.MonkeyPatch, now: Callable[[], float]) -> None:
     """All measurements ask this clock."""
-    patch.setattr("lightning_sparse.core.clock.time", SimpleNamespace(perf_counter=now))
+    patch.setattr("lightning_sparse.engine.metrics.time", SimpleNamespace(perf_counter=now))
 
 
 class Priced:

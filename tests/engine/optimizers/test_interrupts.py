@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from lightning_sparse.core.interrupts import SAVING, Hold
-from lightning_sparse.engine.optimizers.hooks import uninterrupted
+from lightning_sparse.engine.optimizers.hooks import SAVING, Hold, uninterrupted
 
 
 class Stepping(torch.optim.SGD):

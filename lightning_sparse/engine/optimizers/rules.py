@@ -1,0 +1,389 @@
+"""What is done in the steps of optimizers: Adam's steps are taken here, and momentum of SGD is spent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import SGD, Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_sparse.core.layout import flattened, laid_out, own, shaped
+from lightning_sparse.engine.delivery import MANY, Delivery, Lengths, advice, factors_of
+from lightning_sparse.engine.group import GroupReducer
+from lightning_sparse.engine.network import TorchCollective
+from lightning_sparse.engine.optimizers.kinds import holds, refusal, settings_of, stepping
+from lightning_sparse.engine.optimizers.momentum import Momentum, Spending, Stepped
+from lightning_sparse.engine.parts import Parts
+from lightning_sparse.methods.memory import SecondMoment
+from lightning_sparse.ops.adam import Moved, Step, Steps
+from lightning_sparse.ops.length import DECAY
+from lightning_sparse.ops.sampled import Sampler
+
+STEP = "step"
+"""Key of the steps that were taken in torch's state of a parameter."""
+_left: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
+"""Hooks on the next step of optimizers that take all of their steps again."""
+WAITED = "waited"
+"""Key of the steps since an average arrived in SGD's state of a parameter, see :class:`.Stepped`."""
+
+
+class Arrived(NamedTuple):
+    """A parameter whose average an optimizer has not applied yet."""
+
+    parameter: Parameter
+    """Its ``grad`` is the average."""
+    name: str
+    group: GroupReducer | None
+    """None: its averages are always dense."""
+    delivery: Delivery | None
+    """Facts about its average; None: there are none."""
+
+
+OfGroup = tuple[Mapping[str, Any], Sequence[Arrived]]
+"""Of a parameter group of an optimizer: its settings, and what has arrived."""
+
+
+class AdamRule:
+    """Lets averages of :class:`~lightning_sparse.SecondMoment` act, when an optimizer takes its step.
+
+    ``p -= lr sqrt(n) grad / divisor``, after decoupled weight decay, where the memory knows a divisor. While the
+    optimizer steps, such parameters have no gradient, so that it passes them over; afterwards they have it again.
+
+    Args:
+        lengths: of averages, as optimizers got them.
+        tell: is given a sentence where averages were changed otherwise than by a factor.
+        keeps_moments: whether moments of the optimizer's own are kept, of parameters that are not stepped by them now.
+    """
+
+    def __init__(self, lengths: Lengths, tell: Callable[[str], None], keeps_moments: bool) -> None:
+        self._lengths, self._tell, self._keeps_moments = lengths, tell, keeps_moments
+        self._steps, self._sampler = Steps(), Sampler()
+        self._aside: list[tuple[Parameter, Tensor]] = []
+        """Gradients that were taken from parameters while an optimizer steps."""
+        self._counting: WeakSet[Optimizer] = WeakSet()
+        """Optimizers that have counts of steps that were taken here."""
+
+    @staticmethod
+    def memory(
+        optimizers: Sequence[Optimizer],
+        parameters: Collection[int],
+        tell: Callable[[str], None] = lambda sentence: None,
+    ) -> SecondMoment | None:
+        """Return the memory that lets steps of these optimizers be taken here; None: one of them takes its own.
+
+        Args:
+            optimizers: all that apply averages.
+            parameters: ids of those that are sparsified.
+            tell: is given a sentence where optimizers differ in what the memory takes from them.
+        """
+        holding = [optimizer for optimizer in optimizers if holds(optimizer, parameters)]
+        if not holding or any(refusal(optimizer, parameters) for optimizer in holding):
+            return None
+        settings = settings_of(holding, parameters)
+        if len(settings) > 1:
+            tell(
+                f"Parameters that are sparsified have several pairs of a second beta and eps: {sorted(settings)}. The "
+                "largest is taken for all of them."
+            )
+        return SecondMoment(*max(settings))
+
+    @torch.no_grad()
+    def before(self, optimizer: Optimizer, arrived: Sequence[OfGroup]) -> None:
+        """Step, and take the gradients away."""
+        # As a GradScaler hands them over to fused optimizers: gradients are still scaled, and the step may be none.
+        scale, skip = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        served: dict[Delivery, dict[str, Parameter]] = {}
+        for one in (one for _, ones in arrived for one in ones):
+            if one.delivery is not None and one.group is not None and one.group.memory.needs_second:
+                served.setdefault(one.delivery, {})[one.name] = one.parameter
+        for served_one, parameters in served.items():
+            self._follow_changes(served_one, parameters, scale)
+        divisors = {each: each.divisors() for each in served}
+        for settings, ones in arrived:
+            moved: dict[int, list[Moved]] = {}
+            for parameter, name, group, delivery in ones:
+                if group is None or delivery is None or name not in served.get(delivery, {}):
+                    continue
+                indices, divisor = divisors[delivery][name]
+                assert parameter.grad is not None
+                part, grad = own(parameter), own(parameter.grad)
+                if indices is None:
+                    divisor = shaped(divisor, part)
+                moved.setdefault(delivery.ranks, []).append(Moved(part, grad, divisor, indices))
+                # A dense plan has residuals of a loaded state only, and its optimizers step from then on.
+                self._take_aside(optimizer, parameter, 1, keeps=self._keeps_moments or group.plan.dense)
+            for ranks, those in moved.items():
+                self._steps.take_(those, Step(*_rates(settings, ranks), scale, skip))
+
+    @torch.no_grad()
+    def rehearse(self, optimizer: Optimizer, served: Collection[int]) -> None:
+        """Keep sharded parameters whose steps are taken here from a step that only makes an optimizer's state.
+
+        Args:
+            optimizer: that takes it.
+            served: ids of these parameters.
+        """
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if id(parameter) in served and own(parameter) is not parameter:
+                self._take_aside(optimizer, parameter, 0, keeps=self._keeps_moments)
+
+    def _take_aside(self, optimizer: Optimizer, parameter: Parameter, steps: int, keeps: bool) -> None:
+        """Take a parameter's gradient away while the optimizer steps, and count the steps of one that is sharded.
+
+        Distributed checkpoints cannot load a parameter of which the optimizer has no state at all.
+
+        Args:
+            optimizer: that steps.
+            parameter: of it.
+            steps: that are taken now.
+            keeps: whether the optimizer keeps its own state of the parameter.
+        """
+        assert parameter.grad is not None
+        self._aside.append((parameter, parameter.grad))
+        parameter.grad = None
+        if keeps:
+            return
+        known = optimizer.state.pop(parameter, {})  # maybe moments of dense steps, or of one without a backward
+        if own(parameter) is not parameter:
+            self._counting.add(optimizer)
+            if optimizer in _left:  # by an earlier engine
+                _left.pop(optimizer).remove()
+            optimizer.state[parameter] = {STEP: torch.as_tensor(known.get(STEP, 0.0), device="cpu").float() + steps}
+
+    def leave(self, optimizer: Optimizer) -> None:
+        """Let an optimizer make its own state of parameters that it steps now, and of which it only has a count."""
+        if optimizer in self._counting:
+            _forget_counts(optimizer, lambda parameter: parameter.grad is not None)
+
+    def close(self) -> None:
+        """Leave all parameters to their optimizers, from their next step on: they may be saved before that."""
+        for optimizer in self._counting:
+            _left[optimizer] = optimizer.register_step_pre_hook(lambda one, *_: _forget_counts(one, lambda _: True))
+
+    def _follow_changes(self, delivery: Delivery, parameters: Mapping[str, Parameter], scale: Tensor | None) -> None:
+        """Let second moments follow what averages were multiplied by since they were handed out."""
+        if delivery.handed is None:
+            return
+        known = [parameters.get(name) for name in delivery.spans]
+        gradients = [None if p is None or p.grad is None else laid_out(own(p.grad), own(p)) for p in known]
+        factors = factors_of(delivery.handed, gradients, scale, self._sampler)
+        if factors.odd is not None and factors.odd > MANY:
+            self._tell(advice(parameters, float(factors.odd)))
+        decay = min(delivery.memory.second_decay, DECAY)
+        delivery.lengthen_(self._lengths.follow(list(delivery.spans), factors.by, decay))
+
+    def after(self) -> None:
+        """Give parameters their gradients back: a step has ended, or has failed."""
+        for parameter, grad in self._aside:
+            if parameter.grad is None:  # else a step has failed, and new gradients are here
+                parameter.grad = grad
+        self._aside = []
+
+
+def _rates(group: Mapping[str, Any], ranks: int) -> tuple[Any, Any]:
+    """Return learning rate, and what decay leaves of a parameter: numbers, or () where only the device knows it.
+
+    Args:
+        group: settings of an optimizer's.
+        ranks: that the averages are means over.
+    """
+    rate = group["lr"]
+    if isinstance(rate, Tensor):
+        rate = float(rate) if rate.device.type == "cpu" else rate.view(())
+    sign = -1 if group.get("maximize") else 1
+    return rate * (math.sqrt(ranks) * sign), 1 - rate * group["weight_decay"]
+
+
+def _forget_counts(optimizer: Optimizer, which: Callable[[Tensor], bool]) -> None:
+    """Remove the state of parameters of which an optimizer only has a count."""
+    for parameter, known in list(optimizer.state.items()):
+        if known.keys() == {STEP} and which(parameter):
+            del optimizer.state[parameter]
+
+
+class Formed(NamedTuple):
+    """The second moment that an optimizer has of a parameter."""
+
+    second: Tensor
+    """Corrected for its start at 0, in the parameter's shape."""
+    steps: float
+
+
+def go_on_from_dense(
+    groups: Sequence[GroupReducer],
+    optimizers: Iterable[Optimizer],
+    parameters: Mapping[str, Parameter],
+    comm: TorchCollective,
+    device: torch.device,
+    parts: Parts | None = None,
+) -> None:
+    """Start second moments where none are known yet, in a step that has just begun; collective.
+
+    An optimizer's v holds squares of averages over n ranks, a rank's own the noise of one gradient, n times as much. So
+    they start from n times the optimizer's: with ``sqrt(n)`` in the step, first steps are as long as those of
+    dense training. The shortest history of a group counts for all of it, and one step where there is none: as Adam's
+    do, second moments without a history start from the first gradients then.
+
+    Args:
+        groups: all of them.
+        optimizers: that step parameters.
+        parameters: by name.
+        comm: the ranks. Where they hold states of different parameters, as in ``ZeroRedundancyOptimizer``, all of them
+            start from what any of them holds.
+        device: where gradients live.
+        parts: which coordinates of each parameter groups have; None: all that this rank has.
+    """
+    served = {name: group for group in groups if group.memory.needs_second for name in group.spans}
+    if not served:
+        return
+    here = _formed(optimizers, {id(parameters[name]): name for name in served})
+    found = comm.all_gather_object({name: formed.steps for name, formed in here.items()}, device)
+    holders = {name: rank for rank, each in reversed(list(enumerate(found))) for name in each}
+    if not holders:
+        return
+    known = {name: group.memory.vectors(group.state.memory)["second"] for name, group in served.items()}
+    unknown = {name for name in holders if not bool(known[name][served[name].spans[name]].any())}
+    fresh = set.intersection(*comm.all_gather_object(unknown, device))
+    for group in groups:
+        names = [name for name in group.spans if name in fresh]
+        if not names:
+            continue
+        start = torch.zeros(group.plan.numel, device=device, dtype=group.wide)
+        for name in names:
+            if holders[name] == comm.rank:
+                parameter, span = own(parameters[name]), group.spans[name]
+                second = flattened(laid_out(here[name].second, parameter))
+                start[span] = second[slice(None) if parts is None else parts.of(name)]
+        start = comm.all_reduce(start).mul_(comm.world_size)
+        steps = min(found[holders[name]][name] if name in fresh else 1.0 for name in group.spans)
+        group.memory.start_(group.state.memory, start, [group.spans[name] for name in names], steps)
+
+
+def _formed(optimizers: Iterable[Optimizer], names: Mapping[int, str]) -> dict[str, Formed]:
+    """Return what optimizers have formed of the parameters with names by id; by name."""
+    formed = {}
+    for optimizer in map(stepping, optimizers):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                state = optimizer.state.get(parameter, {}) if id(parameter) in names else {}
+                second, steps = state.get("exp_avg_sq"), float(state.get("step", 0))
+                if second is None or steps < 1:
+                    continue
+                second = own(second)
+                if second.shape == own(parameter).shape and bool(second.isfinite().all()):
+                    corrected = second / (1 - float(group["betas"][1]) ** steps)
+                    formed[names[id(parameter)]] = Formed(corrected, steps)
+    return formed
+
+
+class MomentumRule:
+    """Spends momentum of averages that have waited, also of dense parameters, where all averages come late.
+
+    See :meth:`~lightning_sparse.engine.optimizers.momentum.Spending.spend_`.
+
+    torch's own step is taken as ever; what is spent early is moved from the velocities to the parameters behind it.
+
+    Args:
+        name_of: the name of a parameter, given by its id; None where it is not the engine's.
+        late: steps between an exchange and the step that applies its averages.
+    """
+
+    def __init__(self, name_of: Callable[[int], str | None], late: int) -> None:
+        self._name_of, self._late = name_of, late
+        self._spending = Spending(late)
+        self._noted: list[_Noted] = []
+        """The step that an optimizer is taking."""
+        self._kept: set[str] = set()
+        """Parameters whose residuals were loaded, or that an optimizer has stepped since residuals started empty."""
+
+    def go_on(self, names: Set[str]) -> None:
+        """Note that the residuals of these parameters were loaded, and all others start empty."""
+        self._kept = set(names)
+
+    def before(self, optimizer: SGD, arrived: Iterable[OfGroup], serves: bool, steps: int) -> None:
+        """Note with which averages an optimizer steps, and by which settings.
+
+        Args:
+            optimizer: not one around it.
+            arrived: what it is about to apply.
+            serves: whether its momentum is spent.
+            steps: gradients that came since its latest step: 1, or 0 in a flush between two steps.
+        """
+        kept = optimizer.state
+        for parameter in (p for settings in optimizer.param_groups for p in settings["params"]):
+            name = self._name_of(id(parameter))
+            if name is not None and name not in self._kept:
+                self._kept.add(name)
+                kept.get(parameter, {}).pop(WAITED, None)  # of residuals that are gone; others may have trained since
+        if not serves and not any(WAITED in state for state in kept.values()):
+            return
+        skip = getattr(optimizer, "found_inf", None)
+        for settings, ones in arrived:
+            early, whole = [], []
+            by = Momentum.of(settings)
+            for parameter in settings["params"] if by is None else ():
+                kept.get(parameter, {}).pop(WAITED, None)
+            for parameter, _, group, delivery in ones if by is not None else ():
+                average = parameter, _unchanged(parameter.grad, settings)
+                everything = group is None or not group.sparsified or (delivery is not None and delivery.whole)
+                if group is None or (everything and not self._late):
+                    if WAITED in kept.get(parameter, {}):
+                        whole.append(average)
+                elif serves:
+                    early.append(average)
+                else:
+                    kept.get(parameter, {}).pop(WAITED, None)
+            if by is not None and (early or whole):
+                self._noted.append(_Noted(optimizer, early, whole, by, skip, steps))
+
+    def after(self) -> None:
+        """Spend what is noted."""
+        noted, self._noted = self._noted, []
+        for optimizer, early, whole, by, skip, steps in noted:
+            stepped = []
+            for parameter, grad in (*early, *whole):
+                state = optimizer.state[parameter]
+                velocity, waited = state.get("momentum_buffer"), state.get(WAITED)
+                if velocity is None:
+                    continue
+                if waited is None:
+                    waited = torch.zeros_like(parameter, dtype=torch.uint8)
+                state[WAITED] = waited.to(torch.uint8)  # torch loads what an optimizer keeps in the parameter's dtype
+                stepped.append(Stepped(*map(own, (parameter, grad, velocity, state[WAITED]))))
+            self._spending.spend_(stepped, by, skip, steps)
+            for parameter, _ in whole:  # nothing of them waits any more
+                if skip is None:
+                    del optimizer.state[parameter][WAITED]
+                else:
+                    own(optimizer.state[parameter][WAITED]).mul_(skip > 0)
+
+    def forget(self) -> None:
+        """Make up for nothing: the step has failed."""
+        self._noted = []
+
+
+class _Noted(NamedTuple):
+    """Parameters of a group of an optimizer's that it steps, and their averages."""
+
+    optimizer: Optimizer
+    early: list[tuple[Parameter, Tensor]]
+    """Whose averages hold some coordinates."""
+    whole: list[tuple[Parameter, Tensor]]
+    """Whose averages hold all, also of those that have waited before."""
+    by: Momentum
+    skip: Tensor | None
+    steps: int
+
+
+def _unchanged(grad: Tensor | None, settings: Mapping[str, Any]) -> Tensor:
+    """Return the average as it is after the step, too: ``foreach`` adds Nesterov's velocity to it."""
+    assert grad is not None
+    foreach = settings["foreach"] or (settings["foreach"] is None and grad.device.type != "cpu")
+    copied = settings["weight_decay"] or settings["maximize"] or settings["fused"]
+    return grad.clone() if settings["nesterov"] and foreach and not copied else grad

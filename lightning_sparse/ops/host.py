@@ -1,0 +1,603 @@
+"""Passes over whole vectors, and work on selected coordinates, on the CPU: in C where it takes the vectors.
+
+Else they are operations of torch, in chunks that stay in cache, and of numpy where torch takes several times as long.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_sparse.core.step import Candidates, Found
+from lightning_sparse.ops import reference
+from lightning_sparse.ops.c import native
+from lightning_sparse.ops.c.native import compiled_on, written
+from lightning_sparse.ops.reference import Weights
+
+CHUNK = 1 << 18
+"""Elements per chunk: few enough to stay in cache, and so many that what Python does for each of them hardly counts."""
+LINE = 64
+"""Bytes of a line of the cache."""
+MARGIN = 0.9
+"""The next step's threshold is expected above this multiple of this one's."""
+Array = NDArray[Any]
+Summed = Literal["values", "magnitudes", "logarithms", "beyond"]
+"""Terms of the sums over a vector, next to their squares: values; magnitudes; magnitudes and their logarithms; or the
+excess of magnitudes over a level."""
+SUMMED: tuple[Summed, ...] = get_args(Summed)
+SUM_CHUNK = 1 << 16
+"""Elements that are added up at once; compiled code has the same."""
+LANES = 1 << 8
+"""Sums are formed in as many parts: part j is that of elements j, j + LANES, ... of a chunk, in float64."""
+NEXT = 1.5
+"""The factor over its need up to which a step lets the next one collect."""
+SAMPLE = 1 << 13
+"""Magnitudes from which torch takes the bound of the next step, about."""
+
+
+def zeros(size: int, dtype: torch.dtype) -> Tensor:
+    """(size,) that begins with a line of the cache, in large pages where the system has some: numpy asks for them.
+
+    Places all over a vector are then reached faster, and all of it, too. Torch does not ask.
+    """
+    kind = torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
+    room = np.zeros(size + LINE // kind.itemsize, kind)
+    first = -room.ctypes.data % LINE // kind.itemsize
+    return torch.from_numpy(room[first : first + size])
+
+
+def reach(magnitudes: Tensor, bound: float) -> Tensor:
+    """Return which of some magnitudes reach a bound; in numpy, since torch takes seven times as long."""
+    return torch.from_numpy(np.greater_equal(magnitudes.numpy(), bound))
+
+
+def kth(magnitudes: Tensor, k: int) -> float:
+    """Return the magnitude that k reach, itself among them; in numpy, since torch takes four times as long."""
+    return float(np.partition(magnitudes.numpy(), -k)[-k])
+
+
+def places_of(flags: Tensor) -> Tensor:
+    """Return which of a vector of flags are set, ascending int64; in numpy, since torch takes four times as long."""
+    return torch.from_numpy(flags.numpy().nonzero()[0])
+
+
+def above(x: Tensor, threshold: float, first: int, last: int, candidates: Candidates | None = None) -> Tensor:
+    """Return ascending coordinates in [first, last) with ``|x| >= threshold``."""
+    bound = _number(x, threshold)
+    known: Found | None = None
+    if candidates is not None:
+        known = candidates.reaching(x, bound)
+        candidates.expect(MARGIN * bound)
+    if known is None:
+        return reaching(x[first:last], bound)[0].long() + first
+    found = reaching_of(*known, bound)
+    return found if (first, last) == (0, x.numel()) else found[(found >= first) & (found < last)]
+
+
+def tail(x: Tensor, threshold: float) -> Tensor:
+    """Return the magnitudes that reach a threshold, without zeros."""
+    bound = lowest(x, threshold)
+    if compiled := compiled_on(x):
+        return compiled.tail(x, bound)
+    return reaching(x, bound)[1]
+
+
+def reached(magnitudes: Tensor, threshold: float) -> int:
+    """Return how many magnitudes reach a threshold, compared in their precision."""
+    return int(reach(magnitudes, _number(magnitudes, threshold)).sum())
+
+
+def reaching_of(indices: Tensor, magnitudes: Tensor, threshold: float) -> Tensor:
+    """Return the int32 coordinates whose magnitudes reach a threshold, as int64."""
+    return indices.index_select(0, places_of(reach(magnitudes, _number(magnitudes, threshold)))).long()
+
+
+def reaching(x: Tensor, bound: float) -> Found:
+    """Return what of a vector reaches a bound, NaN never: ascending int32 coordinates, and magnitudes."""
+    if compiled := compiled_on(x):
+        return compiled.above(x, bound)
+    hits = Hits(x, bound, x.numel())
+    for start, chunk in enumerate(torch.split(x, CHUNK)):
+        hits.add(chunk, start * CHUNK)
+    found = hits.found()
+    assert found is not None  # there is room for all
+    return found
+
+
+class Hits:
+    """Find the coordinates of a vector's chunks that reach a bound; in numpy, since torch takes three times as long.
+
+    Args:
+        x: the vector.
+        bound: magnitude; NaN is not reached.
+        room: for so many.
+    """
+
+    def __init__(self, x: Tensor, bound: float, room: int) -> None:
+        self._bound, self._room = _number(x, bound), room
+        self._indices, self._magnitudes = [np.empty(0, np.int32)], [x[:0].numpy()]
+
+    def add(self, chunk: Tensor, start: int) -> None:
+        """Look at a chunk, which begins at a coordinate; nothing is looked at any more where there is no room."""
+        if self._room >= 0:
+            values = chunk.numpy()
+            flags = np.greater_equal(values, self._bound)
+            flags |= np.less_equal(values, -self._bound)
+            places = places_of(torch.from_numpy(flags)).numpy()
+            self._room -= len(places)
+            self._indices.append((places + start).astype(np.int32))
+            self._magnitudes.append(np.abs(values.take(places)))
+
+    def found(self) -> Found | None:
+        """Return ascending coordinates and magnitudes, None if there was no room."""
+        if self._room < 0:
+            return None
+        return torch.from_numpy(np.concatenate(self._indices)), torch.from_numpy(np.concatenate(self._magnitudes))
+
+
+def lowest(x: Tensor, threshold: float) -> float:
+    """Return the threshold in the precision of a vector, raised above zero."""
+    return max(_number(x, threshold), torch.finfo(x.dtype).tiny)
+
+
+def _number(x: Tensor, threshold: float) -> float:
+    """Round to the precision of a vector."""
+    return float(torch.tensor(threshold, dtype=x.dtype, device="cpu"))
+
+
+class Sums(NamedTuple):
+    """Sums over a vector, in float64."""
+
+    number: float
+    """Number of magnitudes that reach the bound, by default the smallest normal number; unused for values."""
+    total: float
+    squares: float
+    """Sum of squares."""
+    largest: float
+    """Largest magnitude; unused for values."""
+    mantissa: float
+    """Mantissa of the product of the counted magnitudes; for logarithms only."""
+    exponent: float
+    """The product is ``mantissa * 2 ** exponent``."""
+
+    @property
+    def logarithms(self) -> float:
+        """Sum of the logarithms of the counted magnitudes."""
+        return math.log(self.mantissa) + self.exponent * math.log(2)
+
+
+@np.errstate(over="ignore", invalid="ignore", under="ignore")
+def sums(x: Tensor, summed: Summed, *, level: float = 0.0) -> Sums:
+    """Return sums over a vector; counted are magnitudes that reach a level and are not zero.
+
+    Args:
+        x: (numel,) finite values.
+        summed: of what.
+        level: what magnitudes have beyond it is summed up for ``"beyond"``.
+    """
+    bound = lowest(x, level)
+    if compiled := compiled_on(x):
+        return Sums(*compiled.sums(x, SUMMED.index(summed) + 1, level, bound))
+    totals, product, exponent, number, largest = np.zeros((2, LANES)), np.ones(LANES), 0, 0, 0.0
+    for chunk in torch.split(x, SUM_CHUNK):
+        wide = chunk.numpy().astype(np.float64)
+        if summed != "values":
+            wide = np.abs(wide)
+            counted = wide >= bound
+            number, largest = number + int(np.count_nonzero(counted)), max(largest, wide.max(initial=0.0))
+        if summed == "logarithms":
+            mantissas, exponents = np.frexp(np.where(counted, wide, 1.0))
+            product, more = np.frexp(_lanes(product, mantissas, np.multiply))
+            exponent += exponents.sum() + more.sum()
+        elif summed == "beyond":
+            wide = np.maximum(wide - level, 0.0)
+        totals = np.stack([_lanes(*each, np.add) for each in zip(totals, (wide, wide * wide), strict=True)])
+    while product.size > 1:
+        totals = np.add(*np.split(totals, 2, axis=1))
+        product, more = np.frexp(np.multiply(*np.split(product, 2)))
+        exponent += more.sum()
+    total, squares = totals.ravel().tolist()
+    return Sums(number, total, squares, float(largest), float(product[0]), float(exponent))
+
+
+def moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and standard deviation, from sums in float64."""
+    made, count = sums(x, "values"), x.numel()
+    mean = made.total / count
+    variance = (made.squares - made.total * mean) / (count - 1) if count > 1 else math.nan
+    deviation = variance if math.isnan(variance) else math.sqrt(max(variance, 0.0))
+    return _scalar(mean), _scalar(deviation)
+
+
+def mean_and_maximum(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both of magnitudes, from a sum in float64."""
+    made = sums(x, "magnitudes")
+    return _scalar(min(made.total / x.numel(), made.largest)), _scalar(made.largest)  # also where the sum overflows
+
+
+def _scalar(x: float) -> Tensor:
+    return torch.tensor(x, dtype=torch.float64, device="cpu")
+
+
+def _lanes(made: Array, values: Array, two: np.ufunc) -> Array:
+    """Form of each lane what has been made, and of at most a chunk of further values, row after row.
+
+    In numpy, which goes row by row; sums of torch take an order of their own, and cumulative ones six times as long.
+    """
+    whole = len(values) // LANES * LANES
+    if whole:
+        made = two(made, two.reduce(values[:whole].reshape(-1, LANES), axis=0))
+    rest = values[whole:]
+    return np.concatenate([two(made[: rest.size], rest), made[rest.size :]])
+
+
+def top_k(x: Tensor, k: int, candidates: Candidates | None = None) -> Tensor:
+    """Ascending coordinates of the k largest magnitudes, ``0 < k < numel``; of equal ones the lower coordinates.
+
+    From few that reach a lower bound, the exact k-th magnitude is taken. The bound is that of what was collected
+    beforehand, else one from a sample, else zero.
+    """
+    picked, following = _picked(_enough(x, k, candidates), k, _more(k))
+    if candidates is not None and k:
+        candidates.expect(following)
+    return picked
+
+
+def top_k_and_stripe(
+    x: Tensor, share: int, spare: int, turn: int, n: int, candidates: Candidates | None = None
+) -> tuple[Tensor, Tensor]:
+    """The largest of all, and the largest others of a stripe.
+
+    Args:
+        x: (numel,) finite values.
+        share: how many of all, from 0 to numel.
+        spare: how many of the coordinates j with ``j mod n == turn``; fewer where there are no more others.
+        turn: which stripe.
+        n: number of stripes.
+        candidates: of the group, where x is its accumulator: they may save a pass.
+
+    Returns:
+        Their coordinates, int64, ascending; and whether each is one of the others.
+
+    Example:
+        >>> top_k_and_stripe(torch.tensor([1.0, -9, 3, 2, 8, 4]), 2, 1, turn=0, n=2)
+        (tensor([1, 2, 4]), tensor([False,  True, False]))
+    """
+    expected = share + n * spare
+    if not expected:
+        return torch.empty(0, dtype=torch.int64, device="cpu"), torch.empty(0, dtype=torch.bool, device="cpu")
+    enough = min(x.numel(), expected + math.ceil(4 * math.sqrt(expected)))
+    indices, magnitudes = known = _enough(x, enough, candidates)
+    more, size = _more(enough), indices.numel()
+    if compiled := compiled_on(magnitudes):
+        made = compiled.largest(known, share, spare, turn, n, more if more < size else enough)
+        if made is not None:
+            if candidates is not None:
+                candidates.expect(made[2] if more < size else MARGIN * made[2])
+            return made[0], made[1]
+    if candidates is not None:
+        candidates.expect(_next_bound(magnitudes, enough, more))
+    first = torch.zeros(size, dtype=torch.bool, device="cpu")
+    first.index_fill_(0, _best(magnitudes, share), True)
+    inside = torch.from_numpy(np.equal(indices.numpy() - indices.numpy() // n * n, turn))  # torch divides one by one
+    places = places_of(inside & ~first)
+    if places.numel() < spare and size < x.numel():
+        return _with_whole_stripe(x, indices[first].long(), indices[first & inside].long(), spare, turn, n)
+    spares = torch.zeros_like(first)
+    best = _best(magnitudes.index_select(0, places), min(spare, places.numel()))
+    spares.index_fill_(0, places.index_select(0, best), True)
+    picked = places_of(first | spares)
+    return indices.index_select(0, picked).long(), spares.index_select(0, picked)
+
+
+def _with_whole_stripe(x: Tensor, first: Tensor, mine: Tensor, spare: int, turn: int, n: int) -> tuple[Tensor, Tensor]:
+    """Return :func:`top_k_and_stripe`, where the largest of all are known, and which of them are of the stripe."""
+    stripe = x[turn::n].contiguous()
+    others = top_k(stripe, min(stripe.numel(), spare + mine.numel())) * n + turn
+    others = others[~torch.isin(others, mine, assume_unique=True)]
+    indices, order = torch.cat([first, others]).sort()
+    return indices, order >= first.numel()
+
+
+def many_of_largest(
+    x: Tensor, k: int, span: tuple[int, int] | None = None, candidates: Candidates | None = None
+) -> Found:
+    """The k largest magnitudes of a range, and maybe more, for :func:`largest_of`.
+
+    Args:
+        x: (numel,) finite values.
+        k: how many, at least 1; fewer where the range is shorter.
+        span: range to look at; None: everything.
+        candidates: of the group, where x is its accumulator: they may save a pass, if everything is looked at.
+
+    Returns:
+        Ascending int32 coordinates, and magnitudes; no magnitude that is left out is larger than one of the k.
+    """
+    first, last = span or (0, x.numel())
+    k = min(k, last - first)
+    if candidates is None or last - first < x.numel():
+        indices, magnitudes = _enough(x[first:last], k)
+        return indices.add_(first), magnitudes
+    indices, magnitudes = _enough(x, k, candidates)
+    candidates.expect(_next_bound(magnitudes, k, _more(k)))
+    return indices, magnitudes
+
+
+def largest_of(indices: Tensor, magnitudes: Tensor, k: int) -> Tensor:
+    """Ascending int64 coordinates of the k largest magnitudes; of equal ones the lower ones.
+
+    Args:
+        indices: (c,) int32, ascending.
+        magnitudes: (c,) theirs.
+        k: how many, from 0 to c.
+    """
+    return _picked((indices, magnitudes), k, k)[0]
+
+
+def _enough(x: Tensor, k: int, candidates: Candidates | None = None) -> Found:
+    """All that reach a bound, and at least k of them."""
+    numel = x.numel()
+    if k < numel:
+        known = None if candidates is None else candidates.reaching(x, math.inf)
+        if known is None or known[0].numel() < k:
+            known = reaching(x, _bound_of_sample(x, k / numel))
+        if known[0].numel() >= k:
+            return known
+    return torch.arange(numel, dtype=torch.int32, device="cpu"), x.abs()
+
+
+def _picked(known: Found, k: int, more: int) -> tuple[Tensor, float]:
+    """Coordinates of the k largest of what is known, ascending; and a magnitude that at least ``more`` reach.
+
+    Of equal ones, the first. Where there are fewer than ``more``, somewhat less than what k reach.
+    """
+    indices, magnitudes = known
+    if k == 0:
+        return indices[:0].long(), math.inf
+    if compiled := compiled_on(magnitudes):
+        made = compiled.largest(known, k, 0, 0, 1, more if more < len(magnitudes) else k)
+        assert made is not None
+        return made[0], made[2] if more < len(magnitudes) else MARGIN * made[2]
+    return indices[_best(magnitudes, k)].long(), _next_bound(magnitudes, k, more)
+
+
+def _more(k: int) -> int:
+    """Return the number that the next step should find, for k picks."""
+    return math.ceil(NEXT * k) + 64
+
+
+def _best(magnitudes: Tensor, k: int) -> Tensor:
+    """Places of the k largest, ascending, of equal ones the first."""
+    if not k:
+        return torch.empty(0, dtype=torch.int64, device="cpu")
+    least = kth(magnitudes, k)
+    keep = places_of(reach(magnitudes, least))
+    if keep.numel() > k:  # of those that are equal to the k-th, the last ones are too many
+        equal = places_of(magnitudes.index_select(0, keep) == least)
+        stay = torch.ones(keep.numel(), dtype=torch.bool, device="cpu")
+        stay[equal[k - keep.numel() :]] = False
+        keep = keep.index_select(0, places_of(stay))
+    return keep
+
+
+def _next_bound(magnitudes: Tensor, k: int, more: int) -> float:
+    """A magnitude that about ``more`` of these reach; where there are not more, somewhat less than what k reach."""
+    short = more >= magnitudes.numel()
+    k, margin = (k, MARGIN) if short else (more, 1.0)
+    stride = 1 + magnitudes.numel() // SAMPLE
+    return margin * kth(magnitudes[::stride], max(1, k // stride))
+
+
+def _bound_of_sample(x: Tensor, share: float) -> float:
+    """A magnitude that a share of all very probably reaches, from a sample; 0 from all or few of them."""
+    stride = max(1, min(97, x.numel() // 4096))
+    size = -(-x.numel() // stride)
+    rank = math.ceil(size * share * 1.3 + 4 * math.sqrt(size * share) + 1)
+    return 0.0 if stride == 1 or rank >= size else kth(x[::stride].abs(), rank)
+
+
+def accumulate(acc: Tensor, runs: Sequence[Tensor], bound: float) -> tuple[Found | None, bool]:
+    """``acc = acc + grad`` and ``grad = 0``, in one pass; a coordinate whose sum is not finite is left as it is.
+
+    Args:
+        acc: (numel,) float32 or float64.
+        runs: in which the gradient lies, numel coordinates in order, of the same dtype, or bfloat16 or float16; set to
+            zero.
+        bound: magnitude.
+
+    Returns:
+        What of acc reaches the bound, None if that is more than an eighth or a sum was not finite; and whether all sums
+        were finite.
+    """
+    if compiled := compiled_on(acc, *runs):
+        written(acc, *runs)
+        return compiled.form((acc, None, None), runs, True, (), bound, acc.numel() // Candidates.ROOM)
+    return _in_chunks(_add_, [acc], runs, True, bound)
+
+
+def weigh(
+    acc: Tensor,
+    second: Tensor,
+    score: Tensor,
+    runs: Sequence[Tensor],
+    by: Weights,
+    bound: float,
+) -> tuple[Found | None, bool]:
+    """Form the sums of :class:`~lightning_sparse.SecondMoment` of a gradient g, in one pass.
+
+    ``acc = acc + g``, ``second = keep second + add g^2``, at most the largest number, and
+    ``score = acc / sqrt(sqrt(second + (damping acc)^2) + least)``, of a sum up to the largest number. Where the new acc
+    would not be finite, acc and second are left as they are, and the score is not defined.
+
+    Args:
+        acc: (numel,) float32 or float64.
+        second: the same.
+        score: the same, overwritten; may be the only run of the gradient. If it is not, the gradient is set to zero.
+        runs: in which the gradient lies, numel coordinates in order, of the same dtype, or bfloat16 or float16.
+        by: numbers.
+        bound: magnitude.
+
+    Returns:
+        As :func:`accumulate`, but what of the score reaches the bound; and whether all of the new acc was finite.
+    """
+    clear = score.data_ptr() != runs[0].data_ptr()
+    if compiled := compiled_on(acc, second, score, *runs):
+        written(acc, second, score, *runs)
+        room = score.numel() // Candidates.ROOM
+        return compiled.form((acc, second, score), runs, clear, by, bound, room)
+    form = partial(reference.weigh_, room=acc.new_empty(3, min(CHUNK, acc.numel())), by=by)
+    return _in_chunks(form, [acc, second, score], runs, clear, bound)
+
+
+def _add_(acc: Tensor, piece: Tensor) -> Tensor:
+    """Add a piece of a gradient, which is written to; () whether all is finite, see :func:`accumulate`."""
+    formed = piece.add_(acc) if piece.dtype == acc.dtype else torch.add(piece, acc)
+    return reference.replace_(formed, (acc, formed))
+
+
+def _in_chunks(
+    form: Callable[..., Tensor], formed: Sequence[Tensor], runs: Sequence[Tensor], clear: bool, bound: float
+) -> tuple[Found | None, bool]:
+    """Call a pass in torch for pieces that stay in cache, and collect what reaches a bound while they are there.
+
+    Args:
+        form: takes pieces of the vectors that are formed, and of the gradient, and returns whether all is finite.
+        formed: the vectors, of which the last one is looked at.
+        runs: of the gradient.
+        clear: whether to set the gradient to zero.
+        bound: magnitude.
+    """
+    start, finite, hits = 0, True, Hits(formed[-1], bound, formed[-1].numel() // Candidates.ROOM)
+    for run in runs:
+        for piece in torch.split(run, CHUNK):
+            here = [x[start : start + len(piece)] for x in formed]
+            finite &= bool(form(*here, piece))
+            if clear:
+                piece.zero_()
+            hits.add(here[-1], start)
+            start += len(piece)
+    return hits.found() if finite else None, finite
+
+
+def take(x: Tensor, indices: Tensor) -> Tensor:
+    """Return ``x[indices]``."""
+    if compiled := are_places(indices) and compiled_on(x):
+        return compiled.picks.take(x, indices)
+    return x.index_select(0, indices)
+
+
+def under(mask: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
+    """Return ``x[mask]`` for each of some vectors."""
+    places = places_of(mask)
+    return tuple(x.index_select(0, places) for x in vectors)
+
+
+def put_(x: Tensor, indices: Tensor, values: Tensor | float) -> None:
+    """Set ``x[indices] = values``, of equal dtypes."""
+    new = values if isinstance(values, Tensor) else torch.full(indices.shape, values, dtype=x.dtype, device="cpu")
+    fitting = are_places(indices) and new.dtype == x.dtype and new.shape == indices.shape
+    if compiled := fitting and compiled_on(x, new):
+        compiled.picks.put(x, indices, new)
+        written(x)
+    else:
+        x.index_copy_(0, indices, new)
+
+
+def put_in_runs_(runs: Sequence[Tensor], indices: Tensor, values: Tensor) -> None:
+    """Set ``x[indices] = values`` where x lies in several runs."""
+    if len(runs) == 1:
+        put_(runs[0], indices, values)
+        return
+    for run, chosen, places in _by_run(runs, indices):
+        put_(run, places, values[chosen])
+    written(*runs)
+
+
+def take_from_runs(runs: Sequence[Tensor], indices: Tensor) -> Tensor:
+    """Return ``x[indices]`` where x lies in several runs."""
+    taken = runs[0].new_empty(len(indices))
+    for run, chosen, places in _by_run(runs, indices):
+        taken[chosen] = run.index_select(0, places)
+    return taken
+
+
+def _by_run(runs: Sequence[Tensor], indices: Tensor) -> Iterator[tuple[Tensor, slice | Tensor, Tensor]]:
+    """Of each run that some indices fall into: it, which ones these are, and where they lie in it."""
+    starts = torch.tensor([0, *(len(run) for run in runs)], device="cpu").cumsum(0)
+    ascend = bool((indices[1:] >= indices[:-1]).all())
+    ordered, order = (indices, None) if ascend else indices.sort(stable=True)
+    if len(ordered) and not 0 <= ordered[0] <= ordered[-1] < starts[-1]:
+        raise IndexError(f"an index is outside of a vector of {int(starts[-1])}")
+    ends = torch.searchsorted(ordered, starts).tolist()
+    for run, start, first, last in zip(runs, starts.tolist(), ends, ends[1:], strict=False):
+        if first < last:
+            chosen = slice(first, last)
+            yield run, chosen if order is None else order[chosen], ordered[chosen] - start
+
+
+def are_places(indices: Tensor) -> bool:
+    """Return whether the library can read these indices."""
+    return indices.dtype == torch.int64 and indices.dim() == 1 and indices.is_contiguous()
+
+
+def unite(
+    picks: Sequence[Tensor],
+    levels: Tensor,
+    spare: Sequence[Tensor] | None,
+    padding: int,
+    limit: int | None,
+    phase: int,
+) -> tuple[Tensor, Tensor, int]:
+    """The union of all picks below the padding index, thinned to a limit; see :func:`.reduce_union.union_of`.
+
+    Args:
+        picks: int64 coordinates below 2**31 of each rank, maybe with the padding index.
+        levels: int64 in [0, 2**20) of all of them, one rank after another.
+        spare: bool of each rank's: which are left out first.
+        padding: the padding index.
+        limit: of the union.
+        phase: rotates which ones are left out.
+
+    Returns:
+        Ascending coordinates; the largest level of each; and how many there were before the limit.
+    """
+    if native.library and (made := native.library.picks.unite(picks, levels, spare, padding, limit, phase)):
+        return made
+    keys = torch.cat(list(picks)) << 21
+    keys |= levels << 1
+    if spare is not None:
+        keys |= torch.cat(list(spare))
+    # Ranks' coordinates ascend, as a rule: numpy merges what does, in a fifth of the time that torch takes.
+    keys = torch.from_numpy(np.sort(keys.numpy(), kind="stable"))
+    keys = keys[: int(torch.searchsorted(keys, padding << 21))]
+    coordinates, ends = keys >> 21, torch.ones_like(keys, dtype=torch.bool)
+    torch.ne(coordinates[1:], coordinates[:-1], out=ends[:-1])  # of those that name a coordinate, the largest level
+    kept = places_of(ends)
+    named = kept.numel()
+    if limit is not None and limit < named:
+        ours = (keys & 1 == 0).cumsum(0, dtype=torch.int32).index_select(0, kept)  # how many up to here are not spare
+        first = torch.diff(ours, prepend=ours.new_zeros(1)) > 0
+        stay = torch.zeros_like(first)
+        for places in (places_of(first), places_of(~first)):
+            slots = min(limit, places.numel())
+            limit -= slots
+            ordinals = reference.spread(torch.tensor(places.numel(), device="cpu"), slots, phase)
+            stay.index_fill_(0, places.index_select(0, ordinals.sub_(1)), True)
+        kept = kept.index_select(0, places_of(stay))
+    return coordinates.index_select(0, kept), keys.index_select(0, kept) >> 1 & 0xFFFFF, named
+
+
+def add_up(parts: Sequence[tuple[Tensor, Tensor]], padding: int) -> tuple[Tensor, Tensor]:
+    """Return ascending different coordinates below ``padding``, and sums of their values in the order of the parts."""
+    if compiled_on(parts[0][1]) and native.library and (made := native.library.picks.add_up(parts, padding)):
+        return made
+    one = torch.full((1,), padding, device="cpu"), parts[0][1].new_zeros(1)  # the reference needs a slot
+    union, totals, count = reference.add_up([*parts, one], padding)
+    return union[:count], totals[:count]
