@@ -78,8 +78,7 @@ class Accelerated:
             self.engine.add_observer(Announcer())
             self._ddp, self._optimizers = ddp, []
             self._redirect_clipping()
-            if told := go_on(self.engine, left):
-                rank_zero_warn(told)
+            go_on(self.engine, left)
         stepped = [stepping(optimizer) for optimizer in optimizers]
         if list(map(id, stepped)) != list(map(id, self._optimizers)):
             with self.engine.failing_together():

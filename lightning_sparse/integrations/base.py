@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
@@ -12,7 +12,6 @@ from itertools import product
 from typing import Any, ClassVar, Literal
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn import SyncBatchNorm
 from torch.nn.parameter import is_lazy
 
@@ -23,7 +22,6 @@ from lightning_sparse.engine import Engine, StepObserver, check_equal_on_ranks
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.kinds import ids_of
 from lightning_sparse.engine.state.checkpoint import SideFiles, restore
-from lightning_sparse.integrations.earlier import Left, go_on
 from lightning_sparse.methods.grouping.groupings import CUDA_BUCKET_MB, DDP_BUCKET_MB, MIB, Bucket
 from lightning_sparse.methods.sparsifiers import SPARSIFIERS
 from lightning_sparse.tuning.controllers import Planner
@@ -189,16 +187,6 @@ class SparseStrategy:
         cap = self.config.bucket_cap_mb or self._default_bucket_mb
         config = replace(self.config, bucket_cap_mb=cap, timeout=self._timeout)
         return attach_config(ddp, config, getattr(precision, "scaler", None), profile, self.observers)
-
-    def _go_on(self, engine: Engine, left: Left | None) -> None:
-        """Let an engine continue from the one before, and warn on rank zero of dropped state."""
-        if told := go_on(engine, left):
-            rank_zero_warn(told)
-
-    def _follow_together(self, engine: Engine, optimizers: Sequence[Any]) -> None:
-        """Bind the optimizers to an engine; an error on one rank is raised on all."""
-        with engine.failing_together():
-            engine.bind(optimizers)
 
     def _clips_locally(self, optimizer: Any, limit: Any, algorithm: str, known: bool = False) -> bool:
         """Let an engine clip each rank's gradients from the next step on, if that is better than clipping averages.
