@@ -38,6 +38,8 @@ TIMEOUT = timedelta(minutes=10)
 """PyTorch's default for NCCL; Lightning's is half an hour."""
 TWINS = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
 """The two packages for which each strategy exists."""
+METHODS: list[dict[str, str]] = [{}, *({"sparsifier": name} for name, _ in SPARSIFIERS.items())]
+"""Settings of the strategies that are registered by name: the defaults, and each sparsifier."""
 OTHERS = " Other keywords of DistributedDataParallel would be ignored or conflict with the sparsified exchange."
 
 
@@ -271,10 +273,9 @@ def register(registry: Any, strategy: type) -> None:
         registry: a Lightning package's StrategyRegistry.
         strategy: that package's class.
     """
-    methods: list[dict[str, Any]] = [{}, *({"sparsifier": name} for name, _ in SPARSIFIERS.items())]
     launches = [("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")]
     flags: list[dict[str, Any]] = [{}, {"find_unused_parameters": False}, {"find_unused_parameters": True}]
-    for method, (launch, start_method), flag in product(methods, launches, flags):
+    for method, (launch, start_method), flag in product(METHODS, launches, flags):
         ending = "".join(f"_{name}_{value}".lower() for name, value in flag.items())
         name = "_".join([NAME, *method.values()]) + launch + ending
         description = f"DDP with a sparsified gradient exchange ({name})"
@@ -290,13 +291,10 @@ def register_hsdp(registry: Any, strategy: type) -> None:
         registry: the StrategyRegistry of a Lightning package's Trainer.
         strategy: that package's class.
     """
-    description = "FSDP2 within replicas, a sparsified exchange between them"
-    registry.register(HSDP_NAME, strategy, description=description, override=True)
-    for sparsifier, _ in SPARSIFIERS.items():
-        name = f"{HSDP_NAME}_{sparsifier}"
-        registry.register(
-            name, strategy, description=f"{HSDP_NAME} with {sparsifier}", override=True, sparsifier=sparsifier
-        )
+    for method in METHODS:
+        name = "_".join([HSDP_NAME, *method.values()])
+        description = f"FSDP2 within replicas, a sparsified exchange between them ({name})"
+        registry.register(name, strategy, description=description, override=True, **method)
 
 
 def _name_those_that_are_close(registry: Any) -> None:
