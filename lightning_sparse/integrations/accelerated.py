@@ -19,8 +19,7 @@ from lightning_sparse.config import SparsificationConfig, StrategyConfig
 from lightning_sparse.engine import Engine, failing_together
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.kinds import ids_of, stepping
-from lightning_sparse.engine.state.checkpoint import SideFiles, restore
-from lightning_sparse.engine.state.side_files import listing
+from lightning_sparse.engine.state.checkpoint import SideFiles, listing, restore
 from lightning_sparse.integrations.earlier import Left, go_on
 from lightning_sparse.tuning.controllers.announcer import Announcer
 

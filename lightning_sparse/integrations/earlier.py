@@ -10,8 +10,7 @@ from torch.nn import Parameter
 
 from lightning_sparse.core.layout import own
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.state.plain import checksum
-from lightning_sparse.engine.state.schema import State, remembering
+from lightning_sparse.engine.state.schema import State, checksum, remembering
 from lightning_sparse.tuning.controllers.checksum import checksum as weights_checksum
 
 SHOWN = 5

@@ -18,8 +18,8 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
 
 import torch
 from fsspec.core import url_to_fs
@@ -31,19 +31,9 @@ from lightning_sparse.engine.agreement import Note, by_reason, reason
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.state.merging import join_parts, merge_states
-from lightning_sparse.engine.state.plain import checksum
-from lightning_sparse.engine.state.schema import NOTHING, State, check_state, give_back, revoke, with_pending
-from lightning_sparse.engine.state.side_files import (
-    Path,
-    SideFile,
-    SideFileError,
-    clear,
-    exists,
-    listing,
-    remove,
-    side_directory,
-)
+from lightning_sparse.engine.state.schema import NOTHING, State, check_state, checksum, give_back, revoke, with_pending
 
+Path = str | os.PathLike[str]
 DENSE = "it is of a training without this exchange"
 """Problem of a rank whose checkpoint nothing waited for: if all ranks have it, it is none."""
 FORMAT = 2
@@ -56,6 +46,42 @@ MARKER: dict[str, int | str] = {
     "directory": r"[^/\\\0]+\.sparse",
 }
 """Fields of the marker: the least number, or the pattern of a text."""
+
+
+class SideFile(NamedTuple):
+    """The facts in the name of a side file."""
+
+    rank: int
+    world_size: int
+    run: str
+    """Drawn anew for each engine."""
+    number: int
+    """Number of the save within the run."""
+
+    @property
+    def save(self) -> str:
+        """Equal on all ranks, different for each save."""
+        return f"{self.run}-{self.number}"
+
+    @property
+    def name(self) -> str:
+        """Within the directory."""
+        return f"rank-{self.rank}-of-{self.world_size}.{self.save}.pt"
+
+    @classmethod
+    def parse(cls, name: str) -> SideFile | None:
+        """Read a name; None for any other file.
+
+        Example:
+            >>> SideFile.parse("rank-1-of-4.3f2a-17.pt")
+            SideFile(rank=1, world_size=4, run='3f2a', number=17)
+        """
+        match = re.fullmatch(r"rank-(\d+)-of-(\d+)\.(.+)-(\d+)\.pt", name)
+        return cls(int(match[1]), int(match[2]), match[3], int(match[4])) if match else None
+
+
+class SideFileError(Exception):
+    """A side file that cannot be used; the text says why."""
 
 
 class SideFiles:
@@ -404,3 +430,55 @@ def _oldest_needed(path: Path, own: SideFile) -> str:
         return ""
     numbers = sorted(file.number for _, file in listing(path) if (file.rank, file.run) == (own.rank, own.run))
     return str(numbers[-2]) if len(numbers) > 1 else ""
+
+
+def side_directory(path: Path) -> str:
+    """Return the directory in which the side files of a checkpoint are written."""
+    return f"{os.fspath(path)}.sparse"
+
+
+def listing(path: Path) -> list[tuple[str, SideFile]]:
+    """List the side files of a checkpoint, with their paths."""
+    directory = side_directory(path)
+    try:
+        file_system, root = url_to_fs(directory)
+        file_system.invalidate_cache(root)
+        names = [os.path.basename(found) for found in file_system.ls(root, detail=False)]
+    except (OSError, NotImplementedError):  # none, or where files cannot be listed
+        return []
+    parsed = [(f"{directory}/{name}", SideFile.parse(name)) for name in names]
+    return [(location, file) for location, file in parsed if file is not None]
+
+
+def clear(path: Path, rank: int, world_size: int) -> None:
+    """Remove all that rank 0 sees; on other ranks their own, where there is no checkpoint any more."""
+    if rank == 0:
+        remove(path, 0, 1)
+    elif not exists(os.fspath(path)):
+        remove(path, rank, world_size)
+
+
+def remove(path: Path, rank: int, world_size: int, which: Callable[[SideFile], bool] = lambda file: True) -> None:
+    """Remove this rank's share, which is that of ranks that no longer exist, too; and the directory with the last file.
+
+    Failures must not stop one rank alone: they are warnings.
+    """
+    places = [place for place, file in listing(path) if file.rank % world_size == rank and which(file)]
+    for place in places:
+        file_system, root = url_to_fs(place)
+        try:
+            with suppress(FileNotFoundError):
+                file_system.rm_file(root)
+        except (OSError, NotImplementedError) as error:
+            warnings.warn(f"Could not remove {place}: {reason(error, SideFileError)}.", stacklevel=2)
+    for directory in {os.path.dirname(place) for place in places}:
+        file_system, root = url_to_fs(directory)
+        with suppress(OSError, ValueError, NotImplementedError):  # not empty, or there are no directories
+            file_system.rmdir(root)
+
+
+def exists(place: str) -> bool:
+    """Return True if there is a file at a path or URL now."""
+    file_system, root = url_to_fs(place)
+    file_system.invalidate_cache(os.path.dirname(root))
+    return bool(file_system.exists(root))

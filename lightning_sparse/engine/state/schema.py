@@ -1,4 +1,4 @@
-"""The plain data that an engine saves: its fields, what must be equal on all ranks, and renamed parameters."""
+"""The plain data that an engine saves: its fields, what must be equal on all ranks, what waits, and its checksum."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import math
 import re
+import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -196,12 +197,9 @@ def with_pending(state: Mapping[str, Any], world_size: int) -> State:
     """
     parameters = dict(state["parameters"])
     for name, pending in state["pending"].items():
-        vectors, values = parameters.get(name, {}), pending["values"]
-        wide = sum_dtype(values.dtype)
-        residual = vectors.get("residual", values.new_zeros(state["spans"][name][1], dtype=wide)).clone()
-        where = pending["indices"].long() if "indices" in pending else slice(None)
-        residual[where] += world_size * values.to(residual.dtype)  # no index is there twice
-        parameters[name] = {**vectors, "residual": residual}
+        vectors = parameters.get(name, {})
+        residual = vectors["residual"] if "residual" in vectors else _zeros(pending, state["spans"][name][1])
+        parameters[name] = {**vectors, "residual": _plus(residual, pending, world_size)}
     return {**state, "parameters": parameters, "pending": {}}
 
 
@@ -217,11 +215,10 @@ def give_back(state: State, names: Collection[str]) -> State:
     pending, parameters = dict(state["pending"]), dict(state["parameters"])
     for name in state["late"].keys() & names:
         late, numel = state["late"][name], state["spans"][name][1]
-        wide = sum_dtype(late["values"].dtype)
-        parameters[name] = {"residual": torch.zeros(numel, dtype=wide, device="cpu"), **parameters.get(name, {})}
+        parameters[name] = {"residual": _zeros(late, numel), **parameters.get(name, {})}
         if state["rank"] == 0:
             own = {key: late[key] for key in ("values", "indices") if key in late}
-            pending[name] = own if name not in pending else _sum(numel, own, pending[name])
+            pending[name] = own if name not in pending else {"values": _plus(dense(own, numel), pending[name])}
     late = {name: one for name, one in state["late"].items() if name not in names}
     return {**state, "parameters": parameters, "pending": pending, "late": late}
 
@@ -234,27 +231,27 @@ def revoke(state: State) -> State:
     """
     parameters = dict(state["parameters"])
     for name, sent in state["sent"].items():
-        residual = parameters[name]["residual"].clone()
-        where = sent["indices"].long() if "indices" in sent else slice(None)
-        residual[where] += sent["values"].to(residual.dtype)  # no index is there twice
-        parameters[name] = {**parameters[name], "residual": residual}
+        parameters[name] = {**parameters[name], "residual": _plus(parameters[name]["residual"], sent)}
     absorbed = sorted({*state["absorbed"], *state["sent"]})
     return {**state, "step": state["step"] - 1, "parameters": parameters, "absorbed": absorbed, "sent": {}}
 
 
 def dense(average: Mapping[str, Tensor], numel: int) -> Tensor:
     """Return (numel,) an average with zeros where there is none."""
-    return _sum(numel, average)["values"]
+    return _plus(_zeros(average, numel), average)
 
 
-def _sum(numel: int, *averages: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the sum of averages of one parameter."""
-    wide = sum_dtype(averages[0]["values"].dtype)
-    total = torch.zeros(numel, dtype=wide, device="cpu")
-    for each in averages:
-        where = each["indices"].long() if "indices" in each else torch.arange(numel, device="cpu")
-        total.index_add_(0, where, each["values"].to(total.dtype))
-    return {"values": total}
+def _zeros(average: Mapping[str, Tensor], numel: int) -> Tensor:
+    """Return (numel,) zeros in the dtype of sums of such averages."""
+    return torch.zeros(numel, dtype=sum_dtype(average["values"].dtype), device="cpu")
+
+
+def _plus(vector: Tensor, average: Mapping[str, Tensor], factor: int = 1) -> Tensor:
+    """Return a vector to which an average of the same parameter, times a factor, has been added."""
+    total = vector.clone()
+    where = average["indices"].long() if "indices" in average else slice(None)
+    total[where] += factor * average["values"].to(total.dtype)  # no index is there twice
+    return total
 
 
 def outline(state: Mapping[str, Any]) -> str:
@@ -311,3 +308,80 @@ def second_moment_in(settings: object) -> SecondMoment | None:
     """Return the memory of this kind in a state's settings, see :attr:`SparsificationConfig.algorithm`; or None."""
     found = re.search(r"\bSecondMoment\(beta2=([^,()]+), eps=([^,()]+)\)", str(settings))
     return None if found is None else SecondMoment(float(found[1]), float(found[2]))
+
+
+def to_plain(state: Any) -> Any:
+    """Make lists of (named) tuples, and copies on the CPU of tensors."""
+    if isinstance(state, Tensor):
+        return state.detach().to("cpu", copy=True)
+    if isinstance(state, (tuple, list)):
+        return [to_plain(part) for part in state]
+    return state
+
+
+def from_plain(plain: Any, like: Any) -> Any:
+    """Undo :func:`to_plain`.
+
+    Args:
+        plain: what it gave.
+        like: a state of the same kind, whose types, dtypes and devices are taken; None stands for a scalar as well, of
+            which nothing was known yet.
+
+    Raises:
+        ValueError: if the two are not alike: other tuples, tensors of another shape, numbers of another type.
+    """
+    if isinstance(like, tuple):
+        if not isinstance(plain, list) or len(plain) != len(like):
+            raise ValueError(f"Expected {len(like)} parts, but got {plain!r}.")
+        parts = [from_plain(one, other) for one, other in zip(plain, like, strict=True)]
+        return type(like)(*parts) if hasattr(like, "_fields") else tuple(parts)
+    if isinstance(like, Tensor):
+        if not isinstance(plain, Tensor) or plain.shape != like.shape or _kind(plain) != _kind(like):
+            raise ValueError(f"Expected a tensor of shape {tuple(like.shape)} and {like.dtype}, but got {plain!r}.")
+        return plain.to(like.device, like.dtype, copy=True)
+    if like is None and isinstance(plain, Tensor) and plain.dim() == 0:
+        return plain.clone()
+    if isinstance(plain, list):
+        raise ValueError(f"Expected {like!r}, but got {len(plain)} parts.")
+    if type(plain) is not type(like):
+        raise ValueError(f"Expected something like {like!r}, but got {plain!r}.")
+    return plain
+
+
+def _kind(x: Tensor) -> tuple[bool, bool, bool]:
+    return x.is_floating_point(), x.is_complex(), x.dtype == torch.bool
+
+
+def checksum(plain: Any) -> str:
+    """Return a digest of names, numbers and tensors that does not depend on the file or container that held them.
+
+    A CRC-32 stands for the bytes of each tensor: it takes a fraction of the time in which they are written, and any
+    wrong bit changes it. Lists and tuples count as the same, and so do dicts in another order.
+
+    Raises:
+        TypeError: for anything that is no plain data.
+
+    Example:
+        >>> state = {"step": 3, "residual": torch.tensor([1.0, 2.0])}
+        >>> checksum(state) == checksum(dict(reversed(state.items())))
+        True
+        >>> checksum(state) == checksum(state | {"residual": torch.tensor([1.0, -2.0])})
+        False
+    """
+    return hashlib.sha256(_spelled(plain).encode()).hexdigest()
+
+
+def _spelled(plain: Any) -> str:
+    if isinstance(plain, Tensor):
+        flat = plain.detach().cpu().reshape(-1)
+        if flat.numel() < 2:  # counts as contiguous whatever its stride is, which views of its bytes do not take
+            flat = flat.clone(memory_format=torch.contiguous_format)
+        content = flat.contiguous().view(torch.uint8).numpy().data
+        return f"tensor({plain.dtype}, {tuple(plain.shape)}, {zlib.crc32(content)})"
+    if isinstance(plain, Mapping):
+        return "{" + ", ".join(sorted(f"{key!r}: {_spelled(value)}" for key, value in plain.items())) + "}"
+    if isinstance(plain, (list, tuple)):
+        return "[" + ", ".join(map(_spelled, plain)) + "]"
+    if plain is None or isinstance(plain, (bool, int, float, str)):
+        return repr(plain)
+    raise TypeError(f"Expected plain data, but got {type(plain).__name__}.")

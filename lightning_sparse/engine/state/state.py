@@ -17,17 +17,19 @@ from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.optimizers.binding import OptimizerBinding
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.skip import Decision
-from lightning_sparse.engine.state.layouts import with_layouts
-from lightning_sparse.engine.state.plain import checksum, from_plain, to_plain
+from lightning_sparse.engine.state.merging import with_layouts
 from lightning_sparse.engine.state.record import Averages, Kept
 from lightning_sparse.engine.state.schema import (
     STATE_FORMAT,
     State,
     check_state,
+    checksum,
+    from_plain,
     give_back,
     outline,
     remembering,
     revoke,
+    to_plain,
     with_pending,
 )
 from lightning_sparse.methods.density import GroupDensity

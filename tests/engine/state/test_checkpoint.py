@@ -24,10 +24,8 @@ from fsspec.implementations.local import LocalFileSystem
 
 import lightning_sparse as ls
 from lightning_sparse.config import StrategyConfig
-from lightning_sparse.engine.state.checkpoint import SideFiles, restore
-from lightning_sparse.engine.state.plain import checksum
-from lightning_sparse.engine.state.schema import check_state, renamed, with_pending
-from lightning_sparse.engine.state.side_files import SideFile, side_directory
+from lightning_sparse.engine.state.checkpoint import SideFile, SideFiles, restore, side_directory
+from lightning_sparse.engine.state.schema import check_state, checksum, renamed, with_pending
 from tests.covering import by_default
 from tests.network import AbandonedError, Network, Port
 

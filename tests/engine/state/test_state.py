@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.state.plain import checksum, from_plain, to_plain
+from lightning_sparse.engine.state.schema import checksum, from_plain, to_plain
 from lightning_sparse.methods.sparsifiers import SPARSIFIERS
 from tests.covering import by_default
 from tests.ranks import Ranks
