@@ -281,7 +281,8 @@ def register(registry: Any, strategy: type) -> None:
         description = f"DDP with a sparsified gradient exchange ({name})"
         given = {**method, **flag, "start_method": start_method}
         registry.register(name, strategy, description=description, override=True, **given)
-    _name_those_that_are_close(registry)
+    listed = type(registry).available_strategies
+    registry.available_strategies = lambda: Names(listed(registry))
 
 
 def register_hsdp(registry: Any, strategy: type) -> None:
@@ -295,8 +296,3 @@ def register_hsdp(registry: Any, strategy: type) -> None:
         name = "_".join([HSDP_NAME, *method.values()])
         description = f"FSDP2 within replicas, a sparsified exchange between them ({name})"
         registry.register(name, strategy, description=description, override=True, **method)
-
-
-def _name_those_that_are_close(registry: Any) -> None:
-    listed = type(registry).available_strategies
-    registry.available_strategies = lambda: Names(listed(registry))

@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,7 +88,6 @@ class HSDPStrategy(SparseStrategy):
     _tensor_parallel_size: Any
     _save_distributed_checkpoint: bool
     _device_mesh: Any
-    _timeout: timedelta | None
 
     def _choose(
         self, arguments: type[StrategyConfig], given: tuple[Any, ...], keywords: dict[str, Any]
@@ -336,7 +334,7 @@ class FabricSparseHSDPMixin(HSDPStrategy, SparseFabricMixin, FabricBase):
     @with_keywords_of(HSDPArguments)
     def __init__(self, parallelize_fn: Callable[[Any, Any], Any], *given: Any, **keywords: Any) -> None:
         super().__init__(parallelize_fn, **self._choose(HSDPArguments, given, keywords))
-        self._backward_sync_control: Any = _NoSync(self)
+        self._backward_sync_control: Any = self  # whose method fabric.no_backward_sync calls
 
     def engine_of(self, module: Module) -> Engine | None:
         """Return the engine of a module that was set up."""
@@ -388,18 +386,7 @@ class FabricSparseHSDPMixin(HSDPStrategy, SparseFabricMixin, FabricBase):
             self._load(engine, Path(self.broadcast(path)), own)
         return rest
 
-
-class _NoSync:
-    """Lets modules accumulate gradients, for ``fabric.no_backward_sync``.
-
-    Args:
-        strategy: whose engines exchange gradients.
-    """
-
-    def __init__(self, strategy: FabricSparseHSDPMixin) -> None:
-        self._strategy = strategy
-
     def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
         """Return a context in which gradients of a module are accumulated and not exchanged, if it is enabled."""
-        engine = self._strategy.engine_of(module) if enabled else None
+        engine = self.engine_of(module) if enabled else None
         return nullcontext() if engine is None else engine.no_sync()

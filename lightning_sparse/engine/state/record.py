@@ -344,7 +344,7 @@ class Record:
         for part in given:
             self.handed = part.decision
             returning = {name: one for name, one in part.averages.items() if one is not None and one.returns}
-            self._hand_over(self._handout(part.averages.keys(), returning, part.decision))
+            self._hand_over(part.averages.keys(), returning, part.decision)
             deliveries = {name: None if one is None else one.delivery for name, one in part.averages.items()}
             self.delivered = {**self.delivered, **deliveries}
             for name in part.averages:
@@ -361,16 +361,14 @@ class Record:
         counts = self.counts
         self.start, self.decision, self.handed = counts._replace(flushes=counts.flushes + 1), None, None
         self.delivered = {**self.delivered, **deliveries}
-        self._hand_over(self._handout(averages.keys(), averages, None))
+        self._hand_over(averages.keys(), averages, None)
 
-    def _handout(self, names: Set[str], averages: Mapping[str, Averages], decision: Decision | None) -> Handout:
-        return Handout({name: self._parameters[name] for name in names}, averages, decision)
-
-    def _hand_over(self, handout: Handout) -> None:
+    def _hand_over(self, names: Set[str], averages: Mapping[str, Averages], decision: Decision | None) -> None:
         self._number += 1
-        self._handed_out.update(dict.fromkeys(handout.names, self._number))
+        self._handed_out.update(dict.fromkeys(names, self._number))
+        handout = Handout({name: self._parameters[name] for name in names}, averages, decision)
         self._handouts = [*self._handouts, handout]
-        self.without = self.without - handout.names
+        self.without = self.without - names
 
     def is_left(self, name: str) -> bool:
         """Return True if a parameter was given an average that neither an optimizer nor anybody else has applied."""
