@@ -175,8 +175,11 @@ class Handout:
 
     @property
     def taken(self) -> dict[str, Averages]:
-        """Averages that have come back with a gradient, by parameter; may wait for the device."""
-        return {name: each for name, each in self.all().items() if name in self._taken}
+        """Averages that have come back with a gradient, by parameter; none of an exchange that was skipped.
+
+        May wait for the device.
+        """
+        return {} if self._decision else {name: one for name, one in self._averages.items() if name in self._taken}
 
     def replace(self, names: Iterable[str]) -> None:
         """Forget averages of these: with new gradients that were exchanged they have come back, or never will."""
@@ -188,10 +191,6 @@ class Handout:
         left = {name: each for name, each in self.waiting(held).items() if name in names}
         self.replace(names)
         return left
-
-    def all(self) -> dict[str, Averages]:
-        """Return all averages, by parameter; none of an exchange that was skipped. May wait for the device."""
-        return {} if self._decision else self._averages
 
     def waiting(self, held: Set[str]) -> dict[str, Averages]:
         """Return what is :meth:`left`; nothing of an exchange that was skipped. May wait for the device."""
