@@ -29,13 +29,13 @@ from lightning_sparse.core.checks import expect
 from lightning_sparse.core.fields import from_keywords, with_keywords_of
 from lightning_sparse.core.layout import own
 from lightning_sparse.engine import Engine, StepObserver, check_equal_on_ranks, failing_together
+from lightning_sparse.engine.agreement import checksum
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.sources.fsdp2 import ShardSource
 from lightning_sparse.engine.state.state import Shard
 from lightning_sparse.methods.grouping import DDP_BUCKET_MB, ParameterSize, dense_plan, make_plan
 from lightning_sparse.tuning.controllers import Planner
 from lightning_sparse.tuning.controllers.announcer import Announcer
-from lightning_sparse.tuning.controllers.checksum import checksum
 
 _sources: weakref.WeakKeyDictionary[Module, weakref.ref[ShardSource]] = weakref.WeakKeyDictionary()
 """The latest source of each model, which is kept by hooks on its parameters."""

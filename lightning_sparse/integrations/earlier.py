@@ -10,8 +10,8 @@ from torch.nn import Parameter
 
 from lightning_sparse.core.layout import own
 from lightning_sparse.engine import Engine
+from lightning_sparse.engine.agreement import checksum as weights_checksum
 from lightning_sparse.engine.state.schema import State, checksum, remembering
-from lightning_sparse.tuning.controllers.checksum import checksum as weights_checksum
 
 SHOWN = 5
 """Names in a message."""
