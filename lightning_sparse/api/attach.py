@@ -130,8 +130,8 @@ def attach_config(
             "groups": plan,
         }
     check_equal_on_ranks(facts, ranks, device)
-    if ranks.rank == 0 and not stays_dense and not isinstance(config.sparsifier, Everything):
-        warn_if_nothing_is_left(plan, config.rules)
+    if ranks.rank == 0 and not stays_dense:
+        warn_if_nothing_is_left(plan, config)
     with ExitStack() as undo:
         within, shards = None, dict[str, Shard]()
         if in_parts:
@@ -151,13 +151,9 @@ def attach_config(
             if scaler is not None:
                 engine.loss_scale = partial(getattr, scaler, "_scale", None)  # public get_scale() waits for the device
             engine.add_observer(_AllRanksDivide(ddp))
-            if config.watch is not None:
-                engine.add_observer(Watchdog(config.watch))
+            look_on(engine, config, stays_dense)
             planner = None
-            if stays_dense:
-                engine.go_direct()
-                engine.add_observer(StayDense())  # a loaded state may hold residuals, which are sent first
-            elif Planner.wanted(config):
+            if Planner.wanted(config) and not stays_dense:
                 planner = Planner(ddp, engine, sizes, profile)
                 engine.add_observer(planner)
             if config.fallback is not None and not stays_dense:
@@ -282,12 +278,21 @@ def sizes_of(parameters: dict[str, Parameter]) -> list[ParameterSize]:
     return [ParameterSize.of(name, p) for name, p in parameters.items()]
 
 
-def warn_if_nothing_is_left(plan: Sequence[Group], rules: Rules) -> None:
+def look_on(engine: Engine, config: SparsificationConfig, stays_dense: bool) -> None:
+    """Let a watchdog look on, unless the settings have none; let an engine with nobody to send to average densely."""
+    if config.watch is not None:
+        engine.add_observer(Watchdog(config.watch))
+    if stays_dense:
+        engine.go_direct()
+        engine.add_observer(StayDense())  # a loaded state may hold residuals, which are sent first
+
+
+def warn_if_nothing_is_left(plan: Sequence[Group], config: SparsificationConfig) -> None:
     """Warn if the sizes of a model's parameters keep all of it dense; a user who names all of them means it."""
-    parameters = [p for group in plan for p in group.parameters]
+    parameters, rules = [p for group in plan for p in group.parameters], config.rules
     named = Rules(rules.dense, dense_ndim=0, dense_numel=0)
     unnamed = [p for p in parameters if not named.keeps_dense(p.name, p.numel, p.ndim)]
-    if unnamed and all(group.dense for group in plan):
+    if unnamed and all(group.dense for group in plan) and not isinstance(config.sparsifier, Everything):
         warnings.warn(
             f"Nothing is sparsified: all {len(parameters)} parameters stay dense ({rules.reasons()}). Set "
             "rules=Rules(dense_ndim=0, dense_numel=0) to sparsify small parameters, too.",

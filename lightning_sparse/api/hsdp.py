@@ -18,6 +18,7 @@ from torch.nn import Module, Parameter
 from lightning_sparse.api.attach import (
     NOT_HERE,
     AttachArguments,
+    look_on,
     refuse_to_wait,
     refuse_two_orders,
     trained_and_frozen,
@@ -26,16 +27,14 @@ from lightning_sparse.api.attach import (
 from lightning_sparse.core.checks import expect
 from lightning_sparse.core.layout import own
 from lightning_sparse.engine import Engine, StepObserver, check_equal_on_ranks, failing_together
+from lightning_sparse.engine.agreement import checksum
 from lightning_sparse.engine.config import SparsificationConfig, from_keywords, with_keywords_of
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.sources.fsdp2 import ShardSource
 from lightning_sparse.engine.state.state import Shard
 from lightning_sparse.methods.grouping import DDP_BUCKET_MB, ParameterSize, dense_plan, make_plan
-from lightning_sparse.methods.sparsifiers import Everything
-from lightning_sparse.tuning.controllers import Planner, StayDense
+from lightning_sparse.tuning.controllers import Planner
 from lightning_sparse.tuning.controllers.announcer import Announcer
-from lightning_sparse.tuning.controllers.checksum import checksum
-from lightning_sparse.tuning.controllers.watchdog import Watchdog
 
 _sources: weakref.WeakKeyDictionary[Module, weakref.ref[ShardSource]] = weakref.WeakKeyDictionary()
 """The latest source of each model, which is kept by hooks on its parameters."""
@@ -173,9 +172,8 @@ def attach_hsdp_config(
     also = {name: p for name, p in frozen.items() if _is_cut_over(p, dist.get_process_group_ranks(networks.within))}
     shards = {name: shard_of(p) for name, p in {**trained, **also}.items() if p.numel()}
     check_equal_on_ranks({**facts, "parts of the parameters": shards}, replicas, device)
-    speaks = replicas.rank == parts.rank == 0
-    if speaks and not stays_dense and not isinstance(config.sparsifier, Everything):
-        warn_if_nothing_is_left(plan, config.rules)
+    if replicas.rank == parts.rank == 0 and not stays_dense:
+        warn_if_nothing_is_left(plan, config)
     if before is not None:
         before.release()
     with ExitStack() as undo:
@@ -185,26 +183,13 @@ def attach_hsdp_config(
         with failing_together(replicas, device, abort=comm.abort), failing_together(parts, device, abort=within.abort):
             broadcast_replica(model, comm, device)
             exchanged = {name: p for name, p in trained.items() if name in shards}
-            engine = Engine(
-                plan,
-                exchanged,
-                config,
-                comm,
-                device,
-                watch_usage=True,
-                frozen=frozen,
-                shards=shards,
-                within=within,
-            )
+            given: dict[str, Any] = {"watch_usage": True, "frozen": frozen, "shards": shards, "within": within}
+            engine = Engine(plan, exchanged, config, comm, device, **given)
             undo.callback(engine.close)
             source = ShardSource(engine, model)
             engine.add_observer(source)
             engine.add_observer(_ReplicasAreEqual())
-            if config.watch is not None:
-                engine.add_observer(Watchdog(config.watch))
-            if stays_dense:
-                engine.go_direct()
-                engine.add_observer(StayDense())
+            look_on(engine, config, stays_dense)
             for observer in observers:
                 engine.add_observer(observer)
             _sources[model] = weakref.ref(source)

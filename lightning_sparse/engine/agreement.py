@@ -1,7 +1,8 @@
-"""Agreement between ranks: equal settings, errors that all ranks raise together, notes."""
+"""Agreement between ranks: equal settings, errors that all ranks raise together, notes, checksums of tensors."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,8 +10,10 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from lightning_sparse.engine.network import LostRankError, TorchCollective
+from lightning_sparse.ops import static_shapes
 
 REASON_CHARACTERS = 300
 """Length at which the text of an error is cut; file systems write very long ones."""
@@ -22,6 +25,10 @@ CONTEXT = 30
 """Characters of a value that are shown before the first difference."""
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 """The address of an object in its ``repr``."""
+ROW = 1 << 16
+"""Words of a row; each place in a row has its own weight in a checksum. There may be as many rows, and one more."""
+ROWS_ON_DEVICES = 64
+"""Rows that are summed at a time on a device."""
 
 
 def check_equal_on_ranks(facts: Mapping[str, Any], comm: TorchCollective, device: torch.device) -> None:
@@ -136,3 +143,38 @@ def reason(error: Exception, *plain: type[Exception]) -> str:
     """Return an error as one short line, with its type unless that is one of ``plain``, whose texts suffice."""
     text = " ".join((str(error) if isinstance(error, plain) else f"{type(error).__name__}: {error}").split())
     return text if len(text) <= REASON_CHARACTERS else f"{text[:REASON_CHARACTERS]} ..."
+
+
+def checksum(x: Tensor) -> Tensor:
+    """Return a number that differs between ranks if their tensors do, so that these need not be sent.
+
+    It is the sum of bit patterns, as signed words of at most 32 bits, times a weight per place, as () int64.
+
+    The sum is modulo 2**64. Weights are odd, so that a single different word always changes it. Several different
+    words, words that change places or words that change their signs together are missed with a chance of about 2**-32:
+    weights are random numbers, the same ones on all ranks and devices.
+
+    Example:
+        >>> given = torch.tensor([1.0, 2.0, 3.0])
+        >>> [bool(checksum(torch.tensor(x)) == checksum(given)) for x in ([1.0, 2, 3], [2.0, 1, 3], [-1.0, -2, 3])]
+        [True, False, False]
+    """
+    bits = x.detach().reshape(-1).contiguous().view({1: torch.int8, 2: torch.int16}.get(x.element_size(), torch.int32))
+    columns, rows = place_weights(x.device)
+    whole = bits.numel() // ROW
+    # On a CPU a row at a time, which fits into the cache; on a device enough rows to outweigh a kernel's launch.
+    at_once = ROWS_ON_DEVICES if static_shapes(x.device) else 1
+    pieces = torch.split(bits[: whole * ROW].view(whole, ROW), at_once) if whole else ()
+    sums = [(piece.long() * columns).sum(1) for piece in pieces]
+    rest = bits[whole * ROW :]
+    sums.append((rest.long() * columns[: rest.numel()]).sum().view(1))
+    return (torch.cat(sums) * rows[: whole + 1]).sum()
+
+
+@functools.cache
+def place_weights(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return odd random numbers of 64 bits, for places in a row and for rows."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    drawn = torch.randint(-(2**63), 2**63 - 1, (2, ROW + 1), generator=generator, dtype=torch.int64, device="cpu") | 1
+    columns, rows = drawn.to(device)
+    return columns[:ROW], rows

@@ -202,12 +202,8 @@ class EngineView:
         Raises:
             ValueError: for another name than those of :attr:`parameters`.
         """
-        expect(
-            isinstance(name, str) and name in self.router.parameters,
-            "name",
-            "that of a parameter of the engine",
-            name,
-        )
+        known = isinstance(name, str) and name in self.router.parameters
+        expect(known, "name", "that of a parameter of the engine", name)
         group = self.router.group_of[name]
         return None if group.residual is None else group.residual[group.spans[name]]
 

@@ -1,18 +1,287 @@
-"""The way in for Accelerate, as ``lightning_sparse.accelerate``."""
+"""Engines for models that an ``accelerate.Accelerator`` has wrapped: by its user, or by a ``transformers.Trainer``.
+
+:func:`attach` is the way in for its user, as ``lightning_sparse.accelerate``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import IO, Any
+from weakref import WeakSet
 
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
+from lightning_sparse.api.attach import attach_config, wrapped
 from lightning_sparse.core.checks import expect, is_number
-from lightning_sparse.engine import Engine
-from lightning_sparse.engine.config import StrategyConfig, from_keywords, with_keywords_of
-from lightning_sparse.integrations.accelerated import Accelerated
+from lightning_sparse.engine import Engine, failing_together
+from lightning_sparse.engine.config import SparsificationConfig, StrategyConfig, from_keywords, with_keywords_of
+from lightning_sparse.engine.network import TorchCollective
+from lightning_sparse.engine.optimizers.kinds import ids_of, stepping
+from lightning_sparse.engine.state.checkpoint import SideFiles, listing, restore
+from lightning_sparse.integrations.earlier import Left, go_on
+from lightning_sparse.tuning.controllers.announcer import Announcer
+
+NAME = "lightning_sparse"
+"""First part of the names of this package's files in a checkpoint's folder."""
+INTERRUPTED = "the marker that is written last is missing, as where a process ends while it saves"
+"""Problem of a folder with residuals of some ranks, and without a marker."""
+
+_known: WeakSet[Accelerated] = WeakSet()
+"""All that there are."""
+
+
+class Accelerated:
+    """Attaches an engine to a wrapped model, and moves clipping, skipped steps and files to it.
+
+    Args:
+        accelerator: that has prepared model and optimizers.
+        config: settings.
+    """
+
+    def __init__(self, accelerator: Any, config: StrategyConfig) -> None:
+        self.accelerator = accelerator
+        self.config = config
+        self.engine: Engine | None = None
+        """None with a single process, which has nobody to send to."""
+        self._ddp: Any = None
+        self._optimizers: list[Optimizer] = []
+        self._files = SideFiles()
+        self._undo: list[Callable[[], None]] = []
+        self._logged_step = 0
+        self._place = 0
+        """Number among the models of this Accelerator, for files of its own."""
+        _known.add(self)
+
+    def attach(self, model: Any, optimizers: Sequence[Any], limit: float | None = None) -> Engine | None:
+        """Attach an engine, or let the one that the model has go on with these optimizers; collective.
+
+        Args:
+            model: as the Accelerator has prepared it.
+            optimizers: that apply its averages, as the Accelerator has prepared them.
+            limit: of the norm of gradients, where it is known before the first step.
+
+        Raises:
+            ValueError: if the Accelerator has not wrapped the model in ``DistributedDataParallel``.
+        """
+        ddp = wrapped(model)
+        if ddp is None:
+            self._refuse_or_say(model)
+            return None
+        if self.engine is None or ddp is not self._ddp:
+            left = self._close()
+            self._take_place(ddp)
+            scaler = getattr(self.accelerator, "scaler", None)
+            self.engine = attach_config(ddp, SparsificationConfig.of(self.config), scaler, None, ())
+            self.engine.add_observer(Announcer())
+            self._ddp, self._optimizers = ddp, []
+            self._redirect_clipping()
+            go_on(self.engine, left)
+        stepped = [stepping(optimizer) for optimizer in optimizers]
+        if list(map(id, stepped)) != list(map(id, self._optimizers)):
+            with self.engine.failing_together():
+                self.engine.bind(stepped)
+            self._optimizers = stepped
+        if limit is not None and limit > 0:
+            for optimizer in stepped:
+                self.engine.clip_in_place_of_averages(float(limit), "norm", optimizer, known=not self.engine.step)
+        return self.engine
+
+    def _take_place(self, ddp: Any) -> None:
+        """Take the place of an earlier engine for these parameters, which ends; else one that no other model has."""
+        own = {id(p) for p in ddp.parameters()}
+        others = [one for one in _known if one.accelerator is self.accelerator and one.engine and not one.engine.closed]
+        before = [one for one in others if one._ddp is not ddp and own & {id(p) for p in one._ddp.parameters()}]
+        taken = {one._place for one in others}
+        free = next(place for place in range(len(taken) + 1) if place not in taken)
+        self._place = before[0]._place if before else free
+        for one in before:
+            one._close()
+
+    def _refuse_or_say(self, model: Any) -> None:
+        kind = getattr(self.accelerator.distributed_type, "value", self.accelerator.distributed_type)
+        if self.accelerator.num_processes == 1:
+            rank_zero_warn(
+                "sparse_ddp: one process has nobody to send to, and trains as it would without this package. Start "
+                "several: accelerate launch --num_processes 2, or torchrun --nproc-per-node 2."
+            )
+            return
+        raise ValueError(
+            f"Expected a model that Accelerate has wrapped in DistributedDataParallel, but got a "
+            f"{type(model).__name__} with distributed_type {kind}. Sharded models (FSDP, DeepSpeed, Megatron) have no "
+            "all-reduce of whole gradients that could be sparsified: choose plain data parallelism (MULTI_GPU, "
+            "MULTI_CPU), and pass the model that accelerator.prepare() returned."
+        )
+
+    def _redirect_clipping(self) -> None:
+        """Let the Accelerator ask the engine before it clips averages."""
+        norm, value = self.accelerator.clip_grad_norm_, self.accelerator.clip_grad_value_
+
+        def clip_grad_norm_(parameters: Any, max_norm: Any, norm_type: Any = 2) -> Any:
+            return self._clip(norm, "norm", parameters, max_norm, norm_type)
+
+        def clip_grad_value_(parameters: Any, clip_value: Any) -> Any:
+            return self._clip(value, "value", parameters, clip_value)
+
+        for redirected in (clip_grad_norm_, clip_grad_value_):
+            self.redirect(redirected.__name__, redirected)
+
+    def redirect(self, name: str, redirected: Callable[..., Any]) -> None:
+        """Replace a method of the Accelerator, until the engine ends."""
+        own = vars(self.accelerator)
+        before = own.get(name)
+        own[name] = redirected
+
+        def undo() -> None:
+            if own.get(name) is not redirected:  # a later one calls this one, which then only passes calls on
+                return
+            if before is None:
+                del own[name]
+            else:
+                own[name] = before
+
+        self.until_end(undo)
+
+    def until_end(self, undo: Callable[[], None]) -> None:
+        """Call a function when the engine ends."""
+        self._undo.append(undo)
+
+    def end(self) -> None:
+        """Close the engine, and leave the Accelerator as it was, without references to models that outlive it."""
+        if self.engine is not None:
+            self.engine.close()
+        for undo in reversed(self._undo):
+            undo()
+        self._undo, self.engine, self._ddp = [], None, None
+
+    def _clip(
+        self, original: Callable[..., Any], algorithm: str, parameters: Any, limit: Any, norm_type: Any = 2.0
+    ) -> Any:
+        """Clip as the Accelerator does, unless each rank's gradients were clipped before the exchange.
+
+        Returns:
+            The norm of the gradients, which are averages, before they are clipped; None with values.
+        """
+        several = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        here = {id(p) for p in several if p.requires_grad}
+        by_euclid = algorithm == "value" or float(norm_type) == 2.0
+        mine = [one for one in self._optimizers if ids_of(one) & here]
+        alone = here <= set().union(*map(ids_of, mine))  # a norm over parameters of other engines, too, is not known
+        if self.engine is not None and by_euclid and 0 < limit < math.inf and mine and alone:
+            done = [self.engine.clip_in_place_of_averages(float(limit), algorithm, one) for one in mine]
+            if all(done):
+                limit = math.inf
+        if algorithm == "value":
+            return None if limit == math.inf else original(several, limit)
+        return original(several, limit, norm_type)
+
+    def quantities(self) -> dict[str, float]:
+        """Return logged quantities of the latest step as ``sparse/<name>``, once for each step; collective."""
+        engine = self.engine
+        if engine is None or engine.closed or engine.step == self._logged_step:
+            return {}
+        self._logged_step = engine.step
+        return {f"sparse/{name}": value for name, value in engine.summary().items()}
+
+    def save(self, folder: Any, global_step: int | None = None) -> None:
+        """Write every rank's residuals into a checkpoint's folder, and then rank 0's marker; collective.
+
+        Raises:
+            RuntimeError: on all ranks, if one of them could not write.
+        """
+        engine = self.engine
+        if engine is None or not self.config.save_residuals:
+            return
+        comm, totals = TorchCollective(), engine.totals.state_dict()
+        beside = self._files.beside(self._inside(folder), engine, _write, comm, global_step)
+        with beside as marker, failing_together(comm, engine.device):
+            if comm.rank == 0:
+                with _whole(self._marker(folder)) as file:
+                    file.write(json.dumps({**marker, "totals": totals}, indent=1).encode())
+
+    def unmark(self, folder: Any) -> None:
+        """Remove the marker of an earlier save, before the folder is written to again; collective."""
+        if self.engine is None:
+            return
+        comm = TorchCollective()
+        with failing_together(comm, self.engine.device):
+            if comm.rank == 0 and os.path.exists(self._marker(folder)):
+                os.remove(self._marker(folder))
+
+    def load(self, folder: Any) -> None:
+        """Let the engine go on with the residuals in a checkpoint's folder; collective.
+
+        A folder that was saved without this package has none, and error feedback starts empty. A folder whose save was
+        interrupted before the marker was written is a warning, or an error with ``strict_resume``.
+        """
+        engine = self.engine
+        if engine is None:
+            return
+        comm = TorchCollective()
+        begun = bool(listing(self._inside(folder)))
+        read = _read_marker(self._marker(folder)) if comm.rank == 0 else None
+        found = comm.all_gather_object((read, begun), engine.device)
+        marker, dense = found[0][0], False
+        if marker is None:
+            dense, marker = not any(begun for _, begun in found), INTERRUPTED
+        restore(engine, self._inside(folder), marker, _read, self.config.resize, self.config.strict_resume, dense=dense)
+        if isinstance(marker, dict) and "totals" in marker:
+            engine.totals.load_state_dict(marker["totals"])
+
+    def _inside(self, folder: Any) -> str:
+        """Return the path beside which side files lie: the folder itself is the checkpoint, maybe of several models."""
+        return os.path.join(os.fspath(folder), f"{NAME}.{self._place}" if self._place else NAME)
+
+    def _marker(self, folder: Any) -> str:
+        return f"{self._inside(folder)}.json"
+
+    def _close(self) -> Left | None:
+        """End; return what is left for the next engine."""
+        left = None
+        if self.engine is not None and self.engine.step:
+            self.engine.end_batch()
+            left = Left.by(self.engine)
+        self.end()
+        return left
+
+
+def _read_marker(path: str) -> Any:
+    """Return the marker, a sentence if it cannot be read, None if there is none."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:  # on this rank, and the others wait for an answer
+        return f"{os.path.basename(path)} cannot be read as JSON: {error}"
+
+
+def _write(content: dict[str, Any], target: str) -> None:
+    """Save a dict with tensors."""
+    with _whole(target) as file:
+        torch.save(content, file)
+
+
+@contextmanager
+def _whole(target: str) -> Iterator[IO[bytes]]:
+    """Open a file that is at its place when all of it is written, and not before."""
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    with open(f"{target}.part", "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(f"{target}.part", target)
+
+
+def _read(path: str) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 @dataclass(frozen=True, kw_only=True)

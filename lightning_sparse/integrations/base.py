@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
@@ -12,7 +12,6 @@ from itertools import product
 from typing import Any, ClassVar, Literal
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn import SyncBatchNorm
 from torch.nn.parameter import is_lazy
 
@@ -22,7 +21,6 @@ from lightning_sparse.engine.config import StrategyConfig, from_keywords
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.kinds import ids_of
 from lightning_sparse.engine.state.checkpoint import SideFiles, restore
-from lightning_sparse.integrations.earlier import Left, go_on
 from lightning_sparse.methods.grouping.groupings import CUDA_BUCKET_MB, DDP_BUCKET_MB, MIB, Bucket
 from lightning_sparse.methods.sparsifiers import SPARSIFIERS
 from lightning_sparse.tuning.controllers import Planner
@@ -39,6 +37,8 @@ TIMEOUT = timedelta(minutes=10)
 """PyTorch's default for NCCL; Lightning's is half an hour."""
 TWINS = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
 """The two packages for which each strategy exists."""
+METHODS: list[dict[str, str]] = [{}, *({"sparsifier": name} for name, _ in SPARSIFIERS.items())]
+"""Settings of the strategies that are registered by name: the defaults, and each sparsifier."""
 OTHERS = " Other keywords of DistributedDataParallel would be ignored or conflict with the sparsified exchange."
 
 
@@ -189,16 +189,6 @@ class SparseStrategy:
         config = replace(self.config, bucket_cap_mb=cap, timeout=self._timeout)
         return attach_config(ddp, config, getattr(precision, "scaler", None), profile, self.observers)
 
-    def _go_on(self, engine: Engine, left: Left | None) -> None:
-        """Let an engine continue from the one before, and warn on rank zero of dropped state."""
-        if told := go_on(engine, left):
-            rank_zero_warn(told)
-
-    def _follow_together(self, engine: Engine, optimizers: Sequence[Any]) -> None:
-        """Bind the optimizers to an engine; an error on one rank is raised on all."""
-        with engine.failing_together():
-            engine.bind(optimizers)
-
     def _clips_locally(self, optimizer: Any, limit: Any, algorithm: str, known: bool = False) -> bool:
         """Let an engine clip each rank's gradients from the next step on, if that is better than clipping averages.
 
@@ -282,16 +272,16 @@ def register(registry: Any, strategy: type) -> None:
         registry: a Lightning package's StrategyRegistry.
         strategy: that package's class.
     """
-    methods: list[dict[str, Any]] = [{}, *({"sparsifier": name} for name, _ in SPARSIFIERS.items())]
     launches = [("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")]
     flags: list[dict[str, Any]] = [{}, {"find_unused_parameters": False}, {"find_unused_parameters": True}]
-    for method, (launch, start_method), flag in product(methods, launches, flags):
+    for method, (launch, start_method), flag in product(METHODS, launches, flags):
         ending = "".join(f"_{name}_{value}".lower() for name, value in flag.items())
         name = "_".join([NAME, *method.values()]) + launch + ending
         description = f"DDP with a sparsified gradient exchange ({name})"
         given = {**method, **flag, "start_method": start_method}
         registry.register(name, strategy, description=description, override=True, **given)
-    _name_those_that_are_close(registry)
+    listed = type(registry).available_strategies
+    registry.available_strategies = lambda: Names(listed(registry))
 
 
 def register_hsdp(registry: Any, strategy: type) -> None:
@@ -301,15 +291,7 @@ def register_hsdp(registry: Any, strategy: type) -> None:
         registry: the StrategyRegistry of a Lightning package's Trainer.
         strategy: that package's class.
     """
-    description = "FSDP2 within replicas, a sparsified exchange between them"
-    registry.register(HSDP_NAME, strategy, description=description, override=True)
-    for sparsifier, _ in SPARSIFIERS.items():
-        name = f"{HSDP_NAME}_{sparsifier}"
-        registry.register(
-            name, strategy, description=f"{HSDP_NAME} with {sparsifier}", override=True, sparsifier=sparsifier
-        )
-
-
-def _name_those_that_are_close(registry: Any) -> None:
-    listed = type(registry).available_strategies
-    registry.available_strategies = lambda: Names(listed(registry))
+    for method in METHODS:
+        name = "_".join([HSDP_NAME, *method.values()])
+        description = f"FSDP2 within replicas, a sparsified exchange between them ({name})"
+        registry.register(name, strategy, description=description, override=True, **method)

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from lightning_sparse.core.checks import check_integer, expect
 from lightning_sparse.engine import Engine
-from lightning_sparse.integrations.callback import Callback
-from lightning_sparse.integrations.gradients import LocalGradients, trained_parameters
+from lightning_sparse.integrations.callback import Callback, LocalGradients, trained_parameters
 from lightning_sparse.integrations.loggers import log_figure
 from lightning_sparse.methods.laws import fit_laws
 

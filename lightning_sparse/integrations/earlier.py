@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn import Parameter
 
 from lightning_sparse.core.layout import own
 from lightning_sparse.engine import Engine
+from lightning_sparse.engine.agreement import checksum as weights_checksum
 from lightning_sparse.engine.state.schema import State, checksum, remembering
-from lightning_sparse.tuning.controllers.checksum import checksum as weights_checksum
 
 SHOWN = 5
 """Names in a message."""
@@ -53,16 +54,21 @@ def checksums(engine: Engine) -> dict[str, int]:
     return {name: int(weights_checksum(own(p))) for name, p in parameters_of(engine).items() if p.is_floating_point()}
 
 
-def go_on(engine: Engine, left: Left | None) -> str:
+def go_on(engine: Engine, left: Left | None) -> None:
     """Let an engine continue from the state of another one, with common parameters; on all ranks or on none.
+
+    A warning on rank zero says which state is dropped.
 
     Args:
         engine: before its first step; its ranks call this together.
         left: state of the other one; None: there was none.
-
-    Returns:
-        A sentence on the dropped state, for the user; empty if all continues.
     """
+    if told := _taken_over(engine, left):
+        rank_zero_warn(told)
+
+
+def _taken_over(engine: Engine, left: Left | None) -> str:
+    """Let an engine continue; return a sentence on the dropped state, for the user, empty if all continues."""
     now = {id(p) for p in parameters_of(engine).values()}
     here = {} if left is None else {name: p for name, p in left.parameters.items() if id(p) in now}
     changed = set() if left is None else set(left.changed) & here.keys()

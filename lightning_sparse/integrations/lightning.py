@@ -7,8 +7,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Str
 
 from lightning_sparse.integrations.base import register, register_hsdp
 from lightning_sparse.integrations.fabric import FabricSparseDDPMixin
-from lightning_sparse.integrations.hsdp_fabric import FabricSparseHSDPMixin
-from lightning_sparse.integrations.hsdp_trainer import SparseHSDPMixin
+from lightning_sparse.integrations.hsdp import FabricSparseHSDPMixin, SparseHSDPMixin
 from lightning_sparse.integrations.trainer import SparseDDPMixin
 
 

@@ -6,7 +6,7 @@ from lightning_fabric.strategies.model_parallel import ModelParallelStrategy
 
 from lightning_sparse.integrations.base import register
 from lightning_sparse.integrations.fabric import FabricSparseDDPMixin
-from lightning_sparse.integrations.hsdp_fabric import FabricSparseHSDPMixin
+from lightning_sparse.integrations.hsdp import FabricSparseHSDPMixin
 
 
 class FabricSparseDDPStrategy(FabricSparseDDPMixin, DDPStrategy):

@@ -145,15 +145,11 @@ def log_figure(
     import wandb
 
     if histogram is not None:
-        logger.log_metrics({f"{key}/histogram": wandb.Histogram(np_histogram=_bins(histogram))}, step)
+        counts, edges = torch.histogram(histogram.double(), 64)  # made here, because W&B needs equal bins
+        bars = wandb.Histogram(np_histogram=(counts.numpy(), edges.numpy()))
+        logger.log_metrics({f"{key}/histogram": bars}, step)
     if figure is not None:
         logger.log_metrics({key: wandb.Image(figure)}, step)
-
-
-def _bins(values: Tensor) -> tuple[Any, Any]:
-    """Return counts in 64 equal bins, and their edges; made here, because W&B needs equal bins."""
-    counts, edges = torch.histogram(values.double(), 64)
-    return counts.numpy(), edges.numpy()
 
 
 def _file(logger: Any, name: str) -> Path | None:

@@ -1,4 +1,4 @@
-"""Callback that logs quantities of the exchange, for the Trainers of both Lightning packages."""
+"""Callback that logs quantities of the exchange, and a table of its groups, for the Trainers of all packages."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lightning_sparse.core.checks import check_integer, expect
+from lightning_sparse.core.console import Table
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.config import SparsificationConfig
-from lightning_sparse.engine.metrics import summarize, totals_of
-from lightning_sparse.engine.network import TorchCollective
+from lightning_sparse.engine.metrics import MB, summarize, totals_of
+from lightning_sparse.engine.network import TorchCollective, ring_all_reduce_bytes
 from lightning_sparse.integrations.averages import BuildUp, DensityError, PaddingRatio, Traffic
-from lightning_sparse.integrations.callback import Callback
-from lightning_sparse.integrations.gradients import trained_parameters
+from lightning_sparse.integrations.callback import Callback, trained_parameters
 from lightning_sparse.integrations.loggers import define_axes, log_settings, log_table
-from lightning_sparse.integrations.plan_table import LONGEST, plan_table
 from lightning_sparse.integrations.shadow import Shadow
 from lightning_sparse.methods.sparsifiers import SPARSIFIERS, Sparsifier
+
+LONGEST = 40
+"""Groups that are printed one by one."""
 
 
 class SparsityMonitor(Callback):
@@ -165,3 +167,28 @@ class SparsityMonitor(Callback):
             names = [SPARSIFIERS.name_of(one) for one in self.shadow]
             chosen = {"sparsifiers": ",".join(names), "density": settings.as_dict()["density"], "every": self.every}
             log_settings(logger, {"sparse_shadow": chosen})
+
+
+def plan_table(engine: Engine, longest: int | None = None) -> Table:
+    """Return the groups of an engine with sizes, densities, exchange, and MB of a dense ring.
+
+    Args:
+        engine: with the groups.
+        longest: number of groups that are listed one by one; None: all.
+    """
+    settings, n = engine.settings, engine.comm.world_size
+    title = f"sparse_ddp: groups at {settings.density}"
+    header = ["group", "parameters", "coordinates", "density now", "k now", "exchange", "dense MB"]
+    rows = []
+    listed = engine.plan[:longest]
+    for running, group in zip(engine.groups, listed, strict=False):
+        density, whole = running.density(engine.step), not running.selects(engine.step)
+        k = group.numel if whole else group.picks(density)
+        shown = "" if group.dense else "1" if whole else f"{density:.3g}"
+        exchange = "dense" if whole else type(settings.exchange).__name__
+        dense_mb = ring_all_reduce_bytes(group.numel * group.parameters[0].element_size, n) / MB
+        sizes = [f"{len(group.parameters)}", f"{group.numel:,}"]
+        rows.append([group.name, *sizes, shown, f"{k:,}", exchange, f"{dense_mb:.3g}"])
+    if rest := engine.plan[len(listed) :]:
+        rows.append([f"{len(rest)} more", "", f"{sum(g.numel for g in rest):,}", "", "", "", ""])
+    return Table(title, header, rows, left=(0, 5))

@@ -3,7 +3,7 @@
 from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
 
 from lightning_sparse.integrations.base import register, register_hsdp
-from lightning_sparse.integrations.hsdp_trainer import SparseHSDPMixin
+from lightning_sparse.integrations.hsdp import SparseHSDPMixin
 from lightning_sparse.integrations.trainer import SparseDDPMixin
 
 

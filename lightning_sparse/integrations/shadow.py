@@ -16,7 +16,7 @@ from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.metrics import MB, Stamp, Step, norm_of
 from lightning_sparse.engine.network import TorchCollective, drive_together, ring_all_reduce_bytes
 from lightning_sparse.engine.skip import any_set
-from lightning_sparse.integrations.gradients import LocalGradients
+from lightning_sparse.integrations.callback import LocalGradients
 from lightning_sparse.methods.grouping import DDP_BUCKET_MB, ParameterSize, make_plan
 from lightning_sparse.methods.grouping.groupings import MIB
 from lightning_sparse.methods.sparsifiers import SPARSIFIERS, Sparsifier

@@ -10,7 +10,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.config import StrategyConfig, from_keywords, keywords_of
-from lightning_sparse.integrations.accelerated import Accelerated
+from lightning_sparse.integrations.accelerate import Accelerated
 
 
 @keywords_of(StrategyConfig)

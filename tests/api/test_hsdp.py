@@ -20,7 +20,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import lightning_sparse as ls
-from lightning_sparse.integrations.gradients import LocalGradients, trained_parameters
+from lightning_sparse.integrations.callback import LocalGradients, trained_parameters
 from tests.covering import by_default
 from tests.hsdp import (
     SHAPES,

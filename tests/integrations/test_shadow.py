@@ -11,7 +11,7 @@ from torch import Tensor
 
 import lightning_sparse as ls
 from lightning_sparse.engine.network import TorchCollective
-from lightning_sparse.integrations.gradients import LocalGradients
+from lightning_sparse.integrations.callback import LocalGradients
 from lightning_sparse.integrations.shadow import Shadow
 from tests.integrations.documented import documented
 from tests.ranks import Ranks

@@ -16,7 +16,7 @@ from lightning_utilities.core import rank_zero
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from lightning_sparse.integrations.plan_table import plan_table
+from lightning_sparse.integrations.monitor import plan_table
 from lightning_sparse.ops.c import native
 from lightning_sparse.ops.c.library import INSTEAD
 from lightning_sparse.tuning.controllers.announcer import at_start

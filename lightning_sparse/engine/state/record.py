@@ -178,8 +178,11 @@ class Handout:
 
     @property
     def taken(self) -> dict[str, Averages]:
-        """Averages that have come back with a gradient, by parameter; may wait for the device."""
-        return {name: each for name, each in self.all().items() if name in self._taken}
+        """Averages that have come back with a gradient, by parameter; none of an exchange that was skipped.
+
+        May wait for the device.
+        """
+        return {} if self._decision else {name: one for name, one in self._averages.items() if name in self._taken}
 
     def replace(self, names: Iterable[str]) -> None:
         """Forget averages of these: with new gradients that were exchanged they have come back, or never will."""
@@ -191,10 +194,6 @@ class Handout:
         left = {name: each for name, each in self.waiting(held).items() if name in names}
         self.replace(names)
         return left
-
-    def all(self) -> dict[str, Averages]:
-        """Return all averages, by parameter; none of an exchange that was skipped. May wait for the device."""
-        return {} if self._decision else self._averages
 
     def waiting(self, held: Set[str]) -> dict[str, Averages]:
         """Return what is :meth:`left`; nothing of an exchange that was skipped. May wait for the device."""
@@ -347,7 +346,7 @@ class Record:
         for part in given:
             self.handed = part.decision
             returning = {name: one for name, one in part.averages.items() if one is not None and one.returns}
-            self._hand_over(self._handout(part.averages.keys(), returning, part.decision))
+            self._hand_over(part.averages.keys(), returning, part.decision)
             deliveries = {name: None if one is None else one.delivery for name, one in part.averages.items()}
             self.delivered = {**self.delivered, **deliveries}
             for name in part.averages:
@@ -364,16 +363,14 @@ class Record:
         counts = self.counts
         self.start, self.decision, self.handed = counts._replace(flushes=counts.flushes + 1), None, None
         self.delivered = {**self.delivered, **deliveries}
-        self._hand_over(self._handout(averages.keys(), averages, None))
+        self._hand_over(averages.keys(), averages, None)
 
-    def _handout(self, names: Set[str], averages: Mapping[str, Averages], decision: Decision | None) -> Handout:
-        return Handout({name: self._parameters[name] for name in names}, averages, decision)
-
-    def _hand_over(self, handout: Handout) -> None:
+    def _hand_over(self, names: Set[str], averages: Mapping[str, Averages], decision: Decision | None) -> None:
         self._number += 1
-        self._handed_out.update(dict.fromkeys(handout.names, self._number))
+        self._handed_out.update(dict.fromkeys(names, self._number))
+        handout = Handout({name: self._parameters[name] for name in names}, averages, decision)
         self._handouts = [*self._handouts, handout]
-        self.without = self.without - handout.names
+        self.without = self.without - names
 
     def is_left(self, name: str) -> bool:
         """Return True if a parameter was given an average that neither an optimizer nor anybody else has applied."""

@@ -1,8 +1,4 @@
-"""The plain data that an engine saves: its fields, what must be equal on all ranks, and how it is made and read.
-
-States of groups become plain data for files, and back; parameters may have other names or lie otherwise in memory,
-such as convolutions that were ``channels_last``.
-"""
+"""The plain data that an engine saves: its fields, what must be equal on all ranks, what waits, and its checksum."""
 
 from __future__ import annotations
 
@@ -11,14 +7,14 @@ import inspect
 import math
 import re
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.core.checks import is_integer, is_number
-from lightning_sparse.core.layout import is_layout, order_from, sum_dtype
+from lightning_sparse.core.layout import is_layout, sum_dtype
 from lightning_sparse.engine.optimizers.clipping import ALGORITHMS
 from lightning_sparse.methods.memory import SecondMoment
 
@@ -201,12 +197,9 @@ def with_pending(state: Mapping[str, Any], world_size: int) -> State:
     """
     parameters = dict(state["parameters"])
     for name, pending in state["pending"].items():
-        vectors, values = parameters.get(name, {}), pending["values"]
-        wide = sum_dtype(values.dtype)
-        residual = vectors.get("residual", values.new_zeros(state["spans"][name][1], dtype=wide)).clone()
-        where = pending["indices"].long() if "indices" in pending else slice(None)
-        residual[where] += world_size * values.to(residual.dtype)  # no index is there twice
-        parameters[name] = {**vectors, "residual": residual}
+        vectors = parameters.get(name, {})
+        residual = vectors["residual"] if "residual" in vectors else _zeros(pending, state["spans"][name][1])
+        parameters[name] = {**vectors, "residual": _plus(residual, pending, world_size)}
     return {**state, "parameters": parameters, "pending": {}}
 
 
@@ -222,11 +215,10 @@ def give_back(state: State, names: Collection[str]) -> State:
     pending, parameters = dict(state["pending"]), dict(state["parameters"])
     for name in state["late"].keys() & names:
         late, numel = state["late"][name], state["spans"][name][1]
-        wide = sum_dtype(late["values"].dtype)
-        parameters[name] = {"residual": torch.zeros(numel, dtype=wide, device="cpu"), **parameters.get(name, {})}
+        parameters[name] = {"residual": _zeros(late, numel), **parameters.get(name, {})}
         if state["rank"] == 0:
             own = {key: late[key] for key in ("values", "indices") if key in late}
-            pending[name] = own if name not in pending else _sum(numel, own, pending[name])
+            pending[name] = own if name not in pending else {"values": _plus(dense(own, numel), pending[name])}
     late = {name: one for name, one in state["late"].items() if name not in names}
     return {**state, "parameters": parameters, "pending": pending, "late": late}
 
@@ -239,27 +231,27 @@ def revoke(state: State) -> State:
     """
     parameters = dict(state["parameters"])
     for name, sent in state["sent"].items():
-        residual = parameters[name]["residual"].clone()
-        where = sent["indices"].long() if "indices" in sent else slice(None)
-        residual[where] += sent["values"].to(residual.dtype)  # no index is there twice
-        parameters[name] = {**parameters[name], "residual": residual}
+        parameters[name] = {**parameters[name], "residual": _plus(parameters[name]["residual"], sent)}
     absorbed = sorted({*state["absorbed"], *state["sent"]})
     return {**state, "step": state["step"] - 1, "parameters": parameters, "absorbed": absorbed, "sent": {}}
 
 
 def dense(average: Mapping[str, Tensor], numel: int) -> Tensor:
     """Return (numel,) an average with zeros where there is none."""
-    return _sum(numel, average)["values"]
+    return _plus(_zeros(average, numel), average)
 
 
-def _sum(numel: int, *averages: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the sum of averages of one parameter."""
-    wide = sum_dtype(averages[0]["values"].dtype)
-    total = torch.zeros(numel, dtype=wide, device="cpu")
-    for each in averages:
-        where = each["indices"].long() if "indices" in each else torch.arange(numel, device="cpu")
-        total.index_add_(0, where, each["values"].to(total.dtype))
-    return {"values": total}
+def _zeros(average: Mapping[str, Tensor], numel: int) -> Tensor:
+    """Return (numel,) zeros in the dtype of sums of such averages."""
+    return torch.zeros(numel, dtype=sum_dtype(average["values"].dtype), device="cpu")
+
+
+def _plus(vector: Tensor, average: Mapping[str, Tensor], factor: int = 1) -> Tensor:
+    """Return a vector to which an average of the same parameter, times a factor, has been added."""
+    total = vector.clone()
+    where = average["indices"].long() if "indices" in average else slice(None)
+    total[where] += factor * average["values"].to(total.dtype)  # no index is there twice
+    return total
 
 
 def outline(state: Mapping[str, Any]) -> str:
@@ -316,49 +308,6 @@ def second_moment_in(settings: object) -> SecondMoment | None:
     """Return the memory of this kind in a state's settings, see :attr:`SparsificationConfig.algorithm`; or None."""
     found = re.search(r"\bSecondMoment\(beta2=([^,()]+), eps=([^,()]+)\)", str(settings))
     return None if found is None else SecondMoment(float(found[1]), float(found[2]))
-
-
-def with_layouts(state: State, layouts: Mapping[str, Sequence[int]]) -> tuple[State, list[str]]:
-    """Return a state whose coordinates are in the order in which parameters lie now.
-
-    Args:
-        state: checked; not modified.
-        layouts: of parameters, see :func:`~lightning_sparse.core.layout.layout_of`.
-
-    Returns:
-        The state, and a sentence for each parameter of which it has a part only: others have the rest of its order.
-    """
-    orders = {name: order_from(state["layouts"].get(name, now), now) for name, now in layouts.items()}
-    moved = {name: order for name, order in orders.items() if order is not None}
-    parts = {name for name in moved if name in state["spans"] and state["spans"][name][1] < state["spans"][name][2]}
-    changed: State = {"parameters": {**state["parameters"]}}
-    for name in moved.keys() & state["parameters"].keys():
-        vectors = state["parameters"][name]
-        changed["parameters"][name] = {} if name in parts else {key: x[moved[name]] for key, x in vectors.items()}
-    for field in ("pending", "late", "sent"):
-        changed[field] = {
-            name: _in_order(averages, moved[name]) if name in moved else averages
-            for name, averages in state[field].items()
-            if name not in parts
-        }
-    lost = [
-        f"{name} lies in another order in memory than when its parts were saved: what waited is dropped."
-        for name in sorted(parts)
-        if state["parameters"].get(name)
-    ]
-    return {**state, **changed}, lost
-
-
-def _in_order(averages: Mapping[str, Any], order: Tensor) -> dict[str, Any]:
-    """Return averages of a parameter in another order, with ascending coordinates."""
-    if "indices" not in averages:
-        chosen, found = order, dict[str, Any]()
-    else:
-        places = torch.empty_like(order)
-        places[order] = torch.arange(len(order), device=order.device)
-        indices, chosen = places[averages["indices"].long()].sort()
-        found = {"indices": indices.int()}
-    return {**averages, **found, **{key: averages[key][chosen] for key in averages.keys() & {"values", "divisor"}}}
 
 
 def to_plain(state: Any) -> Any:

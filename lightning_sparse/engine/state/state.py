@@ -17,6 +17,7 @@ from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.optimizers.binding import OptimizerBinding
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.skip import Decision
+from lightning_sparse.engine.state.merging import with_layouts
 from lightning_sparse.engine.state.record import Averages, Kept
 from lightning_sparse.engine.state.schema import (
     STATE_FORMAT,
@@ -29,7 +30,6 @@ from lightning_sparse.engine.state.schema import (
     remembering,
     revoke,
     to_plain,
-    with_layouts,
     with_pending,
 )
 from lightning_sparse.methods.density import GroupDensity

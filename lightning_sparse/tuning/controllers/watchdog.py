@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -12,15 +13,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparse.core.layout import own
+from lightning_sparse.core.step import Agreement
 from lightning_sparse.engine import Engine
+from lightning_sparse.engine.agreement import checksum
 from lightning_sparse.engine.config import Watch
 from lightning_sparse.engine.group import GroupReducer
+from lightning_sparse.engine.metrics import Statistics
 from lightning_sparse.engine.optimizers.kinds import holds, is_adam, made_for, refusal, stepping
 from lightning_sparse.methods.memory import SecondMoment
 from lightning_sparse.tuning.controllers.announcer import DIVERGED
-from lightning_sparse.tuning.controllers.checksum import checksum
-from lightning_sparse.tuning.controllers.filling import Filling
-from lightning_sparse.tuning.controllers.group_history import GroupHistory
 from lightning_sparse.tuning.unsuited import unsuited
 
 IN_A_ROW = 3
@@ -29,6 +30,177 @@ NAMED = 3
 """Starving parameters that a warning names."""
 FIRST_LOOK = 8
 """The step before which residuals are measured first, between checks; each later one is 1.5 times the one before."""
+FILLING = 3
+"""A residual counts as filled after this many times ``1 / density`` steps."""
+POWER = 6
+"""Power of the growth that is allowed for filled residuals: a limit of 10 there is one of a million here. Gradients of
+deep networks become up to 20 thousand times as long when training leaves its first plateau, in calm trainings, too; in
+trainings that diverged, residuals became ten million times as long and more."""
+CHECKS = 5
+"""Number of checks without a coordinate sent after which a parameter that gets gradients is starving."""
+
+
+class GroupHistory:
+    """Results of checks of a group. Equal on all ranks, except for values that are recorded between checks.
+
+    Args:
+        group: a sparsified group.
+    """
+
+    def __init__(self, group: GroupReducer) -> None:
+        self.name = group.plan.name
+        self.density = self.norm = self.reference = 0.0
+        """``norm``: of the residual at the latest check, mean over ranks; ``reference``: 0 until there is one."""
+        self.reference_step = self.selected = self.target = 0
+        self.in_a_row: Counter[str] = Counter()
+        """Number of checks in a row with a fault, by kind of warning."""
+        self._independent = group.sparsifier.agreement is Agreement.INDEPENDENT
+        self.by = "by a single rank" if self._independent else "by all ranks together"
+        """The selecting ranks, as words for a warning."""
+        self._since = 0
+        self._latest: Statistics | None = None
+        self._waiting: dict[str, tuple[float, int]] = {}
+        """Parameters without a coordinate in the latest update: expected coordinates since then, number of checks."""
+        self._noted: dict[str, Tensor] = {}
+        """Checksums of their residuals on this rank, one step before a check."""
+
+    def is_behind(self, group: GroupReducer) -> bool:
+        """Return True if the group has selected in a step since the latest check."""
+        statistics = group.statistics
+        return statistics is not None and statistics is not self._latest and statistics.sparse
+
+    @property
+    def threshold(self) -> str:
+        """This rank's threshold, as words for a warning; empty if the method has none."""
+        known = self._latest and self._latest.threshold
+        return "" if known is None else f"; the threshold is {float(known):.3g}"
+
+    def note(self, group: GroupReducer) -> None:
+        """Record checksums of the residuals of waiting parameters, to detect at the check if they move."""
+        residual = group.memory.residual(group.state.memory)
+        if residual is not None:
+            self._noted = {name: checksum(residual[group.spans[name]]) for name in self._waiting}
+
+    def report(self, group: GroupReducer) -> list[Tensor]:
+        """Return this rank's numbers for :meth:`update` on all ranks, () int64 each."""
+        residual = group.memory.residual(group.state.memory)
+        if residual is None:
+            return []
+        norm = torch.linalg.vector_norm(residual).double().view(torch.int64)
+        moved = [(checksum(residual[group.spans[name]]) != sum_).long() for name, sum_ in self._noted.items()]
+        return [norm, *moved]
+
+    def measure(self, group: GroupReducer, columns: Iterator[Tensor]) -> set[str]:
+        """Take the norm of the residual from :meth:`report`; return the noted parameters whose residuals have moved.
+
+        Args:
+            group: of this history.
+            columns: yields the results of :meth:`report` on all ranks, (n,) int64 each.
+        """
+        if group.memory.residual(group.state.memory) is None:
+            return set()
+        self.norm = float(next(columns).view(torch.float64).mean())
+        return {name for name in self._noted if next(columns).any()}
+
+    def update(self, group: GroupReducer, columns: Iterator[Tensor], step: int, excess: float, growth: float) -> None:
+        """Evaluate a check.
+
+        Args:
+            group: of this history.
+            columns: see :meth:`measure`.
+            step: number of the step that begins.
+            excess: factor by which the selection may differ from the density.
+            growth: factor by which a residual may grow.
+        """
+        statistics = self._latest = group.statistics
+        assert statistics is not None
+        self.target = statistics.target
+        if statistics.target_density != self.density:
+            self.density, self._since, self.reference = statistics.target_density, step, 0.0
+        self.selected = int(statistics.counts.max() if self._independent else statistics.union)
+        moved = self.measure(group, columns)
+        nothing, kept = not int(statistics.counts.sum()), self.norm > 0
+        faults = {
+            "growth": 0 < growth * self.reference < self.norm,
+            "dead": kept and nothing,
+            "saturation": self.selected > excess * self.target,
+            "short": kept and not nothing and self.selected * excess < self.target,
+        }
+        self.in_a_row = Counter({kind: self.in_a_row[kind] + 1 for kind, holds in faults.items() if holds})
+        if not self.reference and step - self._since >= FILLING / self.density:
+            self.reference, self.reference_step = self.norm, step
+        self._noted = {}
+        self._wait(group.spans, statistics, moved - group.untouched)  # with lr_aware, all residuals move
+
+    def _wait(self, spans: dict[str, slice], statistics: Statistics, moved: set[str]) -> None:
+        if statistics.indices is None:
+            self._waiting = {}
+            return
+        ends = torch.tensor([span.stop for span in spans.values()], device=statistics.indices.device)
+        owners = torch.bucketize(statistics.indices, ends, right=True)  # the padding index has none
+        served = torch.bincount(owners, minlength=len(spans) + 1).tolist()
+        if not any(served[:-1]):  # the threshold is wrong
+            return
+        for (name, span), picks in zip(spans.items(), served, strict=False):
+            expected, checks = self._waiting.get(name, (0.0, 0))
+            if picks:
+                self._waiting.pop(name, None)
+            elif name in moved:
+                self._waiting[name] = expected + self.density * (span.stop - span.start), checks + 1
+            else:
+                self._waiting[name] = expected, checks
+
+    def starving(self, missed: int) -> list[tuple[str, float, int]]:
+        """Return names, missed coordinates and checks of the parameters that wait for too long."""
+        waiting = [(name, expected, checks) for name, (expected, checks) in self._waiting.items()]
+        return [found for found in waiting if found[1] >= missed and found[2] >= CHECKS]
+
+
+class Filling:
+    """Checks the growth of the residuals of all groups together, from the first steps on.
+
+    While residuals fill, for about ``1 / density`` steps, their norm grows: with the root of the number of steps if
+    gradients are independent, and with this number itself if all are equal. That much is expected. The reference is the
+    largest norm so far by this measure, so that gradients may also grow slowly. Groups are not checked one by one:
+    gradients of layers below weights that start at zero grow for hundreds of steps, by many orders of magnitude, but
+    are negligible beside the residuals of all groups. A norm that falls again is no alarm.
+    """
+
+    def __init__(self) -> None:
+        self.norm = self.reference = 0.0
+        self.reference_step = self.grown = 0
+        """``grown``: measurements in a row with a norm above the expected one."""
+        self.explained = 1.0
+        """Factor of growth since the reference that filling can explain."""
+        self._densities: Mapping[str, float] = {}
+        self._since = 0
+        self._reference_age = 0.0
+
+    def judge(self, densities: Mapping[str, float], norm: float, step: int, growth: float) -> None:
+        """Evaluate a measurement.
+
+        Args:
+            densities: of all groups with residuals, by name; others than before reset the reference.
+            norm: of all residuals together, mean over ranks.
+            step: number of the step that begins.
+            growth: factor by which filled residuals may grow; its :data:`POWER` is allowed here.
+        """
+        if densities != self._densities:
+            self._densities, self._since = densities, step
+            self.reference, self.grown = 0.0, 0
+        before, self.norm = self.norm, norm
+        if not norm or step == self._since:
+            return
+        age = min(float(step - self._since), FILLING / min(densities.values()))
+        if self.reference:
+            self.explained = age / self._reference_age
+        expected = self.explained * self.reference
+        grown = self.reference > 0 and norm > growth**POWER * expected
+        self.grown = self.grown + 1 if grown and norm > before else 0
+        if not grown and norm > expected:
+            self.reference, self.reference_step, self._reference_age, self.explained = norm, step, age, 1.0
+
+
 HOLDS = "Use a method that holds the density, such as the default 'union_topk', or set a {} threshold."
 WARNINGS = {
     "growth": "the residual of group {0.name!r} has the norm {0.norm:.3g}, and had {0.reference:.3g} at step "
@@ -54,8 +226,6 @@ WORST: dict[str, Callable[[GroupHistory], float]] = {
     "short": lambda one: -one.selected / one.target,
 }
 """Measures by which one group is worse than another; of equal ones the first."""
-
-
 WARNED_OF: WeakSet[Optimizer] = WeakSet()
 """Unsuited optimizers: they outlive engines, which strategies replace when parameters are unfrozen."""
 

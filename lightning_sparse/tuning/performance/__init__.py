@@ -1,20 +1,18 @@
 """Cost of a training step: the cost model, measurements for it between real ranks, and decisions by them.
 
-One recurrence gives the end of a step (``timeline.py``), from the seconds of backward, selection and exchange
-(``cost.py``). A :class:`Profiler` measures them in a run, a :class:`Profile` holds them. ``groupings.py`` and
-``densities.py`` choose groups and densities by a profile.
+One recurrence gives the end of a step (``cost.py``), from the seconds of backward, selection and exchange. A
+:class:`Profiler` measures them in a run, a :class:`Profile` holds them. ``merge.py`` and ``densities.py`` choose groups
+and densities by a profile.
 """
 
 from lightning_sparse.tuning.performance.cost import NOTHING, CostModel, Curve, Line
 from lightning_sparse.tuning.performance.densities import HiddenDensity, TimeBudget, budget_density, hidden_densities
-from lightning_sparse.tuning.performance.groupings import OptimalMerge
 from lightning_sparse.tuning.performance.links import Link, Links, measure_links
-from lightning_sparse.tuning.performance.merge import greedy_merge, iteration_seconds, optimal_merge
+from lightning_sparse.tuning.performance.merge import OptimalMerge, greedy_merge, iteration_seconds, optimal_merge
 from lightning_sparse.tuning.performance.network import Network
-from lightning_sparse.tuning.performance.profile import GroupCost, LayerTime, Overlap, Profile, Traffic
+from lightning_sparse.tuning.performance.profile import GroupCost, LayerTime, Overlap, Plain, Profile, Traffic
 from lightning_sparse.tuning.performance.profiler import Profiler
 from lightning_sparse.tuning.performance.rank_sync import measure
-from lightning_sparse.tuning.performance.serialization import Plain
 
 __all__ = [
     "CostModel",

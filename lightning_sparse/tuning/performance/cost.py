@@ -1,20 +1,40 @@
-"""Cost of a group: seconds to select and seconds to exchange, both as functions of its number of coordinates.
+"""Cost of a group and of a step: seconds to select and to exchange, by coordinates, and when a step of groups ends.
 
 Messages cost a straight line, ``alpha + beta * amount``: a price per message and a price per byte.
+
+One processor computes backward layer by layer, and selects in a group after the group's last gradient, so that a
+selection delays all layers after it. One network carries one exchange after the other, while the processor continues::
+
+    ready = done = 0
+    for group in groups:
+        ready = ready + backward_seconds(group) + select_seconds(group)
+        done  = max(ready, done) + exchange_seconds(group)
+
+This is the model of OMGS-SGD. If messages travel together, the exchange of a group is only its own work, and one
+exchange for all comes at the end: it pays once for each collective, and for the bytes of all groups. Time counts from
+the start of backward: the time before it is the same for all groups.
+
+References:
+    Shi et al., Communication-Efficient Distributed Deep Learning with Merged Gradient Sparsification on GPUs
+    (OMGS-SGD), INFOCOM 2020.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 
 from lightning_sparse.core.checks import check_number, expect
+
+Timeline = tuple[Sequence[int], Sequence[float]]
+"""Coordinates of each group, and the seconds of backward from one group to the next, in the order of backward."""
 
 
 @dataclass(frozen=True)
@@ -231,3 +251,33 @@ class CostModel:
     def exchange_seconds(self, numel: int) -> float:
         """Return the seconds to exchange the selection of a group of ``numel`` coordinates."""
         return self.exchange(numel)
+
+
+class Progress(NamedTuple):
+    """Progress of a step, in seconds from the start of backward."""
+
+    ready: float = 0.0
+    """End of the latest group's selection."""
+    done: float = 0.0
+    """End of its exchange."""
+
+    def after(self, numel: int, backward_seconds: float, cost: CostModel) -> Progress:
+        """Return the progress after one more group."""
+        ready = self.ready + backward_seconds + cost.select_seconds(numel)
+        return Progress(ready, max(ready, self.done) + cost.exchange_seconds(numel))
+
+
+def end_seconds(timeline: Timeline, costs: Iterable[CostModel], joined: Sequence[Line] = ()) -> float:
+    """Return the end of the last exchange, in seconds.
+
+    Args:
+        timeline: numbers of each group.
+        costs: of each group; with joined messages, of its own work.
+        joined: messages of each group, by its coordinates, that are sent together when all groups are ready; empty if
+            each group sends its own.
+    """
+    progress = Progress()
+    for numel, backward_seconds, cost in zip(*timeline, costs, strict=True):
+        progress = progress.after(numel, backward_seconds, cost)
+    once = max((line.alpha for line in joined), default=0.0)
+    return progress.done + once + sum(line.beta * numel for line, numel in zip(joined, timeline[0], strict=False))

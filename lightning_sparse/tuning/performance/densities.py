@@ -10,8 +10,8 @@ from functools import partial
 from lightning_sparse.core.checks import expect, is_number
 from lightning_sparse.methods.density import DensitySchedule, check_density
 from lightning_sparse.methods.grouping import Group
+from lightning_sparse.tuning.performance.cost import Progress, Timeline
 from lightning_sparse.tuning.performance.profile import Profile
-from lightning_sparse.tuning.performance.timeline import Progress, Timeline
 
 HALVINGS = 40
 Groups = Sequence[tuple[int, float | None]]

@@ -70,23 +70,16 @@ def measure_links(
     Raises:
         ValueError: with one rank, which has no links; for a density outside its range.
     """
-    settings = SparsificationConfig(density=density, memory=SecondMoment())
+    memory = SecondMoment()
+    settings = SparsificationConfig(density=density, memory=memory)
+    method: dict[str, Any] = {"sparsifier": settings.sparsifier, "exchange": settings.exchange, "memory": memory}
     comm = TorchCollective.of_its_own(group)
     if comm.world_size < 2:
         raise ValueError("Expected at least 2 ranks, but got 1: there is no link to measure.")
     try:
         links = _links(comm, device)
         network = measure_network(comm, device, seconds=seconds)
-        sparse = measure_group(
-            comm,
-            device,
-            sizes_up_to(numel),
-            sparsifier=settings.sparsifier,
-            exchange=settings.exchange,
-            memory=settings.memory_in_use,
-            density=density,
-            repeats=3,
-        )
+        sparse = measure_group(comm, device, sizes_up_to(numel), **method, density=density, repeats=3)
         return Links(links, network, sparse)
     finally:
         comm.close()

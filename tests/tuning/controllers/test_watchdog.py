@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
+from lightning_sparse.engine.agreement import checksum
 from lightning_sparse.methods.grouping import make_plan
-from lightning_sparse.tuning.controllers.checksum import checksum
 from lightning_sparse.tuning.controllers.watchdog import Watchdog
 from tests.covering import by_default, covering, in_turns
 from tests.ranks import RankError, Ranks
@@ -588,14 +588,14 @@ def test_checksums_see_what_sums_of_bit_patterns_do_not(dtype: torch.dtype, nume
 @pytest.mark.parametrize("rows", [1, 64])
 def test_a_checksum_does_not_depend_on_how_it_is_summed(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     # Arithmetic modulo 2**64 in Python's own integers; devices sum many rows at a time.
-    from lightning_sparse.tuning.controllers import checksum as module
+    from lightning_sparse.engine import agreement as module
 
     monkeypatch.setattr(module, "ROW", 8)
-    monkeypatch.setattr(module, "weights", module.weights.__wrapped__)  # not those of other rows
+    monkeypatch.setattr(module, "place_weights", module.place_weights.__wrapped__)  # not those of other rows
     monkeypatch.setattr(module, "ROWS_ON_DEVICES", rows)
     monkeypatch.setattr(module, "static_shapes", lambda device: True)
     x = torch.randn(37, generator=torch.Generator().manual_seed(0))
-    columns, by_row = (w.tolist() for w in module.weights(x.device))
+    columns, by_row = (w.tolist() for w in module.place_weights(x.device))
     words = np.frombuffer(x.numpy().tobytes(), dtype="<i4").tolist()
     total = sum(word * columns[i % 8] * by_row[i // 8] for i, word in enumerate(words)) % 2**64
     assert int(checksum(x)) % 2**64 == total

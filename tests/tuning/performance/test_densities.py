@@ -22,7 +22,7 @@ from lightning_sparse.tuning.performance import (
     budget_density,
     hidden_densities,
 )
-from lightning_sparse.tuning.performance.timeline import Timeline
+from lightning_sparse.tuning.performance.cost import Timeline
 from tests.reference.merging import simulated_seconds
 
 SCAN = 500

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.core.layout import is_layout, layout_of, order_from
-from lightning_sparse.engine.state.schema import with_layouts
+from lightning_sparse.engine.state.merging import with_layouts
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE
 

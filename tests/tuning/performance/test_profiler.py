@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.tuning.performance import LayerTime
-from lightning_sparse.tuning.performance.backward import BackwardTimer, _by_module
+from lightning_sparse.tuning.performance.profiler import BackwardTimer, _by_module
 from tests.ranks import Ranks
 
 CPU = torch.device("cpu")
