@@ -58,7 +58,7 @@ def test_local_steps_are_timed_with_second_moments(tmp_path: Path, monkeypatch: 
     benchmark("local_step").main([*words, "--steps", "2", "--ranks", "2"])
     found = json.loads((tmp_path / "local_step.json").read_text())
     assert found["memory"] == "second_moment"
-    assert [row["state_bytes"] for row in found["rows"][2:]] == 2 * [2 * 4 * 20001 + 8 + 5 * 8]
+    assert [row["state_bytes"] for row in found["rows"][2:]] == 2 * [2 * 4 * 20001 + 8 + 5 * 8 + 8]
 
 
 def test_clipping_is_compared_with_dense_training(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ from lightning_sparse.ops.reference import Weights, largest, scatter_, spread, s
 
 __all__ = [
     "Span", "Weights", "compiled", "static_shapes", "zeros",
-    "accumulate_", "subtract_at_", "all_finite",
+    "accumulate_", "subtract_at_", "all_finite", "divisors",
     "above", "tail", "top_k", "top_k_of_blocks", "top_k_and_stripe",
     "moments", "mean_and_maximum", "summed",
     "leaders", "reaching_leaders", "ranked_leaders", "pick_leaders",
@@ -125,6 +125,20 @@ def weigh_(
     cleared = [] if score.data_ptr() == runs[0].data_ptr() else runs
     candidates.note(score, cleared, found, finite)
     return torch.tensor(finite, device="cpu")
+
+
+def divisors(second: Tensor, values: Tensor, power: Tensor, eps: float, damping: float) -> Tensor:
+    """Return what averages are divided by, see :meth:`.SecondMoment.divisors`.
+
+    Args:
+        second: (u,) float32 or float64, mean second moments at the coordinates of the averages.
+        values: (u,) of the same dtype, the averages.
+        power: () float64 ``beta2^t``.
+        eps: Adam's.
+        damping: what averages are multiplied by before their squares are added, a number of float32.
+    """
+    divide = on_device.divisors if static_shapes(second.device) else reference.divisors
+    return divide(second, values, power, eps, damping)
 
 
 def top_k(x: Tensor, k: int, candidates: Candidates | None = None) -> Tensor:

@@ -16,9 +16,8 @@ from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.step import Absorbed, Candidates, Context, Update
 from lightning_sparse.methods.memory.base import MEMORIES, CountedFeedback, CountedState, Memory
 from lightning_sparse.methods.memory.residual import Residual
-from lightning_sparse.ops import Weights, on_device, static_shapes, weigh_, zeros
+from lightning_sparse.ops import Weights, divisors, on_device, static_shapes, weigh_, zeros
 from lightning_sparse.ops.length import FOLLOWED, SIZE, joint_norm, measure
-from lightning_sparse.ops.on_device import divisors
 
 
 @dataclass(frozen=True)
