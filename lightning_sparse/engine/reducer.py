@@ -398,10 +398,16 @@ class Reducer(Groups):
         except Exception as error:
             self.failed = True
             if not any(note.startswith(NOTE) for note in getattr(error, "__notes__", ())):
-                error.add_note(f"{NOTE}{where}, step {self._number}, rank {self.comm.rank}")
+                error.add_note(f"{NOTE}{where}, step {self._number}, rank {self.rank}")
             for comm in self._networks:
                 comm.abort()
             raise
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank among all, also those that have other parts: in order, those of a node or replica."""
+        within = self.within
+        return self.comm.rank if within is None else self.comm.rank * within.world_size + within.rank
 
     @property
     def _networks(self) -> set[TorchCollective]:

@@ -246,8 +246,8 @@ class EngineView:
 
     @property
     def rank(self) -> int:
-        """Number of this rank among all, also those that have other parts: in order, those of a node or replica."""
-        return self.comm.rank * self.ranks_of_a_replica + (0 if self.router.within is None else self.router.within.rank)
+        """See :attr:`.Reducer.rank`."""
+        return self.router.rank
 
     @property
     def world_size(self) -> int:
@@ -263,6 +263,11 @@ class EngineView:
     def ranks_of_a_replica(self) -> int:
         """Number of ranks that exchange the parts of a replica or of a node's mean; 1 where each exchanges all."""
         return 1 if self.router.within is None else self.router.within.world_size
+
+    @property
+    def exchanging(self) -> int:
+        """Number of ranks, or of nodes, that exchange gradients; 1 where the only node trains densely."""
+        return 1 if self.router.settings.node_size and self.ranks_of_a_replica == 1 else self.comm.world_size
 
     def sum_within(self, x: Tensor) -> Tensor:
         """Return the sum of a small vector on the CPU over the ranks that hold the parts of a replica; collective."""

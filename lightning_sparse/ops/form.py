@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import Tensor
+if TYPE_CHECKING:  # the compiler is told the numbers below where torch is not imported
+    from torch import Tensor
 
 OCTET, NIBBLE = 8, 4
 """Bits of coordinates are told eight at once, the lowest, and then four by four."""

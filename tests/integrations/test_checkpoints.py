@@ -412,6 +412,16 @@ def test_two_ranks_become_three(two_ranks: Ranks, three_ranks: Ranks, tmp_path: 
     change_ranks(two_ranks, three_ranks, tmp_path, resize)
 
 
+def test_two_ranks_become_one_node_that_trains_densely(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks(save, str(tmp_path))
+    saved = pending_on_disk(tmp_path).double().mean(0)
+    results = two_ranks(resume, str(tmp_path), SPARSE | {"node_size": 2, "resize": "zero", "strict_resume": True})
+    [told] = results[0][0]
+    assert "1 node instead of 2 and resize='zero'" in told
+    assert f"an update of norm {saved.norm():.4g} " in told
+    assert not any(bool(x.any()) for _, pending, _ in results for x in pending)
+
+
 def test_three_ranks_become_two(two_ranks: Ranks, three_ranks: Ranks, tmp_path: Path) -> None:
     change_ranks(three_ranks, two_ranks, tmp_path, "merge")
 

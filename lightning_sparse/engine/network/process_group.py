@@ -73,6 +73,8 @@ class TorchCollective:
         alone = not (dist.is_available() and dist.is_initialized())
         self.rank: int = 0 if alone else dist.get_rank(group)
         """This rank."""
+        self._number: int = 0 if alone else dist.get_rank()
+        """This rank among all, by which users know it."""
         self.world_size: int = 1 if alone else dist.get_world_size(group)
         """Number of ranks."""
         self.one_hop = False
@@ -201,8 +203,8 @@ class TorchCollective:
     def _lost(self, operation: str, reason: str) -> LostRankError:
         waited = f" within {self.timeout.total_seconds():.6g} s" if self.timeout else ""
         return LostRankError(
-            f"Rank {self.rank} lost another rank in {operation}: it has ended or failed, or did not come{waited}. The "
-            f"first error is the one to look at, most likely another rank's. {BATCHES} {reason}"
+            f"Rank {self._number} lost another rank in {operation}: it has ended or failed, or did not come{waited}. "
+            f"The first error is the one to look at, most likely another rank's. {BATCHES} {reason}"
         )
 
     def listen(self, name: str) -> None:
@@ -251,7 +253,7 @@ class TorchCollective:
         store = self._store
         if store is not None:
             with suppress(RuntimeError):  # its rank may have ended
-                store.compare_set(f"{self._keys}/failed", "", str(self.rank))  # the first rank stays
+                store.compare_set(f"{self._keys}/failed", "", str(self._number))  # the first rank stays
         if self._owned and self.group is not None and dist.is_initialized():
             if "nccl" in dist.get_backend_config(self.group):  # maybe beside gloo, for tensors on the CPU
                 self.group.abort()  # destroy_process_group would wait for it

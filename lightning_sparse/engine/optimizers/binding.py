@@ -90,8 +90,7 @@ class OptimizerBinding:
         self._saved_clippings: list[Mapping[str, Any]] = []
         """Of a state that was loaded, until the optimizers are bound whose gradients were clipped."""
         keeps = reducer.settings.fallback is not None  # dense steps go on with them
-        warn = partial(self._once, rank_zero_warn, kind="changed averages")
-        self._adam = AdamRule(reducer.lengths, warn, keeps)
+        self._adam = AdamRule(reducer.lengths, self._warn_of_changes, keeps)
         self._momentum = MomentumRule(self._name_of, reducer.settings.delay)
         listen(self)
 
@@ -400,6 +399,11 @@ class OptimizerBinding:
         self.forget()
         self._adam.close()
         leave(self)
+
+    def _warn_of_changes(self, sentence: str) -> None:
+        """Warn of averages that were changed between backward and step, but for clipping that the engine takes over."""
+        if not self._reducer.clipping.takes_over:
+            self._once(rank_zero_warn, sentence, kind="changed averages")
 
     def _once(self, tell: Callable[[str], None], sentence: str, kind: str | None = None) -> None:
         """Tell the user on rank zero, which is one rank also where nobody has told processes their ranks.

@@ -85,6 +85,11 @@ class GradientClipping:
         """Limits in place of clipping averages, from the next step on."""
         return [limits for key, limits in list(self.limits.items()) if key in self.keys_in_place]
 
+    @property
+    def takes_over(self) -> bool:
+        """True if averages are clipped for the last time: gradients are, from the next step on."""
+        return any(self.acting.isdisjoint(names) for _, names in self.in_place)
+
     def set(self, clipping: Clipping, names: Set[str], key: int | None, in_place: bool = False) -> None:
         """Clip the gradients of these parameters together, from the next step on.
 

@@ -162,6 +162,7 @@ class SideFiles:
             "global_step": counted,
             "world_size": own.world_size,
             "node_size": engine.ranks_of_a_replica,
+            "exchanging": engine.exchanging,
             "step": step,
             "directory": os.path.basename(side_directory(path)),
         }
@@ -247,7 +248,7 @@ def restore(
         problem = reason(error, SideFileError)
     notes = engine.all_gather_object(Note(step, problem))
     trouble, dropped, remarks = by_reason(notes), "", []
-    resized = not trouble and isinstance(marker, dict) and _nodes_of(marker)[0] != engine.comm.world_size
+    resized = not trouble and isinstance(marker, dict) and _exchanging(marker) != engine.exchanging
     if resized and resize == "zero":
         state, dropped = _emptied(state, engine)
     try:
@@ -333,22 +334,31 @@ def _check_marker(marker: Any) -> None:
             fits = isinstance(value, str) and re.fullmatch(expected, value, re.ASCII) is not None
         if not fits:
             raise SideFileError(f"the checkpoint names the {field} {value!r}, which is none")
-    size = marker.get("node_size", 1)
-    if not is_integer(size) or size < 1 or marker["world_size"] % size:
-        raise SideFileError(
-            f"the checkpoint names the node_size {size!r} of {marker['world_size']} ranks, which is none"
-        )
+    for field in ("node_size", "exchanging"):  # earlier versions had neither
+        value = marker.get(field, 1)
+        if not is_integer(value) or value < 1 or marker["world_size"] % value:
+            raise SideFileError(
+                f"the checkpoint names the {field} {value!r} of {marker['world_size']} ranks, which is none"
+            )
 
 
 def _nodes_of(marker: dict[str, Any]) -> tuple[int, int]:
     """Return the number of nodes that a checkpoint was saved by, and of ranks in each, see :class:`.Nodes`."""
-    size = marker.get("node_size", 1)  # earlier versions had no nodes
+    size = marker.get("node_size", 1)
     return marker["world_size"] // size, size
+
+
+def _exchanging(marker: dict[str, Any]) -> int:
+    """Return the number of ranks or nodes that exchanged gradients, see :attr:`.EngineView.exchanging`."""
+    number: int = marker.get("exchanging", _nodes_of(marker)[0])
+    return number
 
 
 def _read_state(path: Path, marker: dict[str, Any], engine: Engine, load: Callable[[str], Any]) -> State:
     """Read this rank's own state; join those of its node if parts were others; merge all if nodes were."""
     nodes, size = _nodes_of(marker)
+    if _exchanging(marker) != engine.exchanging:
+        return merge_states(_read(path, marker, rank, load) for rank in range(marker["world_size"]))
     if (nodes, size) == (engine.comm.world_size, engine.ranks_of_a_replica):
         return _read(path, marker, engine.rank, load)
     if nodes == engine.comm.world_size:
@@ -413,7 +423,8 @@ def _emptied(state: State, engine: Engine) -> tuple[State, str]:
     residuals = [vectors["residual"].double() for vectors in whole if "residual" in vectors]
     norm = sum(float(residual.square().sum()) for residual in residuals) ** 0.5
     empty: State = {name: {} for name in state["parameters"]}
-    ranks = "1 rank" if engine.comm.world_size == 1 else f"{engine.comm.world_size} ranks"
+    kind = "node" if engine.settings.node_size else "rank"
+    ranks = f"{engine.exchanging} {kind}{'s' * (engine.exchanging > 1)}"
     return {**state, "parameters": empty, "counters": {}, "pending": {}}, (
         f"Training continues with {ranks} instead of {state['world_size']} and resize='zero': the residuals, an "
         f"update of norm {norm:.4g} that was still to be sent, are dropped."

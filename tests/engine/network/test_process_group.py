@@ -105,7 +105,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception], TorchColle
         def fail(*args: Any, **kwargs: Any) -> None:
             raise error
 
-        replaced = {"is_initialized": lambda: True, "get_rank": lambda _: 0, "get_world_size": lambda _: 2}
+        replaced = {"is_initialized": lambda: True, "get_rank": lambda *_: 0, "get_world_size": lambda _: 2}
         for name, value in {**replaced, "all_reduce": fail}.items():
             monkeypatch.setattr(dist, name, value)
         return TorchCollective()

@@ -256,6 +256,9 @@ def changed(kind: str) -> tuple[list[str], bool]:
                 grad.add_(torch.randn(grad.shape, generator=torch.Generator().manual_seed(step)), alpha=0.1)
         elif kind == "value":
             torch.nn.utils.clip_grad_value_(parameters, 1e-4)
+        elif kind == "value that is taken over":  # from the second step on
+            if not training.engine.clip_in_place_of_averages(1e-4, "value", training.optimizer):
+                torch.nn.utils.clip_grad_value_(parameters, 1e-4)
         elif kind == "norm":
             torch.nn.utils.clip_grad_norm_(parameters, 0.01)
 
@@ -268,7 +271,9 @@ def changed(kind: str) -> tuple[list[str], bool]:
     return [str(w.message) for w in caught], all(bool(w.isfinite().all()) for w in training.weights())
 
 
-@pytest.mark.parametrize(("kind", "warned"), [("noise", 1), ("value", 1), ("norm", 0), ("nothing", 0)])
+@pytest.mark.parametrize(
+    ("kind", "warned"), [("noise", 1), ("value", 1), ("value that is taken over", 0), ("norm", 0), ("nothing", 0)]
+)
 def test_changes_that_are_no_factor_are_warned_of_once(two_ranks: Ranks, kind: str, warned: int) -> None:
     (first, finite), (others, _) = two_ranks(changed, kind)
     assert finite and len(first) == warned and others == []

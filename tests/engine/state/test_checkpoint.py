@@ -41,7 +41,7 @@ class Engine:
 
     def __init__(self, comm: Any, run: str = "a", step: int = 0) -> None:
         self.comm, self.run_id, self.step, self.device = comm, run, step, torch.device("cpu")
-        self.settings = SimpleNamespace(delay=self.delay)
+        self.settings = SimpleNamespace(delay=self.delay, node_size=None)
         self.loaded: dict[str, Any] | None = None
         self.refuses = False
         self.flushing = False
@@ -86,6 +86,8 @@ class Engine:
     @property
     def world_size(self) -> int:
         return self.comm.world_size  # type: ignore[no-any-return]
+
+    exchanging = world_size
 
     def all_gather_object(self, what: Any) -> list[Any]:
         return self.comm.all_gather_object(what, self.device)  # type: ignore[no-any-return]
