@@ -125,16 +125,18 @@ def exchange_group(
     with changing(), _left_alone(memory, state, unused):
         absorbed = memory.absorb_(state.memory, given, ctx)
     acc, score = _offered(absorbed, unused)
+    finite, second = absorbed.finite, absorbed.second
     if static_shapes(grad.device):  # a rank in trouble offers NaN, and nobody waits to know
-        ctx = ctx._replace(finite=absorbed.finite)
-    elif not absorbed.finite:  # it takes part in the survey like the others
+        ctx = ctx._replace(finite=finite)
+    elif not finite:  # it takes part in the survey like the others
         score = torch.zeros_like(score)
         acc = torch.full_like(acc, float("nan"))
     selection, selector = yield from meter.watch(resolve(sparsifier.select(score, state.selector, ctx)))
-    ctx = ctx._replace(second=absorbed.second)
+    ctx = ctx._replace(second=second)
+    del absorbed, given, score  # scores of 16-bit gradients have a vector of their own, which other groups can take
     selected = Stamp.now(grad.device)
     if not (static_shapes(grad.device) and exchange.tells_trouble):
-        selection = _raise_alarm(acc, selection, absorbed.finite)
+        selection = _raise_alarm(acc, selection, finite)
     update = yield from meter.watch(resolve(exchange(acc, selection, ctx)))
     divisor = memory.divisors(state.memory, update, ctx)
     handed, rounding, void = hand_over_(grad, update.indices, update.values, scale, state.candidates)
@@ -152,7 +154,7 @@ def rehearse(
 
     The first time for some parts, a line says so.
     """
-    example, what = torch.empty((), device=device), (dtype, device, memory, sparsifier, exchange)
+    example, what = torch.empty((), device=device), (dtype, device, repr((memory, sparsifier, exchange)))
     if not on_cuda.takes(example) or on_cuda.knows(what):
         return
     if ctx.rank == 0:
