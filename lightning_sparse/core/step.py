@@ -201,6 +201,11 @@ class Candidates:
         """Return what was found, if it is of x and has all coordinates that reach a bound; None if that is unknown."""
         return self._found if bound >= self._reached and self._holds_for(x) else None
 
+    def take(self, x: Tensor) -> Any:
+        """Return what was found, if it is of x, and forget it: a search on a device changes it."""
+        found, self._found = self.reaching(x), None
+        return found
+
     def cleared(self, runs: Sequence[Tensor]) -> bool:
         """Return True if the pass has set these vectors to zero and they have not been written to since."""
         if self._cleared is None:

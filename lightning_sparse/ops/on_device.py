@@ -175,7 +175,7 @@ def top_k_and_stripe(
         return [(_different(x), 9, torch.full_like(spare, 5), 1, 3, 20)]
 
     if _works(("top_k_and_stripe",), kernel, reference.top_k_and_stripe, few, x, most=MOST_COUNTED):
-        search = None if candidates is None else candidates.reaching(x)
+        search = None if candidates is None else candidates.take(x)
         indices, spares, count = kernel(x, share, spare, turn, n, slots, search)
         return indices, spares, count
     return reference.top_k_and_stripe(x, share, spare, turn, n, slots)
@@ -251,7 +251,7 @@ def top_k(x: Tensor, k: int, candidates: Candidates | None = None) -> Tensor:
         return [(_different(x), min(k, FEW))]
 
     if _works(("top_k",), kernel, reference.top_k, few, x, most=MOST_COUNTED):
-        return kernel(x, k, None if candidates is None else candidates.reaching(x))
+        return kernel(x, k, None if candidates is None else candidates.take(x))
     return reference.top_k(x, k)
 
 

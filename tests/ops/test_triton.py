@@ -138,6 +138,16 @@ def test_the_largest_and_those_of_a_stripe_are_picked(
         assert float(s.bound) <= float(x.abs()[expected].min())
 
 
+def test_a_second_search_finds_what_the_first_one_left() -> None:
+    grad, acc, hints = values(TILE + 300, "normal"), torch.zeros(TILE + 300), Candidates()
+    with in_triton() as chosen:
+        on_device.accumulate_(acc, [grad], 1.0, hints)
+        for k in (5, 300, 7):
+            assert on_device.top_k(acc, k, hints).tolist() == host.top_k(acc, k).tolist()
+        assert chosen.trouble is None
+        assert not chosen.refused
+
+
 def test_a_bound_is_kept_where_nothing_can_be_learned() -> None:
     x, s = values(300, "nan"), scratch_for(300, 0.25)
     triton_dense.look(x, *s.begin())
