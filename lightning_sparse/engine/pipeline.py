@@ -133,7 +133,9 @@ def exchange_group(
         acc = torch.full_like(acc, float("nan"))
     selection, selector = yield from meter.watch(resolve(sparsifier.select(score, state.selector, ctx)))
     ctx = ctx._replace(second=second)
-    del absorbed, given, score  # scores of 16-bit gradients have a vector of their own, which other groups can take
+    if static_shapes(grad.device):  # scores of 16-bit gradients have a vector of their own, which other groups can take
+        del absorbed, given, score
+        grad.rooms.clear()
     selected = Stamp.now(grad.device)
     if not (static_shapes(grad.device) and exchange.tells_trouble):
         selection = _raise_alarm(acc, selection, finite)
@@ -165,10 +167,12 @@ def rehearse(
 
     def steps() -> None:
         parts: dict[str, Any] = {"memory": memory, "sparsifier": sparsifier}
-        small = ctx._replace(density=REHEARSED[1])
-        state = init_group(REHEARSED[0], dtype, device, small, **parts)
-        for step, scale in enumerate((None, torch.full((), 2.0, device=device))):
-            grad = torch.arange(REHEARSED[0], device=device).to(dtype)
+        numel, density = REHEARSED
+        weights = [(slice(0, numel), torch.zeros(numel, dtype=dtype, device=device))]
+        small = ctx._replace(density=density, parameters=weights)
+        state = init_group(numel, dtype, device, small, **parts)
+        for step, scale in enumerate((None, torch.full((), 2.0, dtype=torch.float32, device=device))):
+            grad = torch.arange(numel, device=device).to(dtype)
             one = exchange_group(grad, state, small._replace(step=step), **parts, exchange=exchange, scale=scale)
             proposed, _ = drive_mirrored(one, ctx.world_size)
             state = settle_group(state, proposed, proposed.void, memory)

@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_sparse.core.layout import Span
 from lightning_sparse.core.step import Candidates
 from lightning_sparse.ops import reference
+from lightning_sparse.ops.form import Lanes
 from lightning_sparse.ops.on_cuda import compare, on_cuda
 
 Op = TypeVar("Op", bound=Callable[..., Any])
@@ -46,13 +47,24 @@ def accumulate_(acc: Tensor, runs: Sequence[Tensor], decay: float, candidates: C
         grad.zero_()
         return finite
 
+    def found(acc: Tensor, *others: Any) -> tuple[Tensor, Tensor]:  # by a search among what has been noted
+        finite, hints = kernel(acc, *others), others[-1]
+        return finite, _kernel("select", "pick")(acc, hints.take(acc), 50, 50).indices
+
+    def expected(acc: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        finite = plain(acc, *others)
+        return finite, reference.top_k(acc, 50)
+
     def few() -> list[Any]:
-        places = torch.arange(FEW, device=acc.device)
-        return [(places / 8, _with_infinity(places * 1103 % FEW / 64, grad), 0.5, Candidates())]
+        places, hints = torch.arange(FEW, device=acc.device), Candidates()
+        x, given = places.float() / 8, _with_infinity(places * 1103 % FEW / 64, grad)
+        largest = torch.add(x / 2, given).nan_to_num(posinf=0.0).topk(200).values
+        _search_of(hints, x).bound.copy_(largest[-1])
+        return [(x, given, 0.5, hints)]
 
     grad = runs[0]
     alone = candidates is not None and len(runs) == 1
-    if alone and _works(("accumulate_", grad.dtype), kernel, plain, few, acc, grad, most=MOST_COUNTED):
+    if alone and _works(("accumulate_", grad.dtype), found, expected, few, acc, grad, most=MOST_COUNTED):
         assert candidates is not None
         return kernel(acc, grad, decay, candidates)
     return reference.accumulate_(acc, runs, decay)
@@ -105,15 +117,21 @@ def weigh_(
         acc, second, score, grad, *numbers, _ = vectors
         return reference.form_and_weigh_(acc, second, score, [grad], *numbers)
 
+    def in_place(form: Callable[..., Tensor]) -> Callable[..., Tensor]:  # scores take the gradient's place, if they fit
+        def tried(acc: Tensor, second: Tensor, grad: Tensor, score: Tensor, *others: Any) -> Tensor:
+            return form(acc, second, grad if grad.dtype == score.dtype else score, grad, *others)
+
+        return tried
+
     def few() -> list[Any]:
         x, by = _different(acc) / 512, units.new_tensor([0.5, 0.75, 0.75 * 0.75 * beta2])
         numbers = by, torch.full_like(power, 0.5), beta2, eps, damping
-        return [(x / 3, x.square() / 7, torch.empty_like(x), _with_infinity(x, grad), *numbers, Candidates())]
+        return [(x / 3, x.square() / 7, _with_infinity(x, grad), torch.zeros_like(x), *numbers, Candidates())]
 
     grad, numbers = runs[0], (units, power, beta2, eps, damping)
     what, vectors = ("weigh_", grad.dtype, eps), (acc, second, score, grad)
     alone = candidates is not None and len(runs) == 1
-    if alone and _works(what, kernel, plain, few, *vectors, most=MOST_COUNTED, rtol=1e-6):
+    if alone and _works(what, in_place(kernel), in_place(plain), few, *vectors, most=MOST_COUNTED, rtol=1e-6):
         return kernel(*vectors, *numbers, candidates)
     return reference.form_and_weigh_(acc, second, score, runs, *numbers)
 
@@ -157,7 +175,8 @@ def hand_over_(
         ]
 
     what = "hand_over_", grad.dtype, scale is None
-    if indices is None or grad.dtype not in GRADIENTS:
+    scale = None if scale is None else scale.to(grad.device, torch.float32)
+    if indices is None or grad.dtype not in GRADIENTS or average.dtype != torch.float32:
         return reference.hand_over_(grad, indices, average, scale, cleared)
     best = _best(what, _kernel("values", "hand_over_"), reference.hand_over_, few, average, grad, indices)
     return best(grad, indices, average, scale, cleared)
@@ -197,12 +216,13 @@ def need(plain: Callable[..., Any], state: Sequence[Tensor], union: Tensor | Non
     return (kernel if works else plain)(state, union, *facts)
 
 
-def packed(acc: Tensor, second: Tensor | None, rehearse: Callable[[Any], None]) -> Any:
+def packed(acc: Tensor, second: Tensor | None, lanes: Lanes, rehearse: Callable[[Any], None]) -> Any:
     """Return the kernels for messages of ``packed_union``, see :class:`.packed_union.Plain`; None where there are none.
 
     Args:
         acc: (numel + 1,) accumulator.
         second: (numel + 1,) second values; None: there are none.
+        lanes: of the words.
         rehearse: compares them with operations of torch.
     """
     vectors = [acc] if second is None else [acc, second]
@@ -210,7 +230,8 @@ def packed(acc: Tensor, second: Tensor | None, rehearse: Callable[[Any], None]) 
     if not fits or not on_cuda.takes(acc):
         return None
     make = _kernel("packed", "Packed")
-    return make() if on_cuda.tried(("packed", acc.device, len(vectors)), lambda: rehearse(make())) else None
+    what = "packed", acc.device, lanes.low, lanes.wide
+    return make() if on_cuda.tried(what, lambda: rehearse(make())) else None
 
 
 def subtract_at_(x: Tensor, indices: Tensor, values: Tensor | None, skipped: Tensor | None) -> None:
@@ -315,8 +336,8 @@ def choose(flag: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]
 
 
 def _search_of(candidates: Candidates, x: Tensor) -> Any:
-    """Return the buffers of a group's kernels, made in its first step."""
-    if candidates.on_device is None:
+    """Return the buffers of a group's kernels, made in its first step. What they say holds until the next pass."""
+    if candidates.on_device is None or candidates.on_device.numel != x.numel():
         candidates.on_device = _kernel("select", "Scratch")(x.numel(), x.device)
     return candidates.on_device
 

@@ -139,7 +139,7 @@ def kernels(what: list[str]) -> Iterator[tuple[str, Any, dict[str, Any], dict[st
             told = {"parts": "i32", "finite": "*i1", "spares": "*i1"}
             alone = constants | {"PARTS": 1024, "SPARES": codes}
             yield f"tell_{codes}", triton_packed._tell, alone, told, 4
-            yield f"hear_{codes}", triton_packed._hear, constants, {}, 4
+            yield f"hear_{codes}", triton_packed._hear, constants | {"SPARES": codes}, {}, 4
         yield "count_marks", triton_packed._count_marks, {"WORDS": triton_packed.WORDS}, {}, 8
         for low, wide in ((0, False), (5, False), (12, True)):
             lanes = picks | {"LOW": low, "WIDE": wide}

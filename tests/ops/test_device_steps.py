@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_sparse as ls
+from lightning_sparse.core.layout import Gradient
+from lightning_sparse.core.messages import AllGather
 from lightning_sparse.core.step import Context
 from lightning_sparse.engine import pipeline
 from lightning_sparse.engine.network import drive
@@ -138,6 +140,38 @@ def test_other_parts_use_the_kernels_that_fit(sparsifier: str, memory: ls.Memory
     for ours, theirs in zip(found, expected, strict=True):
         for one, other in zip(ours, theirs, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-6, atol=0, equal_nan=True)
+
+
+def test_scores_of_narrow_gradients_are_let_go_before_messages() -> None:
+    with in_triton(), ExactRoots():
+        [state] = groups(2, 300, 0.1, torch.bfloat16, memory=ADAM)[:1]
+        grad = Gradient([torch.ones(300, dtype=torch.bfloat16)])
+        steps = exchange_group(grad, state, Context(0, 0.1, 0, 2), **PARTS | {"memory": ADAM})
+        assert isinstance(next(steps), AllGather)
+        assert not grad.rooms
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_default_dtype_changes_nothing(dtype: torch.dtype) -> None:
+    before = torch.get_default_dtype()
+    with in_triton() as chosen, ExactRoots():
+        torch.set_default_dtype(dtype)
+        try:
+            given = torch.float32, torch.device("cpu"), Context(0, 1.0, 1, 2), RESIDUAL, *list(PARTS.values())[1:]
+            pipeline.rehearse(*given)
+        finally:
+            torch.set_default_dtype(before)
+        assert chosen.trouble is None
+        assert not chosen.refused
+        assert ("hand_over_", torch.float32, False, torch.device("cpu")) in chosen._tried
+
+
+def test_what_reads_parameters_is_rehearsed_too() -> None:
+    with in_triton() as chosen, ExactRoots():
+        memory = ls.WeightDecay(0.1)
+        pipeline.rehearse(torch.float32, torch.device("cpu"), Context(0, 1.0, 1, 2), memory, *list(PARTS.values())[1:])
+        assert chosen.trouble is None
+        assert {"accumulate_", "packed", "hand_over_"} <= {what[0] for what in chosen._tried}
 
 
 def test_kernels_are_tried_before_the_first_step() -> None:

@@ -12,10 +12,11 @@ from torch import Tensor
 from lightning_sparse.core.step import Candidates, Context, Selection
 from lightning_sparse.methods.exchanges import packed_union
 from lightning_sparse.ops import choose, fill_if_, host, on_device, pad, reference
-from lightning_sparse.ops.form import Form
+from lightning_sparse.ops.form import Form, Lanes
 from tests.covering import covering
 from tests.ops.interpreted import in_triton, interpret
 from tests.ops.test_variants import bits, values
+from tests.static_path import static_path
 
 interpret()
 
@@ -136,6 +137,25 @@ def test_the_largest_and_those_of_a_stripe_are_picked(
     assert found.spares.tolist() == [*marks.tolist(), *[False] * (slots - number)]
     if number:  # what the next pass notes is enough, if magnitudes are as they were
         assert float(s.bound) <= float(x.abs()[expected].min())
+
+
+def test_levels_of_more_ranks_than_a_block_holds_are_raised() -> None:
+    numel, n = 40, 600
+    acc, second = torch.ones(numel + 1), torch.ones(numel + 1)
+    acc[-1] = 0
+    indices = torch.tensor([3, 8, 20])
+    selection = Selection(indices, torch.tensor(3), aligned=True, spare=torch.zeros(3, dtype=torch.bool))
+    form, lanes = Form.of(numel, 3, codes=True), Lanes.of(n, True)
+    ctx = Context(0, 0.1, 0, n, second=second, finite=torch.tensor(True))
+    rows = [packed_union.PLAIN.tell(acc * by, selection, lanes.most, form, ctx) for by in (1.0, 64.0)]
+    told = torch.stack([rows[0]] * (n - 1) + [rows[1]])  # the last rank has larger values
+    found = []
+    for by in (triton_packed.Packed(), packed_union.PLAIN):
+        with static_path():
+            met = by.meet(told, selection, form, ctx)
+            found.append(by.round(acc, met, lanes, ctx))
+    assert torch.equal(found[0].units[:3], found[1].units[:3])
+    assert torch.equal(found[0].words[:3], found[1].words[:3])
 
 
 def test_a_second_search_finds_what_the_first_one_left() -> None:

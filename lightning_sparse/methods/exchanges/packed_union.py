@@ -96,7 +96,7 @@ class PackedUnion(Exchange):
         lanes = Lanes.of(n, ctx.second is not None)
         selection, _ = yield from same_length(selection, None, numel)
         form = Form.of(numel, selection.indices.numel(), ctx.second is not None)
-        by = _chosen(acc, form, ctx.second)
+        by = _chosen(acc, form, lanes, ctx)
         rows = yield AllGather(by.tell(acc, selection, lanes.most, form, ctx))
         met = by.meet(rows, selection, form, ctx)
         about = met.counts, met.size, met.named
@@ -221,12 +221,14 @@ class InC(Plain):
 PLAIN = Plain()
 
 
-def _chosen(acc: Tensor, form: Form, second: Tensor | None) -> Plain:
+def _chosen(acc: Tensor, form: Form, lanes: Lanes, ctx: Context) -> Plain:
     """The form that works fastest for an accumulator."""
     library = compiled(acc.device, acc.dtype)
-    if library is not None and (second is None or _alike(second, acc)):
+    if library is not None and (ctx.second is None or _alike(ctx.second, acc)):
         return InC(library)
-    kernels: Plain | None = on_device.packed(acc, second, lambda made: _rehearse(made, acc.device, form.codes))
+    kernels: Plain | None = None
+    if ctx.world_size * form.slots < 1 << 31:  # they count picks in 31 bits
+        kernels = on_device.packed(acc, ctx.second, lanes, lambda made: _rehearse(made, acc.device, lanes))
     return PLAIN if kernels is None else kernels
 
 
@@ -235,14 +237,14 @@ def _alike(second: Tensor, acc: Tensor) -> bool:
     return second.dtype == acc.dtype and second.shape == acc.shape and second.is_contiguous()
 
 
-def _rehearse(kernels: Plain, device: torch.device, codes: bool) -> None:
-    """Compare what kernels compute with operations of torch: messages of three ranks, without and with second values.
+def _rehearse(kernels: Plain, device: torch.device, lanes: Lanes) -> None:
+    """Compare what kernels compute with operations of torch: messages of three ranks, in the layout of more.
 
     Raises:
         MismatchError: if they differ. Whatever compilers and drivers raise comes through.
     """
-    numel, n, slots = 3001, 3, 64
-    lanes, form = Lanes.of(n, codes), Form.of(numel, slots, codes)
+    numel, n, slots, codes = 3001, 3, 64, lanes.low > 0
+    form = Form.of(numel, slots, codes)
     places = torch.arange(numel + 1, device=device)
     acc = ((1 + places * 1103 % numel) * (1 - 2 * (places % 2)) * (places < numel)).float() / 64
     second, finite = acc.square() if codes else None, torch.ones((), dtype=torch.bool, device=device)

@@ -24,7 +24,7 @@ CODE_ZERO = tl.constexpr(128)
 WORDS = 4096
 """Words of marks that a program goes through at once."""
 MOST_RANKS = 512
-"""Ranks that a program of :func:`_round` looks at."""
+"""Ranks that a program of :func:`_round` looks at, and more where there are more."""
 
 
 @triton.jit
@@ -170,7 +170,7 @@ def _count_marks(rows, until, octets, apart, WORDS: tl.constexpr):
 def _hear(
     rows, until, words, counts, first_words, first_counts, lowest, trouble, places, levels, numbers,
     slots, bits, octets, apart, tiles, block, numel,
-    CODES: tl.constexpr, PICKS: tl.constexpr,
+    CODES: tl.constexpr, SPARES: tl.constexpr, PICKS: tl.constexpr,
 ):  # fmt: skip
     rank = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
@@ -222,7 +222,8 @@ def _hear(
     tl.atomic_max(lowest + rank, -reached + LEVELS_END, sem="relaxed")
     live = inside & (place < numel)
     _set(words, counts, place, live, block)
-    _set(first_words, first_counts, place, live & (told < 8), block)
+    if SPARES:
+        _set(first_words, first_counts, place, live & (told < 8), block)
 
 
 @triton.jit(do_not_specialize=["slots", "most", "raise_by", "n", "most_parts"])
@@ -320,10 +321,11 @@ class Packed:
         launch(
             _hear, n * tiles, rows, until, *named, *first, lowest, trouble, places, told, numbers, form.slots,
             form.bits, form.octets, rows.stride(0), tiles, Share.of(form.numel).block, form.numel,
-            CODES=form.codes, PICKS=PICKS, warps=4,
+            CODES=form.codes, SPARES=spares, PICKS=PICKS, warps=4,
         )  # fmt: skip
-        bounds = (n * form.slots, selection.total, selection.limit)
-        limit = min(bound for bound in bounds if bound is not None)
+        slots, limit = n * form.slots, selection.limit
+        if limit is None or limit >= slots:
+            limit = min(slots, selection.total or slots)
         levels = rows.new_empty((2, limit) if form.codes else limit)
         indices, sizes_of = listed(named, form.numel, limit, ctx.step, first=first if spares else None, levels=levels)
         raise_levels_(levels, indices, places, told, form.numel)
@@ -340,7 +342,7 @@ class Packed:
             _round, -(-words.numel() // PICKS), acc, acc if second is None else second, met.indices, met.levels,
             met.levels if met.tops is None else met.tops, met.lowest, words, taken, units, slots, lanes.most,
             lanes.most_raised, n, lanes.parts, (ctx.rank + 0.5) / n,
-            LOW=lanes.low, WIDE=lanes.wide, RANKS=MOST_RANKS, PICKS=PICKS, warps=4,
+            LOW=lanes.low, WIDE=lanes.wide, RANKS=max(MOST_RANKS, triton.next_power_of_2(n)), PICKS=PICKS, warps=4,
         )  # fmt: skip
         return Rounded(words, units, met.indices, taken)
 

@@ -325,6 +325,7 @@ class Scratch:
     """
 
     def __init__(self, numel: int, device: torch.device) -> None:
+        self.numel = numel
         sizes = CONTROL, 2 * DIGITS.value
         self.emptied = torch.empty(sum(sizes), dtype=torch.int32, device=device)
         """(:data:`CONTROL` and twice :data:`DIGITS`,) int32 numbers of kernels for each other, and histograms."""
@@ -332,7 +333,7 @@ class Scratch:
         self.words, self.counts = (self.emptied.new_empty(size) for size in (bitmap_words(numel), PROGRAMS))
         """A bit for each coordinate: what has been noted, see :func:`~lightning_sparse.ops.triton.dense.look`; and
         (:data:`PROGRAMS`,) how many were noted, by program."""
-        self.bound = torch.full((), math.inf, device=device)
+        self.bound = torch.full((), math.inf, dtype=torch.float32, device=device)
         """() float32 magnitude from which on a pass notes coordinates."""
 
     def begin(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
