@@ -21,8 +21,7 @@ from lightning_sparse.engine.agreement import Note, by_reason, check_equal_on_ra
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.flush import gradients_aside, take_pending
 from lightning_sparse.engine.network import TorchCollective
-from lightning_sparse.engine.optimizers.binding import OptimizerBinding
-from lightning_sparse.engine.optimizers.hooks import uninterrupted
+from lightning_sparse.engine.optimizers.binding import OptimizerBinding, uninterrupted
 from lightning_sparse.engine.optimizers.kinds import check_is_optimizer, listed, refuse_closure
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.regrouping import check_covers

@@ -18,9 +18,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_sparse.core.layout import own, shaped, sharded_as
-from lightning_sparse.engine.executor import ExchangeStream
+from lightning_sparse.engine.executor import ExchangeStream, held
 from lightning_sparse.engine.group import GroupReducer
-from lightning_sparse.engine.optimizers.hooks import held
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.state.record import place
 
