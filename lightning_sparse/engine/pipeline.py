@@ -1,6 +1,6 @@
 """The journey of a gradient, in order: absorb, select, exchange, scatter; and settle, if the step counts.
 
-Everything between ranks is a message that a coroutine yields; :mod:`drivers <lightning_sparse.engine.network.drivers>`
+Everything between ranks is a message that a coroutine yields; :mod:`drivers <lightning_sparse.engine.network>`
 send it.
 """
 
@@ -19,7 +19,7 @@ from lightning_sparse.core.messages import Meter, Steps, resolve
 from lightning_sparse.core.step import Absorbed, Agreement, Candidates, Context, GroupState, Selection
 from lightning_sparse.engine.delivery import Proposed
 from lightning_sparse.engine.metrics import Stamp, Statistics, measure
-from lightning_sparse.engine.network.drivers import drive_mirrored
+from lightning_sparse.engine.network import drive_mirrored
 from lightning_sparse.methods.density import count
 from lightning_sparse.methods.exchanges import Dense, Exchange
 from lightning_sparse.methods.memory import Memory
