@@ -31,12 +31,11 @@ from lightning_sparse.core.step import Context
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.delivery import Lengths
 from lightning_sparse.engine.executor import held, make_executor
-from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.metrics import Stamp, Totals
 from lightning_sparse.engine.network import TorchCollective, drive_together
 from lightning_sparse.engine.optimizers.clipping import GradientClipping
 from lightning_sparse.engine.parts import Parts
-from lightning_sparse.engine.pipeline import forget_overflow_
+from lightning_sparse.engine.pipeline import GroupReducer, forget_overflow_
 from lightning_sparse.engine.regrouping import Groups
 from lightning_sparse.engine.skip import Decision, Header, any_set
 from lightning_sparse.engine.sources.gradient_hooks import Usage, refuse_sparse_gradients

@@ -13,9 +13,9 @@ from torch.nn import Parameter
 
 from lightning_sparse.core.checks import expect
 from lightning_sparse.engine.agreement import failing_together
-from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.metrics import Step, Totals, dense_statistics, summarize
 from lightning_sparse.engine.network import TorchCollective
+from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.sources.comm_hook import Entrance
 from lightning_sparse.engine.sources.one_step_late import OneStepLate

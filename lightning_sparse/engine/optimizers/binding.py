@@ -29,7 +29,6 @@ from lightning_sparse.core.console import page, say
 from lightning_sparse.engine.agreement import check_equal_on_ranks
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.executor import Hold
-from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.optimizers.clipping import Clipping
 from lightning_sparse.engine.optimizers.kinds import (
     check_pair,
@@ -46,6 +45,7 @@ from lightning_sparse.engine.optimizers.kinds import (
 )
 from lightning_sparse.engine.optimizers.momentum import has_velocities
 from lightning_sparse.engine.optimizers.rules import AdamRule, Arrived, MomentumRule, OfGroup, go_on_from_dense
+from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.state.schema import second_moment_in
 from lightning_sparse.methods.memory import Memory, NoMemory, Residual

@@ -15,11 +15,11 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_sparse.core.layout import flattened, laid_out, own, shaped
 from lightning_sparse.engine.delivery import MANY, Delivery, Lengths, advice, factors_of
-from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.kinds import holds, refusal, settings_of, stepping
 from lightning_sparse.engine.optimizers.momentum import Momentum, Spending, Stepped
 from lightning_sparse.engine.parts import Parts
+from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.methods.memory import SecondMoment
 from lightning_sparse.ops.adam import Moved, Step, Steps
 from lightning_sparse.ops.length import DECAY

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_sparse.core.layout import own, shaped, sharded_as
 from lightning_sparse.engine.executor import ExchangeStream, held
-from lightning_sparse.engine.group import GroupReducer
+from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.state.record import place
 
