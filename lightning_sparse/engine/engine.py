@@ -289,11 +289,7 @@ class Engine(EngineView):
         simple = isinstance(self.settings.memory_in_use.for_dense(), NoMemory)
         if not simple or self.entrance is not self.router or not all(group.plan.dense for group in self.groups):
             return False
-        sent = torch.tensor([all(group.sent for group in self.groups)], dtype=torch.uint8, device=self.device)
-        everywhere = self.comm.all_gather(sent).amin(0)
-        if self.router.within is not None:
-            everywhere = self.router.within.all_gather(everywhere).amin(0)
-        if not everywhere.all():
+        if not all(self.all_gather_object(all(group.sent for group in self.groups))):
             return False
         self.router.regroup(self.plan, self.messages, direct=True, for_good=for_good)
         return True

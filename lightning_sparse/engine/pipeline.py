@@ -360,7 +360,8 @@ class GroupReducer:
         self.bounds = bounds_of(self.spans, self.device)
         self._like = torch.empty((), dtype=self.wide, device=self.device)
         self._sampler = Sampler()
-        self._keeps = settings.hands_over_later
+        self._keeps = settings.delay > 0 or settings.node_size is not None
+        """True if averages are not in the places of gradients as soon as an exchange has settled."""
         self._notes_sent = settings.delay > 0
         self.exchange_made: Exchanged | None = None
         """The exchange of this step, until the next one begins."""
@@ -520,26 +521,16 @@ class GroupReducer:
         if made is None:
             return None
         self.statistics = made.proposed.statistics
-        held = self._held_at(made.proposed.update.sent) if self._notes_sent else None
+        residual, sent = (self.residual, made.proposed.update.sent) if self._notes_sent else (None, None)
+        where = slice(None) if sent is None else sent.clamp(max=self.plan.numel - 1)
+        before = None if residual is None else residual[where].clone()
         self.state = settle_group(self.state, made.proposed, skipped, self.memory, made.unused)
         if static_shapes(self.device) or not skipped:
             places = None if static_shapes(self.device) else made.proposed.statistics.indices
             self.density.observe(made.step, made.grad, skipped, places, made.scale)
-        if held is None or self.residual is None:
+        if residual is None or before is None:
             return None
-        where, before = held
-        return Averages(self.spans, where, before - self.residual[slice(None) if where is None else where])
-
-    def _held_at(self, sent: Tensor | None) -> tuple[Tensor | None, Tensor] | None:
-        """Return coordinates, and what the residual holds there; None: there is no residual.
-
-        Args:
-            sent: see :class:`~lightning_sparse.core.step.Update`.
-        """
-        if self.residual is None:
-            return None
-        where = None if sent is None else sent.clamp(max=self.plan.numel - 1)
-        return where, self.residual[slice(None) if where is None else where].clone()
+        return Averages(self.spans, None if isinstance(where, slice) else where, before - residual[where])
 
     def scale(self, factors: Mapping[str, float]) -> None:
         """Multiply the residuals of parameters by factors, where there are any."""

@@ -56,8 +56,6 @@ class Member(NamedTuple):
 
     group: GroupReducer
     ctx: Context
-    scale: Tensor | None
-    """Factor that the loss was multiplied by."""
     used_here: Sequence[bool]
     """For each of its parameters: was it used on this rank? Empty where all are."""
     wait_for_gradients: Callable[[], None]
@@ -437,7 +435,7 @@ class Reducer(Groups):
             numels = {p.name: p.numel for p in group.plan.parameters}
             ctx = ctx._replace(surplus=self.rates.surplus_of(numels, step, density))
         used_here = [] if self._usage is None else self._usage.here(group.spans)
-        member = Member(group, ctx, self._scale, used_here, self.on_stream.ready())
+        member = Member(group, ctx, used_here, self.on_stream.ready())
         self._members.append(member)
         if not self._waits:
             self._executor.submit(partial(self._start, member))
@@ -475,11 +473,11 @@ class Reducer(Groups):
             self._started.append((member.group, steps, Stamp.now(self.device)))
 
     def _steps_of(self, member: Member, unused: Set[str]) -> Steps[None]:
-        group, ctx, scale, _, wait_for_gradients = member
+        group, ctx, _, wait_for_gradients = member
         with self.failing_together(f"in the exchange of group {group.plan.name!r}"):
             wait_for_gradients()
             flush = self._flushes and group.sparsified  # others send all anyway, and their own step counts as sent
-            yield from group.exchange_steps(ctx, unused, scale, flush, self._absorbing)
+            yield from group.exchange_steps(ctx, unused, self._scale, flush, self._absorbing)
 
     @contextmanager
     def _absorbing(self, names: Set[str]) -> Iterator[None]:
@@ -533,7 +531,7 @@ class Reducer(Groups):
             ]
             share = sum(piece.numel() for _, piece in arrived) / numel if numel else 1.0
             used = [piece for name, piece in arrived if name not in unused]
-            clipping.apply_(used, self.comm.world_size, share, members[0].scale, self._norm_of)
+            clipping.apply_(used, self.comm.world_size, share, self._scale, self._norm_of)
 
     def _settle(self, at_once: bool) -> None:
         """Take what was sent out of the residuals, if the step counts, now that all groups have been exchanged.

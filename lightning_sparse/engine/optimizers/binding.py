@@ -118,9 +118,10 @@ class OptimizerBinding:
         held = record.hold(optimizer)
         names = self._mine
         mine = not ids_of(optimizer).isdisjoint(names)
+        takes = self.takes(optimizer)
         self._rehearsing = held.isdisjoint(record.without) and rehearses(optimizer)
         if self._rehearsing:
-            if self.takes(optimizer):
+            if takes:
                 self._adam.rehearse(optimizer, self._served(optimizer))
             return
         if mine and self._outermost is None:
@@ -136,13 +137,13 @@ class OptimizerBinding:
         self._reducer.clipping.before_step(
             id(optimizer), lambda: not flushed and not record.waiting(optimizer).isdisjoint(held)
         )
-        if stepping(optimizer) is optimizer and self.takes(optimizer):
+        if takes and stepping(optimizer) is optimizer:
             self._adam.before(optimizer, list(self._arrived(optimizer)))
         elif type(optimizer) is SGD:
             spends, steps = self._spends(optimizer), 0 if flushed else 1
             self._momentum.before(optimizer, names, self._arrived(optimizer), spends, steps)
         unscaled = mine and not self._reducer.direct and self._reducer.loss_scale() is None
-        if unscaled and steps_for_a_scaler() and not self.takes(optimizer):
+        if unscaled and not takes and steps_for_a_scaler():
             self._once(rank_zero_warn, HIDDEN)
         self._adam.leave(optimizer)
         for watch in self.watchers:
