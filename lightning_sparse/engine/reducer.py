@@ -33,7 +33,7 @@ from lightning_sparse.engine.delivery import Lengths
 from lightning_sparse.engine.executor import held, make_executor
 from lightning_sparse.engine.metrics import Stamp, Totals
 from lightning_sparse.engine.network import TorchCollective, drive_together
-from lightning_sparse.engine.optimizers.clipping import GradientClipping
+from lightning_sparse.engine.optimizers.clipping import GradientClipping, Limit
 from lightning_sparse.engine.parts import Parts
 from lightning_sparse.engine.pipeline import GroupReducer, forget_overflow_
 from lightning_sparse.engine.regrouping import Groups
@@ -136,7 +136,7 @@ class Reducer(Groups):
         """Backwards so far in which there was no average to hand over."""
         self._held_up_before = 0.0
         """:attr:`held_up_seconds` when the step began."""
-        self._clippings: Sequence[Any] = ()
+        self._limits: Sequence[Limit] = ()
         """Of this step, see :meth:`.GradientClipping.begin_step`; gradients of a batch are clipped together."""
         self._members: list[Member] = []
         """Of the next batch."""
@@ -194,7 +194,7 @@ class Reducer(Groups):
                     forget_overflow_(group.state, group.memory, self.comm.world_size)
         self._before_exchange()
         self._copy_scale()
-        self._clippings = self.clipping.begin_step(lambda: self.sparsified)  # when its groups are known
+        self._limits = self.clipping.begin_step(lambda: self.sparsified)  # when its groups are known
         self.shared_bytes, self._asked_bytes, self._headers = self._asked_bytes, 0.0, None
         if self.flush_asked:  # looked at once, so that all groups of the step do the same
             self.flush_at, self.flush_asked = self._number, False
@@ -458,7 +458,7 @@ class Reducer(Groups):
     @property
     def _waits(self) -> bool:
         """True if local work begins when the gradients of the whole batch are here."""
-        return self._usage is not None or bool(self._clippings)
+        return self._usage is not None or bool(self._limits)
 
     def _send(self, header: Header | None = None) -> None:
         """Let the batch be exchanged, now or on the thread."""
@@ -519,9 +519,9 @@ class Reducer(Groups):
 
     def _clip(self, members: Sequence[Member], unused: Set[str]) -> None:
         """Clip this rank's gradients of a batch together."""
-        for member in members if self._clippings else ():
+        for member in members if self._limits else ():
             member.wait_for_gradients()
-        for clipping, names in self._clippings:
+        for clipping, names, _ in self._limits:
             numel = sum((span := self.group_of[name].spans[name]).stop - span.start for name in names)
             arrived = [  # not in the order of arrival, which changes after DDP's first step, and norms with it
                 (name, group.arrived[name])

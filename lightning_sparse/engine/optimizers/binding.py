@@ -240,7 +240,7 @@ class OptimizerBinding:
         if reducer.settings.lr_aware:
             reducer.rates.follow(chosen)
         self.optimizers = chosen
-        for key in reducer.clipping.keys_in_place - set(map(id, chosen)):
+        for key in reducer.clipping.in_place.keys() - set(map(id, chosen)):
             reducer.clipping.stop_in_place(key)
         for optimizer in chosen:
             self._spends(stepping(optimizer))
@@ -373,7 +373,7 @@ class OptimizerBinding:
     ) -> bool:
         """See :meth:`.Engine.clip_in_place_of_averages`."""
         reducer, key = self._reducer, id(optimizer)
-        begun = key in reducer.clipping.keys_in_place
+        begun = key in reducer.clipping.in_place
         if not 0 < limit < math.inf:
             reducer.clipping.stop_in_place(key)
             return False

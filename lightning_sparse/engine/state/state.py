@@ -172,7 +172,8 @@ class EngineState:
             "rates": dict(reducer.rates.latest),
             "surplus": {name: list(noted) for name, noted in reducer.rates.surplus.items()},
             "clippings": [
-                {**clipping._asdict(), "parameters": sorted(held)} for clipping, held in reducer.clipping.in_place
+                {**limit.clipping._asdict(), "parameters": sorted(limit.names)}
+                for limit in reducer.clipping.in_place.values()
             ],
             "squares": reducer.lengths.state(pending.keys()),
         }
