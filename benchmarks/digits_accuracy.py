@@ -53,7 +53,7 @@ sys.path.insert(0, str(REPOSITORY / "examples"))
 from train_digits import Digits, DigitsClassifier  # noqa: E402
 
 import lightning_sparse as ls  # noqa: E402
-from lightning_sparse.engine.network import ring_all_reduce_bytes  # noqa: E402
+from lightning_sparse.core.messages import ring_all_reduce_bytes  # noqa: E402
 
 NUM_RANKS = 2
 METHODS = {

@@ -381,16 +381,17 @@ class SparsificationConfig:
         vars(self)["rules"] = replace(self.rules, dense=tuple(dict.fromkeys(patterns)))
         for name, hint in hints_of(type(self)).items():  # type: ignore[arg-type]
             _check_choice(name, getattr(self, name), hint)
+        by_group = [name for name in ("grouping", "density") if getattr(self, name).separate_messages]
         if self.messages == "auto":
-            if self.grouping.separate_messages or self.density.separate_messages:
+            if by_group:
                 vars(self)["messages"] = "group"
             elif self.delay or not (self.grouping.needs_profile or self.density.needs_profile):
                 vars(self)["messages"] = "step"
         if self.delay and self.messages == "group":
+            why = f", which {by_group[0]}={getattr(self, by_group[0])!r} asks for" if by_group else ""
             raise ValueError(
                 "Expected messages='step' or 'auto' with delay=1, but got messages='group', in which groups are "
-                f"exchanged while their own backward goes on{self._why_by_group}: one step late, all of them have the "
-                "whole next step."
+                f"exchanged while their own backward goes on{why}: one step late, all of them have the whole next step."
             )
         if self.delay and self.fallback is not None:
             raise ValueError(
@@ -424,19 +425,6 @@ class SparsificationConfig:
         for name in ("grouping", "density"):
             chosen = getattr(self, name)
             expect(not chosen.needs_profile, name, "one without a profile of the first steps with node_size", chosen)
-
-    @property
-    def hands_over_later(self) -> bool:
-        """True if averages are not in the places of gradients as soon as an exchange has settled."""
-        return self.delay > 0 or self.node_size is not None
-
-    @property
-    def _why_by_group(self) -> str:
-        """The setting that has chosen messages by group, for an error; empty: it was chosen by itself."""
-        for name in ("grouping", "density"):
-            if getattr(self, name).separate_messages:
-                return f", which {name}={getattr(self, name)!r} asks for"
-        return ""
 
     @property
     def memory_in_use(self) -> Memory:

@@ -1,10 +1,10 @@
 """Averages on their way from a group's exchange to the optimizer's step, and what its rule has to know of them.
 
-An exchange proposes them (:class:`Proposed`). Their facts are where they arrived, and what they are divided by
-(:class:`Delivery`). Then scripts multiply them: they divide gradients by a number of tokens, clip them, or let a
-``GradScaler`` unscale them that the engine does not know. Adam behind DDP does not notice a factor, because its second
-moment is formed of what it gets. The second moments of :class:`~lightning_sparse.SecondMoment` are formed before, so
-that they have to follow (:class:`Handed`, :class:`Lengths`).
+Their facts are where they arrived, and what they are divided by (:class:`Delivery`). Then scripts multiply them: they
+divide gradients by a number of tokens, clip them, or let a ``GradScaler`` unscale them that the engine does not know.
+Adam behind DDP does not notice a factor, because its second moment is formed of what it gets. The second moments of
+:class:`~lightning_sparse.SecondMoment` are formed before, so that they have to follow (:class:`Handed`,
+:class:`Lengths`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_sparse.core.layout import own
-from lightning_sparse.core.step import GroupState, Update
-from lightning_sparse.engine.metrics import Statistics
+from lightning_sparse.core.layout import Gradient, own
+from lightning_sparse.core.step import Candidates
 from lightning_sparse.methods.memory import Memory
-from lightning_sparse.ops import put_, static_shapes
+from lightning_sparse.ops import put_, put_in_runs_, scatter_, static_shapes
 from lightning_sparse.ops.sampled import Sampler
 
 SAMPLED = 64
@@ -31,19 +30,19 @@ FAR, MANY = 0.05, 0.02
 """
 
 
-class Proposed(NamedTuple):
-    """A step of a group that has been exchanged, and is not settled yet."""
-
-    update: Update
-    rounding: Tensor | None
-    """(u,) what casting the average to the gradient's dtype lost; None: nothing."""
-    after: GroupState
-    """The state that a step that counts leaves; its memory is the group's own, which has not been settled."""
-    statistics: Statistics
-    void: Tensor
-    """() bool: whether something was not finite on any rank."""
-    divisor: Tensor | None = None
-    """(u,) what averages are divided by, see :meth:`~lightning_sparse.methods.memory.Memory.divisors`."""
+def scatter_average_(
+    grad: Gradient, indices: Tensor | None, values: Tensor, candidates: Candidates | None = None
+) -> None:
+    """Write values of the gradient's dtype to its place, and zeros elsewhere; see :func:`.hand_over_`."""
+    if static_shapes(grad.device):
+        scatter_(grad.runs[0], indices, values, torch.zeros((), dtype=torch.bool, device=grad.device))
+    elif indices is None:
+        for span, run in grad:
+            run.copy_(values[span])
+    else:
+        for run in () if candidates is not None and candidates.cleared(grad.runs) else grad.runs:
+            run.zero_()
+        put_in_runs_(grad.runs, indices, values)
 
 
 def spread_divisor(indices: Tensor | None, by: Tensor, numel: int) -> Tensor:

@@ -21,8 +21,7 @@ from lightning_sparse.engine.agreement import Note, by_reason, check_equal_on_ra
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.flush import gradients_aside, take_pending
 from lightning_sparse.engine.network import TorchCollective
-from lightning_sparse.engine.optimizers.binding import OptimizerBinding
-from lightning_sparse.engine.optimizers.hooks import uninterrupted
+from lightning_sparse.engine.optimizers.binding import OptimizerBinding, uninterrupted
 from lightning_sparse.engine.optimizers.kinds import check_is_optimizer, listed, refuse_closure
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.regrouping import check_covers
@@ -290,11 +289,7 @@ class Engine(EngineView):
         simple = isinstance(self.settings.memory_in_use.for_dense(), NoMemory)
         if not simple or self.entrance is not self.router or not all(group.plan.dense for group in self.groups):
             return False
-        sent = torch.tensor([all(group.sent for group in self.groups)], dtype=torch.uint8, device=self.device)
-        everywhere = self.comm.all_gather(sent).amin(0)
-        if self.router.within is not None:
-            everywhere = self.router.within.all_gather(everywhere).amin(0)
-        if not everywhere.all():
+        if not all(self.all_gather_object(all(group.sent for group in self.groups))):
             return False
         self.router.regroup(self.plan, self.messages, direct=True, for_good=for_good)
         return True

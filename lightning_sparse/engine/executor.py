@@ -1,17 +1,27 @@
-"""Executors of groups: inside DDP's hook or on a communication thread, on a CUDA stream of their own."""
+"""Where the work of a step runs: in DDP's hook or on a communication thread, on a CUDA stream; and signals that wait.
+
+Signals wait while parameters or residuals change, so that no handler sees them half-changed.
+"""
 
 from __future__ import annotations
 
 import queue
+import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FrameType
 from typing import Any
 
 import torch
 
 Job = Callable[[], None]
+Handler = Callable[[int, FrameType | None], Any]
+NAMES = ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+SAVING = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name))
+"""Signals that ask a process to save its work."""
+HELD = (signal.SIGINT, *SAVING)
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream | None:
@@ -166,3 +176,62 @@ def make_executor(chosen: str, device: torch.device, world_size: int, host_knows
     """Make an executor by the setting's name; "auto": a thread if ranks have no streams and are more than one."""
     threaded = chosen == "thread" or (chosen == "auto" and host_knows and world_size > 1)
     return Threaded(device) if threaded else Executor()
+
+
+class Hold:
+    """Holds back the signals that have handlers in Python, and delivers them afterwards, in order.
+
+    Only the main thread handles signals; in any other thread, nothing is held.
+    """
+
+    def __init__(self) -> None:
+        self._handlers: dict[int, Handler] = {}
+        self._pending: list[tuple[int, FrameType | None]] = []
+
+    def start(self, signals: Iterable[int] = HELD) -> None:
+        """Hold back these signals, in addition to those that are held already."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in signals:
+            handler = signal.getsignal(number)
+            if callable(handler) and number not in self._handlers:
+                self._handlers[number] = handler
+                signal.signal(number, self._note)
+
+    def end(self) -> None:
+        """Restore the handlers and run them for the signals that have arrived."""
+        try:
+            while self._handlers:
+                number = next(iter(self._handlers))
+                if signal.getsignal(number) == self._note:
+                    signal.signal(number, self._handlers[number])
+                del self._handlers[number]
+        except BaseException:  # of a handler that runs again already
+            self.end()
+            raise
+        self._deliver()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number not in (other for other, _ in self._pending):
+            self._pending.append((number, frame))
+
+    def _deliver(self) -> None:
+        while self._pending:
+            number, frame = self._pending.pop(0)
+            try:
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    handler(number, frame)
+            finally:
+                self._deliver()  # the signals after it, if a handler raises
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """Hold back signals in this context; they are delivered when it ends."""
+    hold = Hold()
+    hold.start()
+    try:
+        yield
+    finally:
+        hold.end()

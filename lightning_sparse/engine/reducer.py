@@ -30,14 +30,12 @@ from lightning_sparse.core.messages import AllGather, Steps, ring_all_reduce_byt
 from lightning_sparse.core.step import Context
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.delivery import Lengths
-from lightning_sparse.engine.executor import make_executor
-from lightning_sparse.engine.group import GroupReducer
+from lightning_sparse.engine.executor import held, make_executor
 from lightning_sparse.engine.metrics import Stamp, Totals
 from lightning_sparse.engine.network import TorchCollective, drive_together
-from lightning_sparse.engine.optimizers.clipping import GradientClipping
-from lightning_sparse.engine.optimizers.hooks import held
+from lightning_sparse.engine.optimizers.clipping import GradientClipping, Limit
 from lightning_sparse.engine.parts import Parts
-from lightning_sparse.engine.pipeline import forget_overflow_
+from lightning_sparse.engine.pipeline import GroupReducer, forget_overflow_
 from lightning_sparse.engine.regrouping import Groups
 from lightning_sparse.engine.skip import Decision, Header, any_set
 from lightning_sparse.engine.sources.gradient_hooks import Usage, refuse_sparse_gradients
@@ -58,8 +56,6 @@ class Member(NamedTuple):
 
     group: GroupReducer
     ctx: Context
-    scale: Tensor | None
-    """Factor that the loss was multiplied by."""
     used_here: Sequence[bool]
     """For each of its parameters: was it used on this rank? Empty where all are."""
     wait_for_gradients: Callable[[], None]
@@ -140,7 +136,7 @@ class Reducer(Groups):
         """Backwards so far in which there was no average to hand over."""
         self._held_up_before = 0.0
         """:attr:`held_up_seconds` when the step began."""
-        self._clippings: Sequence[Any] = ()
+        self._limits: Sequence[Limit] = ()
         """Of this step, see :meth:`.GradientClipping.begin_step`; gradients of a batch are clipped together."""
         self._members: list[Member] = []
         """Of the next batch."""
@@ -198,7 +194,7 @@ class Reducer(Groups):
                     forget_overflow_(group.state, group.memory, self.comm.world_size)
         self._before_exchange()
         self._copy_scale()
-        self._clippings = self.clipping.begin_step(lambda: self.sparsified)  # when its groups are known
+        self._limits = self.clipping.begin_step(lambda: self.sparsified)  # when its groups are known
         self.shared_bytes, self._asked_bytes, self._headers = self._asked_bytes, 0.0, None
         if self.flush_asked:  # looked at once, so that all groups of the step do the same
             self.flush_at, self.flush_asked = self._number, False
@@ -439,7 +435,7 @@ class Reducer(Groups):
             numels = {p.name: p.numel for p in group.plan.parameters}
             ctx = ctx._replace(surplus=self.rates.surplus_of(numels, step, density))
         used_here = [] if self._usage is None else self._usage.here(group.spans)
-        member = Member(group, ctx, self._scale, used_here, self.on_stream.ready())
+        member = Member(group, ctx, used_here, self.on_stream.ready())
         self._members.append(member)
         if not self._waits:
             self._executor.submit(partial(self._start, member))
@@ -462,7 +458,7 @@ class Reducer(Groups):
     @property
     def _waits(self) -> bool:
         """True if local work begins when the gradients of the whole batch are here."""
-        return self._usage is not None or bool(self._clippings)
+        return self._usage is not None or bool(self._limits)
 
     def _send(self, header: Header | None = None) -> None:
         """Let the batch be exchanged, now or on the thread."""
@@ -477,11 +473,11 @@ class Reducer(Groups):
             self._started.append((member.group, steps, Stamp.now(self.device)))
 
     def _steps_of(self, member: Member, unused: Set[str]) -> Steps[None]:
-        group, ctx, scale, _, wait_for_gradients = member
+        group, ctx, _, wait_for_gradients = member
         with self.failing_together(f"in the exchange of group {group.plan.name!r}"):
             wait_for_gradients()
             flush = self._flushes and group.sparsified  # others send all anyway, and their own step counts as sent
-            yield from group.exchange_steps(ctx, unused, scale, flush, self._absorbing)
+            yield from group.exchange_steps(ctx, unused, self._scale, flush, self._absorbing)
 
     @contextmanager
     def _absorbing(self, names: Set[str]) -> Iterator[None]:
@@ -523,9 +519,9 @@ class Reducer(Groups):
 
     def _clip(self, members: Sequence[Member], unused: Set[str]) -> None:
         """Clip this rank's gradients of a batch together."""
-        for member in members if self._clippings else ():
+        for member in members if self._limits else ():
             member.wait_for_gradients()
-        for clipping, names in self._clippings:
+        for clipping, names, _ in self._limits:
             numel = sum((span := self.group_of[name].spans[name]).stop - span.start for name in names)
             arrived = [  # not in the order of arrival, which changes after DDP's first step, and norms with it
                 (name, group.arrived[name])
@@ -535,7 +531,7 @@ class Reducer(Groups):
             ]
             share = sum(piece.numel() for _, piece in arrived) / numel if numel else 1.0
             used = [piece for name, piece in arrived if name not in unused]
-            clipping.apply_(used, self.comm.world_size, share, members[0].scale, self._norm_of)
+            clipping.apply_(used, self.comm.world_size, share, self._scale, self._norm_of)
 
     def _settle(self, at_once: bool) -> None:
         """Take what was sent out of the residuals, if the step counts, now that all groups have been exchanged.

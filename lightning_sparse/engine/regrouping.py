@@ -13,9 +13,9 @@ from lightning_sparse.core.checks import expect
 from lightning_sparse.core.step import Agreement, Context
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.executor import ExchangeStream
-from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.network import TorchCollective
-from lightning_sparse.engine.optimizers.learning_rates import LearningRates
+from lightning_sparse.engine.optimizers.kinds import LearningRates
+from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.skip import SkippedSteps, digest_of
 from lightning_sparse.engine.state.record import Counts, Record
 from lightning_sparse.methods.grouping import Group, Messages

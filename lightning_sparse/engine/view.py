@@ -13,13 +13,11 @@ from torch.nn import Parameter
 
 from lightning_sparse.core.checks import expect
 from lightning_sparse.engine.agreement import failing_together
-from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.metrics import Step, Totals, dense_statistics, summarize
 from lightning_sparse.engine.network import TorchCollective
+from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.reducer import Reducer
-from lightning_sparse.engine.sources.comm_hook import Entrance
-from lightning_sparse.engine.sources.one_step_late import OneStepLate
-from lightning_sparse.engine.sources.within_a_node import WithinANode
+from lightning_sparse.engine.sources.comm_hook import entrance_of
 from lightning_sparse.engine.state.record import Counts
 from lightning_sparse.methods.grouping import Group, Messages
 from lightning_sparse.ops.length import LengthChanges
@@ -43,7 +41,7 @@ class EngineView:
         """True if the engine has ended."""
         self.router = reducer
         """Exchanges gradients, see :mod:`lightning_sparse.engine.sources`."""
-        self.entrance = _entrance_of(reducer)
+        self.entrance = entrance_of(reducer)
         """Takes gradients from a source and gives averages back: the router, or what stands in front of it."""
         self._record, self._skipped = reducer.record, reducer.skipped
 
@@ -273,15 +271,6 @@ class EngineView:
         """Return the sum of a small vector on the CPU over the ranks that hold the parts of a replica; collective."""
         within = self.router.within
         return x if within is None or self.router.parts is not None else within.all_reduce(x.to(self.device)).cpu()
-
-
-def _entrance_of(reducer: Reducer) -> Entrance:
-    """Return the router, or what stands in front of it."""
-    if reducer.settings.delay:
-        return OneStepLate(reducer)
-    if reducer.parts is not None and reducer.within is not None:
-        return WithinANode(reducer, reducer.parts, reducer.within)
-    return reducer
 
 
 def _length_changes(groups: Sequence[GroupReducer]) -> LengthChanges | None:

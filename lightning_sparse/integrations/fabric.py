@@ -23,7 +23,7 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.engine.config import keywords_of
 from lightning_sparse.engine.metrics import Totals
 from lightning_sparse.engine.network import TorchCollective
-from lightning_sparse.engine.optimizers.hooks import uninterrupted
+from lightning_sparse.engine.optimizers.binding import uninterrupted
 from lightning_sparse.engine.optimizers.kinds import ids_of, stepping
 from lightning_sparse.engine.state.checkpoint import side_directory
 from lightning_sparse.integrations.base import CHECKPOINT_KEY, SparseStrategy, StrategyArguments, planner_of, profile_of

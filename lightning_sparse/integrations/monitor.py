@@ -7,10 +7,11 @@ from typing import Any
 
 from lightning_sparse.core.checks import check_integer, expect
 from lightning_sparse.core.console import Table
+from lightning_sparse.core.messages import ring_all_reduce_bytes
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.metrics import MB, summarize, totals_of
-from lightning_sparse.engine.network import TorchCollective, ring_all_reduce_bytes
+from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.integrations.averages import BuildUp, DensityError, PaddingRatio, Traffic
 from lightning_sparse.integrations.callback import Callback, trained_parameters
 from lightning_sparse.integrations.loggers import define_axes, log_settings, log_table

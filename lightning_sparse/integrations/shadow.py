@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_sparse.core.messages import ring_all_reduce_bytes
 from lightning_sparse.core.step import Agreement, Context
 from lightning_sparse.engine.config import SparsificationConfig
-from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.metrics import MB, Stamp, Step, norm_of
-from lightning_sparse.engine.network import TorchCollective, drive_together, ring_all_reduce_bytes
+from lightning_sparse.engine.network import TorchCollective, drive_together
+from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.skip import any_set
 from lightning_sparse.integrations.callback import LocalGradients
 from lightning_sparse.methods.grouping import DDP_BUCKET_MB, ParameterSize, make_plan

@@ -18,9 +18,9 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.config import keywords_of
-from lightning_sparse.engine.network import LostRankError, TorchCollective
-from lightning_sparse.engine.network.process_group import BATCHES, is_loss
-from lightning_sparse.engine.optimizers.hooks import SAVING, uninterrupted
+from lightning_sparse.engine.executor import SAVING
+from lightning_sparse.engine.network import BATCHES, LostRankError, TorchCollective, is_loss
+from lightning_sparse.engine.optimizers.binding import uninterrupted
 from lightning_sparse.integrations.base import CHECKPOINT_KEY, SparseStrategy, StrategyArguments, profile_of
 from lightning_sparse.integrations.callback import Callback
 from lightning_sparse.integrations.earlier import Left, checksums, go_on

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from lightning_sparse.core.messages import AllGather
+from lightning_sparse.core.messages import AllGather, together
 from lightning_sparse.engine import executor as executors
-from lightning_sparse.engine.network import TorchCollective, drive_ranks, process_group, together
+from lightning_sparse.engine import network
+from lightning_sparse.engine.network import TorchCollective, drive_ranks
 from lightning_sparse.engine.skip import Decision, Header, digest_of
 from lightning_sparse.engine.state.record import Counts
 from lightning_sparse.methods.exchanges import GatherPairs
@@ -54,7 +55,7 @@ def collectives(layout: str, options: dict[str, Any]) -> tuple[Counter[str], int
     with pytest.MonkeyPatch.context() as patch:
         for step, batch in enumerate(batches(4)):
             if step == 3:
-                patch.setattr(process_group, "_all_gather", counting("all_gather", process_group._all_gather))
+                patch.setattr(network, "_all_gather", counting("all_gather", network._all_gather))
                 for name in ("all_reduce", "broadcast", "all_to_all_single"):
                     patch.setattr(dist, name, counting(name, getattr(dist, name)))
             ddp(batch).square().mean().backward()

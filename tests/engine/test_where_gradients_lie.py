@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_sparse as ls
 from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.messages import Steps
-from lightning_sparse.engine.group import GroupReducer
+from lightning_sparse.engine.pipeline import GroupReducer
 from tests.covering import by_default, covering
 from tests.ranks import Ranks
 

@@ -29,7 +29,7 @@ def with_optimizer(package: str, make: Any) -> Any:
 
 
 def clippings_of(engine: ls.Engine) -> list[Any]:
-    return [clipping for clipping, _ in engine.router.clipping.limits.values()]
+    return [limit.clipping for limit in engine.router.clipping.limits.values()]
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:

@@ -65,7 +65,7 @@ def fit(folder: str, epochs: int, resume: str | None, behaviour: str, executor: 
     from pytorch_lightning.plugins.io import TorchCheckpointIO
 
     import lightning_sparse as ls
-    from lightning_sparse.engine.network import process_group
+    from lightning_sparse.engine import network
     from tests.trainers import flat, make_data, make_module, make_trainer
 
     def digest(trainer: Any) -> str:
@@ -112,7 +112,7 @@ def fit(folder: str, epochs: int, resume: str | None, behaviour: str, executor: 
                     os._exit(7)
 
     if behaviour == "fewer batches":
-        process_group.LEAVE = timedelta(seconds=0.5)  # what the test waits for is its end
+        network.LEAVE = timedelta(seconds=0.5)  # what the test waits for is its end
     strategy = ls.SparseDDPStrategy(
         sparsifier="topk",
         density=0.05,

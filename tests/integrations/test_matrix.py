@@ -136,7 +136,7 @@ class Recorder:
                 self.exchanges = engine.step + engine.void_steps
                 scaler = getattr(trainer.precision_plugin, "scaler", None)
                 scale = 1.0 if scaler is None else scaler.get_scale()
-                for clipping, names in engine.router.clipping.limits.values():  # what is clipped away is gone
+                for clipping, names, _ in engine.router.clipping.limits.values():  # what is clipped away is gone
                     clipping.apply_([local[name] for name in names], 2, 1.0, torch.tensor(scale))
                 grads = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
                 recorder.local.append({name: grad.double() / scale for name, grad in local.items()})

@@ -1,4 +1,7 @@
-"""The optimizers that apply an engine's averages: which memory suits them, their step rules, and clipping."""
+"""The optimizers that apply an engine's averages: which memory suits them, their step rules, and clipping.
+
+One pair of torch's hooks around the steps of all optimizers of the process serves the bindings of all engines.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +11,25 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from itertools import takewhile
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.amp import GradScaler
 from torch.optim import SGD, Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_sparse.core.console import page, say
 from lightning_sparse.engine.agreement import check_equal_on_ranks
 from lightning_sparse.engine.config import SparsificationConfig
-from lightning_sparse.engine.group import GroupReducer
+from lightning_sparse.engine.executor import Hold
 from lightning_sparse.engine.optimizers.clipping import Clipping
-from lightning_sparse.engine.optimizers.hooks import leave, listen, owner
 from lightning_sparse.engine.optimizers.kinds import (
     check_pair,
     decays_of,
@@ -40,6 +45,7 @@ from lightning_sparse.engine.optimizers.kinds import (
 )
 from lightning_sparse.engine.optimizers.momentum import has_velocities
 from lightning_sparse.engine.optimizers.rules import AdamRule, Arrived, MomentumRule, OfGroup, go_on_from_dense
+from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.state.schema import second_moment_in
 from lightning_sparse.methods.memory import Memory, NoMemory, Residual
@@ -52,15 +58,20 @@ SPENT = (
     "SGD's momentum of averages that have waited is spent at once, as far as it would have been spent by now "
     f"({page('momentum')}). memory='residual' leaves it to the optimizer."
 )
+_bindings: list[weakref.ref[OptimizerBinding]] = []
+"""Of the engines of the process that are not closed, in the order in which they came."""
+_holds: list[Hold] = []
+"""Of contexts in which signals wait while optimizers step."""
 
 
 class OptimizerBinding:
     """Binds an engine to the optimizers that apply its averages.
 
-    It chooses the memory, and is called around the step of every optimizer of the process. Before a step: gradients of
-    a void step are kept from it, if no loss scaler does so; clipping that nobody asked for ends; what has arrived is
-    handed to the optimizer's rule, which takes Adam's steps, or notes what SGD steps with; then watchers look. After
-    it: averages count as applied, gradients that Adam's rule took away come back, and momentum is spent.
+    It chooses the memory, and is called around the step of every optimizer of the process, also of those that nobody
+    bound. Before a step: gradients of a void step are kept from it, if no loss scaler does so; clipping that nobody
+    asked for ends; what has arrived is handed to the optimizer's rule, which takes Adam's steps, or notes what SGD
+    steps with; then watchers look. After it: averages count as applied, gradients that Adam's rule took away come back,
+    and momentum is spent.
 
     Args:
         reducer: whose averages are applied; it is told of memories, rates and clipping.
@@ -91,21 +102,26 @@ class OptimizerBinding:
         """Of a state that was loaded, until the optimizers are bound whose gradients were clipped."""
         keeps = reducer.settings.fallback is not None  # dense steps go on with them
         self._adam = AdamRule(reducer.lengths, self._warn_of_changes, keeps)
-        self._momentum = MomentumRule(self._name_of, reducer.settings.delay)
-        listen(self)
+        self._momentum = MomentumRule(reducer.settings.delay)
+        _register_hooks()
+        _bindings.append(weakref.ref(self, _bindings.remove))
 
-    def holds(self, key: int) -> bool:
-        """Return True if the engine has a parameter, given by its id."""
-        return key in self._names
+    @property
+    def _mine(self) -> Mapping[int, str]:
+        """Names of parameters by id, but for those of a later engine: an earlier one does nothing for them any more."""
+        later = list(takewhile(lambda one: one is not self, reversed(_in_life())))
+        return {key: name for key, name in self._names.items() if not any(key in one._names for one in later)}
 
     def before(self, optimizer: Optimizer) -> None:
-        """Act before an optimizer's step; its gradients are there."""
+        """Act before an optimizer's step; its gradients are there. Of nested ones, the outer one comes first."""
         record = self._reducer.record
         held = record.hold(optimizer)
-        mine = any(self._name_of(key) for key in ids_of(optimizer) & self._names.keys())
+        names = self._mine
+        mine = not ids_of(optimizer).isdisjoint(names)
+        takes = self.takes(optimizer)
         self._rehearsing = held.isdisjoint(record.without) and rehearses(optimizer)
         if self._rehearsing:
-            if self.takes(optimizer):
+            if takes:
                 self._adam.rehearse(optimizer, self._served(optimizer))
             return
         if mine and self._outermost is None:
@@ -121,12 +137,13 @@ class OptimizerBinding:
         self._reducer.clipping.before_step(
             id(optimizer), lambda: not flushed and not record.waiting(optimizer).isdisjoint(held)
         )
-        if stepping(optimizer) is optimizer and self.takes(optimizer):
+        if takes and stepping(optimizer) is optimizer:
             self._adam.before(optimizer, list(self._arrived(optimizer)))
         elif type(optimizer) is SGD:
-            self._momentum.before(optimizer, self._arrived(optimizer), self._spends(optimizer), 0 if flushed else 1)
+            spends, steps = self._spends(optimizer), 0 if flushed else 1
+            self._momentum.before(optimizer, names, self._arrived(optimizer), spends, steps)
         unscaled = mine and not self._reducer.direct and self._reducer.loss_scale() is None
-        if unscaled and steps_for_a_scaler() and not self.takes(optimizer):
+        if unscaled and not takes and steps_for_a_scaler():
             self._once(rank_zero_warn, HIDDEN)
         self._adam.leave(optimizer)
         for watch in self.watchers:
@@ -135,8 +152,9 @@ class OptimizerBinding:
     def leave_out(self, optimizer: Optimizer) -> None:
         """Let an optimizer pass over parameters for which there was no average in the latest backward."""
         if self._reducer.record.without:
+            names = self._mine
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-                if self._name_of(id(parameter)) in self._reducer.record.without:
+                if names.get(id(parameter)) in self._reducer.record.without:
                     parameter.grad = None
 
     def as_before(self, optimizer: Optimizer) -> AbstractContextManager[None]:
@@ -144,7 +162,7 @@ class OptimizerBinding:
         return with_settings(optimizer, self._settings.get(optimizer, []))
 
     def after(self, optimizer: Optimizer) -> None:
-        """Act after an optimizer's step."""
+        """Act after an optimizer's step, maybe of one that had begun before there was this binding."""
         if not self._rehearsing:
             self._reducer.record.applied(optimizer)
         if self._outermost is optimizer:
@@ -190,28 +208,21 @@ class OptimizerBinding:
         if reducer.adoptions != self._second[0]:
             groups = [group for group in reducer.groups if group.memory.needs_second]
             self._second = reducer.adoptions, {id(self._parameters[name]) for group in groups for name in group.spans}
-        served = set() if reducer.direct else ids_of(optimizer) & self._second[1]
-        return {key for key in served if self._name_of(key) is not None}
+        return set() if reducer.direct else ids_of(optimizer) & self._second[1] & self._mine.keys()
 
     def _arrived(self, optimizer: Optimizer) -> Iterator[OfGroup]:
         """Find the averages that an optimizer is about to apply for the first time."""
-        waiting, delivered = self._reducer.record.waiting(optimizer), self._reducer.record.delivered
+        waiting, delivered, names = self._reducer.record.waiting(optimizer), self._reducer.record.delivered, self._mine
         for settings in optimizer.param_groups:
-            named = [(p, self._name_of(id(p)) or "") for p in settings["params"] if p.grad is not None]
+            named = [(p, names.get(id(p), "")) for p in settings["params"] if p.grad is not None]
             yield (
                 settings,
-                [Arrived(p, name, self._group_of(id(p)), delivered.get(name)) for p, name in named if name in waiting],
+                [Arrived(p, name, self._group_of(name), delivered.get(name)) for p, name in named if name in waiting],
             )
 
-    def _name_of(self, key: int) -> str | None:
-        """Return the name of a parameter, given by its id; None where it is another engine's."""
-        name = self._names.get(key)
-        return name if name is not None and owner(key) in (self, None) else None  # None: all have ended, this one, too
-
-    def _group_of(self, key: int) -> GroupReducer | None:
-        """Return the group whose averages are stepped here, given the id of a parameter; None: torch steps it."""
-        name = None if self._reducer.direct else self._name_of(key)
-        group = None if name is None else self._reducer.group_of.get(name)
+    def _group_of(self, name: str) -> GroupReducer | None:
+        """Return the group whose averages are stepped here, given the name of a parameter; None: torch steps it."""
+        group = None if self._reducer.direct else self._reducer.group_of.get(name)
         return None if group is None or group.always_whole else group
 
     def bind(self, optimizers: Optimizer | Iterable[Optimizer]) -> None:
@@ -229,7 +240,7 @@ class OptimizerBinding:
         if reducer.settings.lr_aware:
             reducer.rates.follow(chosen)
         self.optimizers = chosen
-        for key in reducer.clipping.keys_in_place - set(map(id, chosen)):
+        for key in reducer.clipping.in_place.keys() - set(map(id, chosen)):
             reducer.clipping.stop_in_place(key)
         for optimizer in chosen:
             self._spends(stepping(optimizer))
@@ -362,7 +373,7 @@ class OptimizerBinding:
     ) -> bool:
         """See :meth:`.Engine.clip_in_place_of_averages`."""
         reducer, key = self._reducer, id(optimizer)
-        begun = key in reducer.clipping.keys_in_place
+        begun = key in reducer.clipping.in_place
         if not 0 < limit < math.inf:
             reducer.clipping.stop_in_place(key)
             return False
@@ -398,7 +409,7 @@ class OptimizerBinding:
         """Leave optimizers alone."""
         self.forget()
         self._adam.close()
-        leave(self)
+        _bindings[:] = [known for known in _bindings if known() is not self]
 
     def _warn_of_changes(self, sentence: str) -> None:
         """Warn of averages that were changed between backward and step, but for clipping that the engine takes over."""
@@ -435,3 +446,70 @@ def steps_for_a_scaler() -> bool:
     while frame is not None and frame.f_code is not GradScaler.step.__code__:
         frame = frame.f_back
     return frame is not None and bool(frame.f_locals["self"].is_enabled())
+
+
+@contextmanager
+def uninterrupted() -> Iterator[Hold]:
+    """Hold back signals while optimizers step in this context, but not while their closures run.
+
+    Signals are delivered when the context ends, which may be later than the step. Of optimizers without torch's hooks,
+    only signals that the caller holds back are held.
+
+    Yields:
+        The :class:`Hold`, so that the caller can start it earlier.
+    """
+    _register_hooks()
+    hold = Hold()
+    _holds.append(hold)
+    try:
+        yield hold
+    finally:
+        _holds.remove(hold)
+        hold.end()
+
+
+def _in_life() -> list[OptimizerBinding]:
+    return [binding for known in list(_bindings) if (binding := known()) is not None]
+
+
+@cache
+def _register_hooks() -> None:
+    """Register them once, for all engines: torch goes through hooks when a step begins, before a closure makes others.
+
+    Where an optimizer's step is compiled, they are not.
+    """
+    register_optimizer_step_pre_hook(torch.compiler.disable(_begin))  # type: ignore[no-untyped-call]
+    register_optimizer_step_post_hook(torch.compiler.disable(_end))  # type: ignore[no-untyped-call]
+
+
+def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Let bindings act, at once or behind a closure that forms the gradients within the step."""
+    for each in _in_life():
+        each.forget()
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        _before(optimizer)
+        return None
+
+    def then_go_on() -> Any:
+        for hold in _holds:
+            hold.end()
+        result = closure()
+        _before(optimizer)
+        return result
+
+    if len(args) > 1:
+        return (args[0], then_go_on, *args[2:]), kwargs
+    return args, {**kwargs, "closure": then_go_on}
+
+
+def _before(optimizer: Optimizer) -> None:
+    for hold in _holds:
+        hold.start()
+    for each in _in_life():
+        each.before(optimizer)
+
+
+def _end(optimizer: Optimizer, *_: Any) -> None:
+    for each in _in_life():
+        each.after(optimizer)

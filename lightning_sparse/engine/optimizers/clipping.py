@@ -59,6 +59,17 @@ class Clipping(NamedTuple):
             piece.mul_(shrink.to(piece.dtype))
 
 
+class Limit(NamedTuple):
+    """What some gradients are clipped to together."""
+
+    clipping: Clipping
+    names: Set[str]
+    """Of their parameters."""
+    in_place: bool
+    """True if they are clipped in place of averages. The limit rests while nothing of these parameters can wait:
+    averages are clipped then."""
+
+
 class GradientClipping:
     """Holds the limits of an engine: each rank's gradients are clipped to them, from the next step on.
 
@@ -68,11 +79,8 @@ class GradientClipping:
 
     def __init__(self, parameters: Mapping[str, Parameter]) -> None:
         self._parameters = parameters
-        self.limits: dict[int | None, tuple[Clipping, Set[str]]] = {}
-        """Limits, and names of parameters that are clipped together, by the id of an optimizer; None: all of them."""
-        self.keys_in_place: Set[int] = frozenset()
-        """Of optimizers whose gradients are clipped in place of averages. These limits rest while nothing of their
-        parameters can wait: averages are clipped then."""
+        self.limits: dict[int | None, Limit] = {}
+        """By the id of an optimizer; None: of all parameters."""
         self._asked: set[int] = set()
         """Keys of optimizers for which clipping in place of averages was asked since their latest step."""
         self.beginning: Set[str] = frozenset()
@@ -81,14 +89,14 @@ class GradientClipping:
         """Names of those whose averages optimizers have now, and whose gradients were clipped before."""
 
     @property
-    def in_place(self) -> list[tuple[Clipping, Set[str]]]:
-        """Limits in place of clipping averages, from the next step on."""
-        return [limits for key, limits in list(self.limits.items()) if key in self.keys_in_place]
+    def in_place(self) -> dict[int | None, Limit]:
+        """Limits in place of clipping averages, from the next step on, by the id of the optimizer."""
+        return {key: limit for key, limit in list(self.limits.items()) if limit.in_place}
 
     @property
     def takes_over(self) -> bool:
         """True if averages are clipped for the last time: gradients are, from the next step on."""
-        return any(self.acting.isdisjoint(names) for _, names in self.in_place)
+        return any(self.acting.isdisjoint(limit.names) for limit in self.in_place.values())
 
     def set(self, clipping: Clipping, names: Set[str], key: int | None, in_place: bool = False) -> None:
         """Clip the gradients of these parameters together, from the next step on.
@@ -106,19 +114,15 @@ class GradientClipping:
         expect(clipping.algorithm in ALGORITHMS, "algorithm", "'norm' or 'value'", clipping.algorithm)
         names = frozenset(name for name in names if self._parameters[name].numel())
         if names:
-            replaced = [old for old, (_, others) in self.limits.items() if None not in (old, key) and others == names]
-            for old in replaced:  # another optimizer holds the same parameters now
+            held = [old for old, limit in self.limits.items() if None not in (old, key) and limit.names == names]
+            for old in held:  # another optimizer holds the same parameters now
                 del self.limits[old]
-            self.keys_in_place = self.keys_in_place - set(replaced)
-            self.limits[key] = clipping, names
-        if in_place and key is not None:
-            self.keys_in_place |= {key}
+            self.limits[key] = Limit(clipping, names, in_place)
 
-    def stop_in_place(self, key: int) -> None:
+    def stop_in_place(self, key: int | None) -> None:
         """Clip no more in place of an optimizer's averages, given its id, if that was done."""
-        if key in self.keys_in_place:
-            self.keys_in_place -= {key}
-            self.limits.pop(key, None)
+        if key in self.in_place:
+            del self.limits[key]
 
     def note_asked(self, key: int) -> None:
         """Note that clipping was asked for since an optimizer, given by its id, has stepped."""
@@ -133,19 +137,15 @@ class GradientClipping:
         """
         if key in self._asked:
             self._asked.remove(key)
-        elif key in self.keys_in_place and applies():  # asked last, because it may have to look at all parameters
+        elif key in self.in_place and applies():  # asked last, because it may have to look at all parameters
             self.stop_in_place(key)
 
-    def begin_step(self, sparsified: Callable[[], Set[str]]) -> list[tuple[Clipping, Set[str]]]:
-        """Fix the limits of a step: each with the parameters that are clipped together."""
-        waiting = sparsified() if self.keys_in_place else frozenset()
-        acting = {
-            key: (clipping, names)
-            for key, (clipping, names) in self.limits.items()
-            if key not in self.keys_in_place or names & waiting
-        }
-        self.beginning = frozenset().union(*(names for _, names in acting.values()))
-        return list(acting.values())
+    def begin_step(self, sparsified: Callable[[], Set[str]]) -> list[Limit]:
+        """Fix the limits of a step."""
+        waiting = sparsified() if self.in_place else frozenset()
+        acting = [limit for limit in self.limits.values() if not limit.in_place or limit.names & waiting]
+        self.beginning = frozenset().union(*(limit.names for limit in acting))
+        return acting
 
     def hand_over(self, names: Set[str], clipped: Set[str]) -> None:
         """Note that optimizers got the averages of these parameters, and of which of them gradients were clipped."""

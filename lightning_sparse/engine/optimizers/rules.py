@@ -15,11 +15,11 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_sparse.core.layout import flattened, laid_out, own, shaped
 from lightning_sparse.engine.delivery import MANY, Delivery, Lengths, advice, factors_of
-from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.kinds import holds, refusal, settings_of, stepping
 from lightning_sparse.engine.optimizers.momentum import Momentum, Spending, Stepped
 from lightning_sparse.engine.parts import Parts
+from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.methods.memory import SecondMoment
 from lightning_sparse.ops.adam import Moved, Step, Steps
 from lightning_sparse.ops.length import DECAY
@@ -290,12 +290,11 @@ class MomentumRule:
     torch's own step is taken as ever; what is spent early is moved from the velocities to the parameters behind it.
 
     Args:
-        name_of: the name of a parameter, given by its id; None where it is not the engine's.
         late: steps between an exchange and the step that applies its averages.
     """
 
-    def __init__(self, name_of: Callable[[int], str | None], late: int) -> None:
-        self._name_of, self._late = name_of, late
+    def __init__(self, late: int) -> None:
+        self._late = late
         self._spending = Spending(late)
         self._noted: list[_Noted] = []
         """The step that an optimizer is taking."""
@@ -306,18 +305,21 @@ class MomentumRule:
         """Note that the residuals of these parameters were loaded, and all others start empty."""
         self._kept = set(names)
 
-    def before(self, optimizer: SGD, arrived: Iterable[OfGroup], serves: bool, steps: int) -> None:
+    def before(
+        self, optimizer: SGD, names: Mapping[int, str], arrived: Iterable[OfGroup], serves: bool, steps: int
+    ) -> None:
         """Note with which averages an optimizer steps, and by which settings.
 
         Args:
             optimizer: not one around it.
+            names: of the engine's parameters, by id.
             arrived: what it is about to apply.
             serves: whether its momentum is spent.
             steps: gradients that came since its latest step: 1, or 0 in a flush between two steps.
         """
         kept = optimizer.state
         for parameter in (p for settings in optimizer.param_groups for p in settings["params"]):
-            name = self._name_of(id(parameter))
+            name = names.get(id(parameter))
             if name is not None and name not in self._kept:
                 self._kept.add(name)
                 kept.get(parameter, {}).pop(WAITED, None)  # of residuals that are gone; others may have trained since

@@ -15,6 +15,15 @@ Entrance = Reducer | OneStepLate | WithinANode
 """Takes gradients from a source, and gives it averages."""
 
 
+def entrance_of(router: Reducer) -> Entrance:
+    """Return the router, or what stands in front of it."""
+    if router.settings.delay:
+        return OneStepLate(router)
+    if router.parts is not None and router.within is not None:
+        return WithinANode(router, router.parts, router.within)
+    return router
+
+
 class BucketSource:
     """Passes gradients in DDP's buckets to a router and returns the averages.
 

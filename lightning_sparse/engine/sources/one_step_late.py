@@ -9,8 +9,7 @@ gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Set
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Set
 from functools import partial
 
 import torch
@@ -18,9 +17,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_sparse.core.layout import own, shaped, sharded_as
-from lightning_sparse.engine.executor import ExchangeStream
-from lightning_sparse.engine.group import GroupReducer
-from lightning_sparse.engine.optimizers.hooks import held
+from lightning_sparse.engine.executor import ExchangeStream, held
+from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.state.record import place
 
@@ -83,7 +81,8 @@ class OneStepLate:
         self.arrive(gradients)
         router = self._router
         router.join()
-        with self._forgetting_places() as places:
+        places = self._places
+        try:
             router.on_stream.join()
             self.unused = router.learn_unused(places)
             taking_part = places.keys() - self.unused
@@ -103,6 +102,8 @@ class OneStepLate:
                 router.without_average += not given
                 self._cleared.clear()
                 router.start(copies.items())
+        finally:
+            self._places = {}
 
     def take(self) -> dict[str, Tensor]:
         """Hand over all that is left, between two steps: averages by name of the parameter, in its shape."""
@@ -121,13 +122,6 @@ class OneStepLate:
         """Stop looking at gradients."""
         for handle in self._looking:
             handle.remove()
-
-    @contextmanager
-    def _forgetting_places(self) -> Iterator[dict[str, Tensor]]:
-        try:
-            yield self._places
-        finally:
-            self._places = {}
 
     def _copied(self, places: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copy gradients to where their groups will work on them."""

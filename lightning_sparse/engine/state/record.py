@@ -20,10 +20,9 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_sparse.core.layout import Gradient, own
-from lightning_sparse.engine.delivery import Delivery
-from lightning_sparse.engine.optimizers.hooks import held
+from lightning_sparse.engine.delivery import Delivery, scatter_average_
+from lightning_sparse.engine.executor import held
 from lightning_sparse.engine.optimizers.kinds import ids_of
-from lightning_sparse.engine.pipeline import scatter_average_
 from lightning_sparse.engine.skip import Decision
 from lightning_sparse.ops import static_shapes
 

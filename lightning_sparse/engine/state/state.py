@@ -13,8 +13,8 @@ from lightning_sparse.core.layout import layout_of, own
 from lightning_sparse.engine.agreement import Note, by_reason, name_ranks, reason
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.delivery import Delivery, bounds_of
-from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.optimizers.binding import OptimizerBinding
+from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.skip import Decision
 from lightning_sparse.engine.state.merging import with_layouts
@@ -172,7 +172,8 @@ class EngineState:
             "rates": dict(reducer.rates.latest),
             "surplus": {name: list(noted) for name, noted in reducer.rates.surplus.items()},
             "clippings": [
-                {**clipping._asdict(), "parameters": sorted(held)} for clipping, held in reducer.clipping.in_place
+                {**limit.clipping._asdict(), "parameters": sorted(limit.names)}
+                for limit in reducer.clipping.in_place.values()
             ],
             "squares": reducer.lengths.state(pending.keys()),
         }

@@ -24,9 +24,10 @@ from lightning_sparse.core.messages import (
     SendRecv,
     Steps,
     in_hops,
+    together,
 )
 from lightning_sparse.core.step import Context
-from lightning_sparse.engine.network import TorchCollective, drive, drive_ranks, drive_together, send, together
+from lightning_sparse.engine.network import TorchCollective, drive, drive_ranks, drive_together, send
 from lightning_sparse.engine.pipeline import init_group, reduce_group
 from lightning_sparse.engine.traffic import count_bytes
 from tests.contract.cases import CASES, PAIR_NAMES, PAIRS, Case, kinds

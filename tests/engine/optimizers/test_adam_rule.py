@@ -615,7 +615,7 @@ def two_limits() -> tuple[list[float], bool]:
     residuals = [engine.residual(name) for name in ("0.weight", "2.weight")]
     norms = [float(residual.norm()) for residual in residuals if residual is not None]
     clipped = engine.router.clipping.acting == {"0.weight", "0.bias"}
-    assert [clipping for clipping, _ in engine.router.clipping.limits.values()] == [(1e-6, "norm")]
+    assert [limit.clipping for limit in engine.router.clipping.limits.values()] == [(1e-6, "norm")]
     engine.close()
     return norms, clipped
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from lightning_sparse.engine.optimizers.learning_rates import LearningRates
+from lightning_sparse.engine.optimizers.kinds import LearningRates
 from tests.covering import by_default
 from tests.ranks import Ranks
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 import lightning_sparse as ls
-from lightning_sparse.engine.network import TorchCollective, ring_all_reduce_bytes
+from lightning_sparse.core.messages import ring_all_reduce_bytes
+from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.methods.exchanges import as_exchange
 from lightning_sparse.methods.memory import Residual
 from lightning_sparse.tuning.performance import NOTHING, GroupCost, Line, Network
