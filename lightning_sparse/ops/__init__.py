@@ -43,11 +43,11 @@ from lightning_sparse.ops.host import (
     under,
     unite,
 )
-from lightning_sparse.ops.reference import Weights, largest, scatter_, spread, sqrt_, strongest, united
+from lightning_sparse.ops.reference import advance_, all_finite, largest, scatter_, spread, sqrt_, strongest, united
 
 __all__ = [
-    "Span", "Weights", "compiled", "static_shapes", "zeros",
-    "accumulate_", "subtract_at_", "all_finite", "divisors",
+    "Span", "compiled", "static_shapes", "zeros",
+    "accumulate_", "weigh_", "advance_", "subtract_at_", "all_finite", "divisors",
     "above", "tail", "top_k", "top_k_of_blocks", "top_k_and_stripe",
     "moments", "mean_and_maximum", "summed",
     "leaders", "reaching_leaders", "ranked_leaders", "pick_leaders",
@@ -56,7 +56,7 @@ __all__ = [
     # of single numbers
     "Flag", "Number", "known", "at_most", "tensor", "whole", "functions", "divisor", "either", "lesser", "greater",
     # on the CPU only
-    "weigh_", "many_of_largest", "largest_of", "reached", "reaching_of",
+    "many_of_largest", "largest_of", "reached", "reaching_of",
     "places_of", "sums", "unite", "under", "put_in_runs_", "take_from_runs",
     # not on the CPU
     "largest", "strongest", "united", "spread", "scatter_",
@@ -115,13 +115,26 @@ def accumulate_(acc: Tensor, runs: Sequence[Tensor], decay: float, candidates: C
 
 
 def weigh_(
-    acc: Tensor, second: Tensor, score: Tensor, runs: Sequence[Tensor], by: Weights, candidates: Candidates
+    acc: Tensor,
+    second: Tensor,
+    score: Tensor,
+    runs: Sequence[Tensor],
+    units: Tensor,
+    power: Tensor,
+    beta2: float,
+    eps: float,
+    damping: float,
+    candidates: Candidates | None,
 ) -> Tensor:
-    """Form the sums of :class:`~lightning_sparse.SecondMoment`, see :func:`.host.weigh`. On the CPU only.
+    """Form the sums of :class:`~lightning_sparse.SecondMoment` and collect candidates, see :func:`.on_device.weigh_`.
 
-    One pass does this, and collects candidates of the score. () bool: whether all of the new acc was finite.
+    () bool on acc's device: whether all of the new acc was finite.
     """
-    found, finite = host.weigh(acc, second, score, runs, by, candidates.bound)
+    numbers = units, power, beta2, eps, damping
+    if static_shapes(acc.device):
+        return on_device.weigh_(acc, second, score, runs, *numbers, candidates)
+    candidates = candidates or Candidates()
+    found, finite = host.weigh(acc, second, score, runs, *numbers, candidates.bound)
     cleared = [] if score.data_ptr() == runs[0].data_ptr() else runs
     candidates.note(score, cleared, found, finite)
     return torch.tensor(finite, device="cpu")
@@ -305,11 +318,6 @@ def add_up(parts: Sequence[tuple[Tensor, Tensor]], padding: int) -> tuple[Tensor
         return reference.add_up(parts, padding)
     union, totals = host.add_up(parts, padding)
     return union, totals, torch.tensor(union.numel(), device="cpu")
-
-
-def all_finite(x: Tensor) -> Tensor:
-    """() bool: no NaN and no infinity in x, of any shape. One pass, nothing allocated; True for an empty x."""
-    return reference.all_finite(x) if x.numel() else torch.ones((), dtype=torch.bool, device=x.device)
 
 
 def take(x: Tensor, indices: Tensor) -> Tensor:

@@ -6,8 +6,7 @@ Else they are operations of torch, in chunks that stay in cache, and of numpy wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -19,7 +18,6 @@ from lightning_sparse.core.step import Candidates, Found
 from lightning_sparse.ops import reference
 from lightning_sparse.ops.c import native
 from lightning_sparse.ops.c.native import compiled_on, written
-from lightning_sparse.ops.reference import Weights
 
 CHUNK = 1 << 18
 """Elements per chunk: few enough to stay in cache, and so many that what Python does for each of them hardly counts."""
@@ -103,43 +101,11 @@ def reaching(x: Tensor, bound: float) -> Found:
     """Return what of a vector reaches a bound, NaN never: ascending int32 coordinates, and magnitudes."""
     if compiled := compiled_on(x):
         return compiled.above(x, bound)
-    hits = Hits(x, bound, x.numel())
-    for start, chunk in enumerate(torch.split(x, CHUNK)):
-        hits.add(chunk, start * CHUNK)
-    found = hits.found()
-    assert found is not None  # there is room for all
-    return found
-
-
-class Hits:
-    """Find the coordinates of a vector's chunks that reach a bound; in numpy, since torch takes three times as long.
-
-    Args:
-        x: the vector.
-        bound: magnitude; NaN is not reached.
-        room: for so many.
-    """
-
-    def __init__(self, x: Tensor, bound: float, room: int) -> None:
-        self._bound, self._room = _number(x, bound), room
-        self._indices, self._magnitudes = [np.empty(0, np.int32)], [x[:0].numpy()]
-
-    def add(self, chunk: Tensor, start: int) -> None:
-        """Look at a chunk, which begins at a coordinate; nothing is looked at any more where there is no room."""
-        if self._room >= 0:
-            values = chunk.numpy()
-            flags = np.greater_equal(values, self._bound)
-            flags |= np.less_equal(values, -self._bound)
-            places = places_of(torch.from_numpy(flags)).numpy()
-            self._room -= len(places)
-            self._indices.append((places + start).astype(np.int32))
-            self._magnitudes.append(np.abs(values.take(places)))
-
-    def found(self) -> Found | None:
-        """Return ascending coordinates and magnitudes, None if there was no room."""
-        if self._room < 0:
-            return None
-        return torch.from_numpy(np.concatenate(self._indices)), torch.from_numpy(np.concatenate(self._magnitudes))
+    bound, found = _number(x, bound), []
+    for number, chunk in enumerate(torch.split(x, CHUNK)):
+        found.append(places_of(reach(chunk.abs(), bound)) + number * CHUNK)
+    indices = torch.cat(found)
+    return indices.int(), x.index_select(0, indices).abs()
 
 
 def lowest(x: Tensor, threshold: float) -> float:
@@ -413,13 +379,15 @@ def accumulate(acc: Tensor, runs: Sequence[Tensor], bound: float) -> tuple[Found
         bound: magnitude.
 
     Returns:
-        What of acc reaches the bound, None if that is more than an eighth or a sum was not finite; and whether all sums
-        were finite.
+        What of acc reaches the bound; None if that is more than an eighth, a sum was not finite, or nothing is
+        compiled: then a pass of its own finds it. And whether all sums were finite.
     """
     if compiled := compiled_on(acc, *runs):
         written(acc, *runs)
         return compiled.form((acc, None, None), runs, True, (), bound, acc.numel() // Candidates.ROOM)
-    return _in_chunks(_add_, [acc], runs, True, bound)
+    finite = reference.accumulate_(acc, runs, 1.0)
+    torch._foreach_zero_(list(runs))
+    return None, bool(finite)
 
 
 def weigh(
@@ -427,63 +395,37 @@ def weigh(
     second: Tensor,
     score: Tensor,
     runs: Sequence[Tensor],
-    by: Weights,
+    units: Tensor,
+    power: Tensor,
+    beta2: float,
+    eps: float,
+    damping: float,
     bound: float,
 ) -> tuple[Found | None, bool]:
-    """Form the sums of :class:`~lightning_sparse.SecondMoment` of a gradient g, in one pass.
+    """Form residual, second moment and score as :func:`.on_device.weigh_` says it, after multiplying by the units.
 
-    ``acc = acc + g``, ``second = keep second + add g^2``, at most the largest number, and
-    ``score = acc / sqrt(sqrt(second + (damping acc)^2) + least)``, of a sum up to the largest number. Where the new acc
-    would not be finite, acc and second are left as they are, and the score is not defined.
-
-    Args:
-        acc: (numel,) float32 or float64.
-        second: the same.
-        score: the same, overwritten; may be the only run of the gradient. If it is not, the gradient is set to zero.
-        runs: in which the gradient lies, numel coordinates in order, of the same dtype, or bfloat16 or float16.
-        by: numbers.
-        bound: magnitude.
+    In C, all but these is one pass. If the score is not in the gradient's place, the gradient is set to zero.
 
     Returns:
         As :func:`accumulate`, but what of the score reaches the bound; and whether all of the new acc was finite.
     """
+    take, carry, _ = units.tolist()
+    for run in runs if take != 1 else ():
+        run.mul_(take)
+    if carry != 1:
+        acc.mul_(carry)
+        second.mul_(carry**2)
     clear = score.data_ptr() != runs[0].data_ptr()
     if compiled := compiled_on(acc, second, score, *runs):
         written(acc, second, score, *runs)
-        room = score.numel() // Candidates.ROOM
+        start, room = (1 - power).sqrt().item(), score.numel() // Candidates.ROOM
+        by = beta2, 1 - beta2, eps * start, start * damping
         return compiled.form((acc, second, score), runs, clear, by, bound, room)
-    form = partial(reference.weigh_, room=acc.new_empty(3, min(CHUNK, acc.numel())), by=by)
-    return _in_chunks(form, [acc, second, score], runs, clear, bound)
-
-
-def _add_(acc: Tensor, piece: Tensor) -> Tensor:
-    """Add a piece of a gradient, which is written to; () whether all is finite, see :func:`accumulate`."""
-    formed = piece.add_(acc) if piece.dtype == acc.dtype else torch.add(piece, acc)
-    return reference.replace_(formed, (acc, formed))
-
-
-def _in_chunks(
-    form: Callable[..., Tensor], formed: Sequence[Tensor], runs: Sequence[Tensor], clear: bool, bound: float
-) -> tuple[Found | None, bool]:
-    """Call a pass in torch for pieces that stay in cache, and collect what reaches a bound while they are there.
-
-    Args:
-        form: takes pieces of the vectors that are formed, and of the gradient, and returns whether all is finite.
-        formed: the vectors, of which the last one is looked at.
-        runs: of the gradient.
-        clear: whether to set the gradient to zero.
-        bound: magnitude.
-    """
-    start, finite, hits = 0, True, Hits(formed[-1], bound, formed[-1].numel() // Candidates.ROOM)
-    for run in runs:
-        for piece in torch.split(run, CHUNK):
-            here = [x[start : start + len(piece)] for x in formed]
-            finite &= bool(form(*here, piece))
-            if clear:
-                piece.zero_()
-            hits.add(here[-1], start)
-            start += len(piece)
-    return hits.found() if finite else None, finite
+    left = units.new_tensor([1.0, 1.0, beta2])
+    finite = reference.weigh_(acc, second, score, runs, left, power, beta2, eps, damping)
+    if clear:
+        torch._foreach_zero_(list(runs))
+    return None, bool(finite)
 
 
 def take(x: Tensor, indices: Tensor) -> Tensor:

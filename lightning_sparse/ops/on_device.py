@@ -103,7 +103,7 @@ def weigh_(
 
     def plain(*vectors: Any) -> Tensor:
         acc, second, score, grad, *numbers, _ = vectors
-        return reference.form_and_weigh_(acc, second, score, [grad], *numbers)
+        return reference.weigh_(acc, second, score, [grad], *numbers)
 
     def few() -> list[Any]:
         x, by = _different(acc) / 512, units.new_tensor([0.5, 0.75, 0.75 * 0.75 * beta2])
@@ -115,7 +115,7 @@ def weigh_(
     alone = candidates is not None and len(runs) == 1
     if alone and _works(what, kernel, plain, few, *vectors, most=MOST_COUNTED, rtol=1e-6):
         return kernel(*vectors, *numbers, candidates)
-    return reference.form_and_weigh_(acc, second, score, runs, *numbers)
+    return reference.weigh_(acc, second, score, runs, *numbers)
 
 
 def divisors(second: Tensor, values: Tensor, power: Tensor, eps: float, damping: float) -> Tensor:
