@@ -30,7 +30,7 @@ from lightning_sparse.core.layout import Span
 from lightning_sparse.core.step import Candidates, Found
 from lightning_sparse.ops import host, on_device, reference
 from lightning_sparse.ops.c import native
-from lightning_sparse.ops.c.native import NativePicks
+from lightning_sparse.ops.c.native import Native
 from lightning_sparse.ops.host import (
     largest_of,
     many_of_largest,
@@ -73,9 +73,9 @@ def static_shapes(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def compiled(device: torch.device, dtype: torch.dtype = torch.float32) -> NativePicks | None:
-    """The compiled functions on picks, where there are some for vectors of this device and dtype."""
-    return native.library.picks if native.library and dtype == torch.float32 and not static_shapes(device) else None
+def compiled(device: torch.device, dtype: torch.dtype = torch.float32) -> Native | None:
+    """The compiled functions, where there are some for vectors of this device and dtype."""
+    return native.library if dtype == torch.float32 and not static_shapes(device) else None
 
 
 def zeros(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -253,12 +253,12 @@ def above(
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of (numel,) finite values, () float64 each; infinite or NaN where sums overflow."""
-    return on_device.moments(x) if static_shapes(x.device) else host.moments(x)
+    return on_device.summed(reference.moments, x) if static_shapes(x.device) else host.moments(x)
 
 
 def mean_and_maximum(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and maximum of magnitudes of (numel,) finite values, () float64 each."""
-    return on_device.mean_and_maximum(x) if static_shapes(x.device) else host.mean_and_maximum(x)
+    return on_device.summed(reference.mean_and_maximum, x) if static_shapes(x.device) else host.mean_and_maximum(x)
 
 
 def tail(x: Tensor, threshold: Tensor | float) -> Tensor:
@@ -402,8 +402,8 @@ def summed(x: Tensor, threshold: Any, logarithms: bool) -> tuple[Any, Any, Any, 
         Four () float64 on a device; four numbers on the CPU.
     """
     if static_shapes(x.device):
-        number, total, squares = on_device.excess(x, threshold)
-        return number, total, squares, on_device.log_sum(x) if logarithms else total
+        number, total, squares = on_device.summed(reference.excess, x, threshold)
+        return number, total, squares, on_device.summed(reference.log_sum, x) if logarithms else total
     found = sums(x, "logarithms" if logarithms else "beyond" if threshold else "magnitudes", level=threshold)
     return found.number, found.total, found.squares, found.logarithms if logarithms else 0.0
 

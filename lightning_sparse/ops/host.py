@@ -250,17 +250,14 @@ def top_k_and_stripe(
             return made[0], made[1]
     if candidates is not None:
         candidates.expect(_next_bound(magnitudes, enough, more))
-    first = torch.zeros(size, dtype=torch.bool, device="cpu")
-    first.index_fill_(0, _best(magnitudes, share), True)
+    order = _descending(magnitudes)
+    first, rest = order[:share], order[share:]
     inside = torch.from_numpy(np.equal(indices.numpy() - indices.numpy() // n * n, turn))  # torch divides one by one
-    places = places_of(inside & ~first)
-    if places.numel() < spare and size < x.numel():
-        return _with_whole_stripe(x, indices[first].long(), indices[first & inside].long(), spare, turn, n)
-    spares = torch.zeros_like(first)
-    best = _best(magnitudes.index_select(0, places), min(spare, places.numel()))
-    spares.index_fill_(0, places.index_select(0, best), True)
-    picked = places_of(first | spares)
-    return indices.index_select(0, picked).long(), spares.index_select(0, picked)
+    others = rest[inside[rest]][:spare]
+    if others.numel() < spare and size < x.numel():
+        return _with_whole_stripe(x, indices[first].long(), indices[first][inside[first]].long(), spare, turn, n)
+    picked, place = torch.cat([first, others]).sort()
+    return indices.index_select(0, picked).long(), place >= share
 
 
 def _with_whole_stripe(x: Tensor, first: Tensor, mine: Tensor, spare: int, turn: int, n: int) -> tuple[Tensor, Tensor]:
@@ -331,7 +328,7 @@ def _picked(known: Found, k: int, more: int) -> tuple[Tensor, float]:
         made = compiled.largest(known, k, 0, 0, 1, more if more < len(magnitudes) else k)
         assert made is not None
         return made[0], made[2] if more < len(magnitudes) else MARGIN * made[2]
-    return indices[_best(magnitudes, k)].long(), _next_bound(magnitudes, k, more)
+    return indices[_descending(magnitudes)[:k].sort().values].long(), _next_bound(magnitudes, k, more)
 
 
 def _more(k: int) -> int:
@@ -339,18 +336,9 @@ def _more(k: int) -> int:
     return math.ceil(NEXT * k) + 64
 
 
-def _best(magnitudes: Tensor, k: int) -> Tensor:
-    """Places of the k largest, ascending, of equal ones the first."""
-    if not k:
-        return torch.empty(0, dtype=torch.int64, device="cpu")
-    least = kth(magnitudes, k)
-    keep = places_of(reach(magnitudes, least))
-    if keep.numel() > k:  # of those that are equal to the k-th, the last ones are too many
-        equal = places_of(magnitudes.index_select(0, keep) == least)
-        stay = torch.ones(keep.numel(), dtype=torch.bool, device="cpu")
-        stay[equal[k - keep.numel() :]] = False
-        keep = keep.index_select(0, places_of(stay))
-    return keep
+def _descending(magnitudes: Tensor) -> Tensor:
+    """Places of magnitudes from the largest on, of equal ones the first."""
+    return magnitudes.sort(descending=True, stable=True).indices
 
 
 def _next_bound(magnitudes: Tensor, k: int, more: int) -> float:
@@ -431,7 +419,7 @@ def weigh(
 def take(x: Tensor, indices: Tensor) -> Tensor:
     """Return ``x[indices]``."""
     if compiled := are_places(indices) and compiled_on(x):
-        return compiled.picks.take(x, indices)
+        return compiled.take(x, indices)
     return x.index_select(0, indices)
 
 
@@ -446,7 +434,7 @@ def put_(x: Tensor, indices: Tensor, values: Tensor | float) -> None:
     new = values if isinstance(values, Tensor) else torch.full(indices.shape, values, dtype=x.dtype, device="cpu")
     fitting = are_places(indices) and new.dtype == x.dtype and new.shape == indices.shape
     if compiled := fitting and compiled_on(x, new):
-        compiled.picks.put(x, indices, new)
+        compiled.put(x, indices, new)
         written(x)
     else:
         x.index_copy_(0, indices, new)
@@ -510,35 +498,18 @@ def unite(
     Returns:
         Ascending coordinates; the largest level of each; and how many there were before the limit.
     """
-    if native.library and (made := native.library.picks.unite(picks, levels, spare, padding, limit, phase)):
+    if native.library and (made := native.library.unite(picks, levels, spare, padding, limit, phase)):
         return made
-    keys = torch.cat(list(picks)) << 21
-    keys |= levels << 1
-    if spare is not None:
-        keys |= torch.cat(list(spare))
-    # Ranks' coordinates ascend, as a rule: numpy merges what does, in a fifth of the time that torch takes.
-    keys = torch.from_numpy(np.sort(keys.numpy(), kind="stable"))
-    keys = keys[: int(torch.searchsorted(keys, padding << 21))]
-    coordinates, ends = keys >> 21, torch.ones_like(keys, dtype=torch.bool)
-    torch.ne(coordinates[1:], coordinates[:-1], out=ends[:-1])  # of those that name a coordinate, the largest level
-    kept = places_of(ends)
-    named = kept.numel()
-    if limit is not None and limit < named:
-        ours = (keys & 1 == 0).cumsum(0, dtype=torch.int32).index_select(0, kept)  # how many up to here are not spare
-        first = torch.diff(ours, prepend=ours.new_zeros(1)) > 0
-        stay = torch.zeros_like(first)
-        for places in (places_of(first), places_of(~first)):
-            slots = min(limit, places.numel())
-            limit -= slots
-            ordinals = reference.spread(torch.tensor(places.numel(), device="cpu"), slots, phase)
-            stay.index_fill_(0, places.index_select(0, ordinals.sub_(1)), True)
-        kept = kept.index_select(0, places_of(stay))
-    return coordinates.index_select(0, kept), keys.index_select(0, kept) >> 1 & 0xFFFFF, named
+    one = torch.full((1,), padding, device="cpu")  # the reference needs a slot
+    spares = None if spare is None else torch.cat([*spare, one < padding])
+    joined, levels = torch.cat([*picks, one]), torch.cat([levels, levels.new_zeros(1)])
+    union, size, named, largest = reference.united(joined, spares, levels, padding, None, limit, phase)
+    return union[:size], largest[:size], int(named)
 
 
 def add_up(parts: Sequence[tuple[Tensor, Tensor]], padding: int) -> tuple[Tensor, Tensor]:
     """Return ascending different coordinates below ``padding``, and sums of their values in the order of the parts."""
-    if compiled_on(parts[0][1]) and native.library and (made := native.library.picks.add_up(parts, padding)):
+    if compiled_on(parts[0][1]) and native.library and (made := native.library.add_up(parts, padding)):
         return made
     one = torch.full((1,), padding, device="cpu"), parts[0][1].new_zeros(1)  # the reference needs a slot
     union, totals, count = reference.add_up([*parts, one], padding)
