@@ -30,13 +30,24 @@ from lightning_sparse.core.layout import Span
 from lightning_sparse.core.step import Candidates, Found
 from lightning_sparse.ops import host, on_device, reference
 from lightning_sparse.ops.c import native
-from lightning_sparse.ops.c.native import Native
-from lightning_sparse.ops.host import put_in_runs_, take_from_runs, under, unite
-from lightning_sparse.ops.reference import advance_, all_finite, largest, scatter_, spread, sqrt_, united
+from lightning_sparse.ops.c.native import NativePicks
+from lightning_sparse.ops.host import (
+    largest_of,
+    many_of_largest,
+    places_of,
+    put_in_runs_,
+    reached,
+    reaching_of,
+    sums,
+    take_from_runs,
+    under,
+    unite,
+)
+from lightning_sparse.ops.reference import Weights, largest, scatter_, spread, sqrt_, strongest, united
 
 __all__ = [
-    "Span", "compiled", "static_shapes", "zeros",
-    "accumulate_", "weigh_", "advance_", "subtract_at_", "all_finite", "divisors",
+    "Span", "Weights", "compiled", "static_shapes", "zeros",
+    "accumulate_", "subtract_at_", "all_finite", "divisors",
     "above", "tail", "top_k", "top_k_of_blocks", "top_k_and_stripe",
     "moments", "mean_and_maximum", "summed",
     "leaders", "reaching_leaders", "ranked_leaders", "pick_leaders",
@@ -45,9 +56,10 @@ __all__ = [
     # of single numbers
     "Flag", "Number", "known", "at_most", "tensor", "whole", "functions", "divisor", "either", "lesser", "greater",
     # on the CPU only
-    "unite", "under", "put_in_runs_", "take_from_runs",
+    "weigh_", "many_of_largest", "largest_of", "reached", "reaching_of",
+    "places_of", "sums", "unite", "under", "put_in_runs_", "take_from_runs",
     # not on the CPU
-    "largest", "united", "spread", "scatter_",
+    "largest", "strongest", "united", "spread", "scatter_",
 ]  # fmt: skip
 
 Number = Any
@@ -61,9 +73,9 @@ def static_shapes(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def compiled(device: torch.device, dtype: torch.dtype = torch.float32) -> Native | None:
-    """The compiled functions, where there are some for vectors of this device and dtype."""
-    return native.library if dtype == torch.float32 and not static_shapes(device) else None
+def compiled(device: torch.device, dtype: torch.dtype = torch.float32) -> NativePicks | None:
+    """The compiled functions on picks, where there are some for vectors of this device and dtype."""
+    return native.library.picks if native.library and dtype == torch.float32 and not static_shapes(device) else None
 
 
 def zeros(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -103,26 +115,13 @@ def accumulate_(acc: Tensor, runs: Sequence[Tensor], decay: float, candidates: C
 
 
 def weigh_(
-    acc: Tensor,
-    second: Tensor,
-    score: Tensor,
-    runs: Sequence[Tensor],
-    units: Tensor,
-    power: Tensor,
-    beta2: float,
-    eps: float,
-    damping: float,
-    candidates: Candidates | None,
+    acc: Tensor, second: Tensor, score: Tensor, runs: Sequence[Tensor], by: Weights, candidates: Candidates
 ) -> Tensor:
-    """Form the sums of :class:`~lightning_sparse.SecondMoment` and collect candidates, see :func:`.on_device.weigh_`.
+    """Form the sums of :class:`~lightning_sparse.SecondMoment`, see :func:`.host.weigh`. On the CPU only.
 
-    () bool on acc's device: whether all of the new acc was finite.
+    One pass does this, and collects candidates of the score. () bool: whether all of the new acc was finite.
     """
-    numbers = units, power, beta2, eps, damping
-    if static_shapes(acc.device):
-        return on_device.weigh_(acc, second, score, runs, *numbers, candidates)
-    candidates = candidates or Candidates()
-    found, finite = host.weigh(acc, second, score, runs, *numbers, candidates.bound)
+    found, finite = host.weigh(acc, second, score, runs, by, candidates.bound)
     cleared = [] if score.data_ptr() == runs[0].data_ptr() else runs
     candidates.note(score, cleared, found, finite)
     return torch.tensor(finite, device="cpu")
@@ -241,12 +240,12 @@ def above(
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of (numel,) finite values, () float64 each; infinite or NaN where sums overflow."""
-    return on_device.summed(reference.moments, x) if static_shapes(x.device) else host.moments(x)
+    return on_device.moments(x) if static_shapes(x.device) else host.moments(x)
 
 
 def mean_and_maximum(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and maximum of magnitudes of (numel,) finite values, () float64 each."""
-    return on_device.summed(reference.mean_and_maximum, x) if static_shapes(x.device) else host.mean_and_maximum(x)
+    return on_device.mean_and_maximum(x) if static_shapes(x.device) else host.mean_and_maximum(x)
 
 
 def tail(x: Tensor, threshold: Tensor | float) -> Tensor:
@@ -306,6 +305,11 @@ def add_up(parts: Sequence[tuple[Tensor, Tensor]], padding: int) -> tuple[Tensor
         return reference.add_up(parts, padding)
     union, totals = host.add_up(parts, padding)
     return union, totals, torch.tensor(union.numel(), device="cpu")
+
+
+def all_finite(x: Tensor) -> Tensor:
+    """() bool: no NaN and no infinity in x, of any shape. One pass, nothing allocated; True for an empty x."""
+    return reference.all_finite(x) if x.numel() else torch.ones((), dtype=torch.bool, device=x.device)
 
 
 def take(x: Tensor, indices: Tensor) -> Tensor:
@@ -390,9 +394,9 @@ def summed(x: Tensor, threshold: Any, logarithms: bool) -> tuple[Any, Any, Any, 
         Four () float64 on a device; four numbers on the CPU.
     """
     if static_shapes(x.device):
-        number, total, squares = on_device.summed(reference.excess, x, threshold)
-        return number, total, squares, on_device.summed(reference.log_sum, x) if logarithms else total
-    found = host.sums(x, "logarithms" if logarithms else "beyond" if threshold else "magnitudes", level=threshold)
+        number, total, squares = on_device.excess(x, threshold)
+        return number, total, squares, on_device.log_sum(x) if logarithms else total
+    found = sums(x, "logarithms" if logarithms else "beyond" if threshold else "magnitudes", level=threshold)
     return found.number, found.total, found.squares, found.logarithms if logarithms else 0.0
 
 
@@ -410,12 +414,12 @@ def leaders(x: Tensor, k: int, span: Span | None = None, candidates: Candidates 
     """
     if static_shapes(x.device):
         return largest(x, k, span)
-    return host.many_of_largest(x, k, _on_host(span, x), candidates)
+    return many_of_largest(x, k, _on_host(span, x), candidates)
 
 
 def reaching_leaders(found: Found, threshold: Tensor | float) -> Any:
     """Count the :func:`leaders` that reach a threshold, a number or () tensor as :func:`summed` returns them."""
-    return (found[1] >= threshold).sum() if isinstance(threshold, Tensor) else host.reached(found[1], threshold)
+    return (found[1] >= threshold).sum() if isinstance(threshold, Tensor) else reached(found[1], threshold)
 
 
 def ranked_leaders(found: Found, positions: Tensor | int) -> Tensor:
@@ -448,7 +452,7 @@ def pick_leaders(found: Found, count: Tensor | int, slots: int, padding: int) ->
         (slots,) int64, ascending, then the padding index.
     """
     if isinstance(count, int):
-        return pad(host.largest_of(*found, count), slots, padding)
+        return pad(largest_of(*found, count), slots, padding)
     indices = found[0][:slots]
     return indices.masked_fill(torch.arange(slots, device=indices.device) >= count, padding).sort().values
 

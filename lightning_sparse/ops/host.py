@@ -6,7 +6,8 @@ Else they are operations of torch, in chunks that stay in cache, and of numpy wh
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -18,6 +19,7 @@ from lightning_sparse.core.step import Candidates, Found
 from lightning_sparse.ops import reference
 from lightning_sparse.ops.c import native
 from lightning_sparse.ops.c.native import compiled_on, written
+from lightning_sparse.ops.reference import Weights
 
 CHUNK = 1 << 18
 """Elements per chunk: few enough to stay in cache, and so many that what Python does for each of them hardly counts."""
@@ -101,11 +103,43 @@ def reaching(x: Tensor, bound: float) -> Found:
     """Return what of a vector reaches a bound, NaN never: ascending int32 coordinates, and magnitudes."""
     if compiled := compiled_on(x):
         return compiled.above(x, bound)
-    bound, found = _number(x, bound), []
-    for number, chunk in enumerate(torch.split(x, CHUNK)):
-        found.append(places_of(reach(chunk.abs(), bound)) + number * CHUNK)
-    indices = torch.cat(found)
-    return indices.int(), x.index_select(0, indices).abs()
+    hits = Hits(x, bound, x.numel())
+    for start, chunk in enumerate(torch.split(x, CHUNK)):
+        hits.add(chunk, start * CHUNK)
+    found = hits.found()
+    assert found is not None  # there is room for all
+    return found
+
+
+class Hits:
+    """Find the coordinates of a vector's chunks that reach a bound; in numpy, since torch takes three times as long.
+
+    Args:
+        x: the vector.
+        bound: magnitude; NaN is not reached.
+        room: for so many.
+    """
+
+    def __init__(self, x: Tensor, bound: float, room: int) -> None:
+        self._bound, self._room = _number(x, bound), room
+        self._indices, self._magnitudes = [np.empty(0, np.int32)], [x[:0].numpy()]
+
+    def add(self, chunk: Tensor, start: int) -> None:
+        """Look at a chunk, which begins at a coordinate; nothing is looked at any more where there is no room."""
+        if self._room >= 0:
+            values = chunk.numpy()
+            flags = np.greater_equal(values, self._bound)
+            flags |= np.less_equal(values, -self._bound)
+            places = places_of(torch.from_numpy(flags)).numpy()
+            self._room -= len(places)
+            self._indices.append((places + start).astype(np.int32))
+            self._magnitudes.append(np.abs(values.take(places)))
+
+    def found(self) -> Found | None:
+        """Return ascending coordinates and magnitudes, None if there was no room."""
+        if self._room < 0:
+            return None
+        return torch.from_numpy(np.concatenate(self._indices)), torch.from_numpy(np.concatenate(self._magnitudes))
 
 
 def lowest(x: Tensor, threshold: float) -> float:
@@ -250,14 +284,17 @@ def top_k_and_stripe(
             return made[0], made[1]
     if candidates is not None:
         candidates.expect(_next_bound(magnitudes, enough, more))
-    order = _descending(magnitudes)
-    first, rest = order[:share], order[share:]
+    first = torch.zeros(size, dtype=torch.bool, device="cpu")
+    first.index_fill_(0, _best(magnitudes, share), True)
     inside = torch.from_numpy(np.equal(indices.numpy() - indices.numpy() // n * n, turn))  # torch divides one by one
-    others = rest[inside[rest]][:spare]
-    if others.numel() < spare and size < x.numel():
-        return _with_whole_stripe(x, indices[first].long(), indices[first][inside[first]].long(), spare, turn, n)
-    picked, place = torch.cat([first, others]).sort()
-    return indices.index_select(0, picked).long(), place >= share
+    places = places_of(inside & ~first)
+    if places.numel() < spare and size < x.numel():
+        return _with_whole_stripe(x, indices[first].long(), indices[first & inside].long(), spare, turn, n)
+    spares = torch.zeros_like(first)
+    best = _best(magnitudes.index_select(0, places), min(spare, places.numel()))
+    spares.index_fill_(0, places.index_select(0, best), True)
+    picked = places_of(first | spares)
+    return indices.index_select(0, picked).long(), spares.index_select(0, picked)
 
 
 def _with_whole_stripe(x: Tensor, first: Tensor, mine: Tensor, spare: int, turn: int, n: int) -> tuple[Tensor, Tensor]:
@@ -328,7 +365,7 @@ def _picked(known: Found, k: int, more: int) -> tuple[Tensor, float]:
         made = compiled.largest(known, k, 0, 0, 1, more if more < len(magnitudes) else k)
         assert made is not None
         return made[0], made[2] if more < len(magnitudes) else MARGIN * made[2]
-    return indices[_descending(magnitudes)[:k].sort().values].long(), _next_bound(magnitudes, k, more)
+    return indices[_best(magnitudes, k)].long(), _next_bound(magnitudes, k, more)
 
 
 def _more(k: int) -> int:
@@ -336,9 +373,18 @@ def _more(k: int) -> int:
     return math.ceil(NEXT * k) + 64
 
 
-def _descending(magnitudes: Tensor) -> Tensor:
-    """Places of magnitudes from the largest on, of equal ones the first."""
-    return magnitudes.sort(descending=True, stable=True).indices
+def _best(magnitudes: Tensor, k: int) -> Tensor:
+    """Places of the k largest, ascending, of equal ones the first."""
+    if not k:
+        return torch.empty(0, dtype=torch.int64, device="cpu")
+    least = kth(magnitudes, k)
+    keep = places_of(reach(magnitudes, least))
+    if keep.numel() > k:  # of those that are equal to the k-th, the last ones are too many
+        equal = places_of(magnitudes.index_select(0, keep) == least)
+        stay = torch.ones(keep.numel(), dtype=torch.bool, device="cpu")
+        stay[equal[k - keep.numel() :]] = False
+        keep = keep.index_select(0, places_of(stay))
+    return keep
 
 
 def _next_bound(magnitudes: Tensor, k: int, more: int) -> float:
@@ -367,15 +413,13 @@ def accumulate(acc: Tensor, runs: Sequence[Tensor], bound: float) -> tuple[Found
         bound: magnitude.
 
     Returns:
-        What of acc reaches the bound; None if that is more than an eighth, a sum was not finite, or nothing is
-        compiled: then a pass of its own finds it. And whether all sums were finite.
+        What of acc reaches the bound, None if that is more than an eighth or a sum was not finite; and whether all sums
+        were finite.
     """
     if compiled := compiled_on(acc, *runs):
         written(acc, *runs)
         return compiled.form((acc, None, None), runs, True, (), bound, acc.numel() // Candidates.ROOM)
-    finite = reference.accumulate_(acc, runs, 1.0)
-    torch._foreach_zero_(list(runs))
-    return None, bool(finite)
+    return _in_chunks(_add_, [acc], runs, True, bound)
 
 
 def weigh(
@@ -383,43 +427,69 @@ def weigh(
     second: Tensor,
     score: Tensor,
     runs: Sequence[Tensor],
-    units: Tensor,
-    power: Tensor,
-    beta2: float,
-    eps: float,
-    damping: float,
+    by: Weights,
     bound: float,
 ) -> tuple[Found | None, bool]:
-    """Form residual, second moment and score as :func:`.on_device.weigh_` says it, after multiplying by the units.
+    """Form the sums of :class:`~lightning_sparse.SecondMoment` of a gradient g, in one pass.
 
-    In C, all but these is one pass. If the score is not in the gradient's place, the gradient is set to zero.
+    ``acc = acc + g``, ``second = keep second + add g^2``, at most the largest number, and
+    ``score = acc / sqrt(sqrt(second + (damping acc)^2) + least)``, of a sum up to the largest number. Where the new acc
+    would not be finite, acc and second are left as they are, and the score is not defined.
+
+    Args:
+        acc: (numel,) float32 or float64.
+        second: the same.
+        score: the same, overwritten; may be the only run of the gradient. If it is not, the gradient is set to zero.
+        runs: in which the gradient lies, numel coordinates in order, of the same dtype, or bfloat16 or float16.
+        by: numbers.
+        bound: magnitude.
 
     Returns:
         As :func:`accumulate`, but what of the score reaches the bound; and whether all of the new acc was finite.
     """
-    take, carry, _ = units.tolist()
-    for run in runs if take != 1 else ():
-        run.mul_(take)
-    if carry != 1:
-        acc.mul_(carry)
-        second.mul_(carry**2)
     clear = score.data_ptr() != runs[0].data_ptr()
     if compiled := compiled_on(acc, second, score, *runs):
         written(acc, second, score, *runs)
-        start, room = (1 - power).sqrt().item(), score.numel() // Candidates.ROOM
-        by = beta2, 1 - beta2, eps * start, start * damping
+        room = score.numel() // Candidates.ROOM
         return compiled.form((acc, second, score), runs, clear, by, bound, room)
-    left = units.new_tensor([1.0, 1.0, beta2])
-    finite = reference.weigh_(acc, second, score, runs, left, power, beta2, eps, damping)
-    if clear:
-        torch._foreach_zero_(list(runs))
-    return None, bool(finite)
+    form = partial(reference.weigh_, room=acc.new_empty(3, min(CHUNK, acc.numel())), by=by)
+    return _in_chunks(form, [acc, second, score], runs, clear, bound)
+
+
+def _add_(acc: Tensor, piece: Tensor) -> Tensor:
+    """Add a piece of a gradient, which is written to; () whether all is finite, see :func:`accumulate`."""
+    formed = piece.add_(acc) if piece.dtype == acc.dtype else torch.add(piece, acc)
+    return reference.replace_(formed, (acc, formed))
+
+
+def _in_chunks(
+    form: Callable[..., Tensor], formed: Sequence[Tensor], runs: Sequence[Tensor], clear: bool, bound: float
+) -> tuple[Found | None, bool]:
+    """Call a pass in torch for pieces that stay in cache, and collect what reaches a bound while they are there.
+
+    Args:
+        form: takes pieces of the vectors that are formed, and of the gradient, and returns whether all is finite.
+        formed: the vectors, of which the last one is looked at.
+        runs: of the gradient.
+        clear: whether to set the gradient to zero.
+        bound: magnitude.
+    """
+    start, finite, hits = 0, True, Hits(formed[-1], bound, formed[-1].numel() // Candidates.ROOM)
+    for run in runs:
+        for piece in torch.split(run, CHUNK):
+            here = [x[start : start + len(piece)] for x in formed]
+            finite &= bool(form(*here, piece))
+            if clear:
+                piece.zero_()
+            hits.add(here[-1], start)
+            start += len(piece)
+    return hits.found() if finite else None, finite
 
 
 def take(x: Tensor, indices: Tensor) -> Tensor:
     """Return ``x[indices]``."""
     if compiled := are_places(indices) and compiled_on(x):
-        return compiled.take(x, indices)
+        return compiled.picks.take(x, indices)
     return x.index_select(0, indices)
 
 
@@ -434,7 +504,7 @@ def put_(x: Tensor, indices: Tensor, values: Tensor | float) -> None:
     new = values if isinstance(values, Tensor) else torch.full(indices.shape, values, dtype=x.dtype, device="cpu")
     fitting = are_places(indices) and new.dtype == x.dtype and new.shape == indices.shape
     if compiled := fitting and compiled_on(x, new):
-        compiled.put(x, indices, new)
+        compiled.picks.put(x, indices, new)
         written(x)
     else:
         x.index_copy_(0, indices, new)
@@ -498,18 +568,35 @@ def unite(
     Returns:
         Ascending coordinates; the largest level of each; and how many there were before the limit.
     """
-    if native.library and (made := native.library.unite(picks, levels, spare, padding, limit, phase)):
+    if native.library and (made := native.library.picks.unite(picks, levels, spare, padding, limit, phase)):
         return made
-    one = torch.full((1,), padding, device="cpu")  # the reference needs a slot
-    spares = None if spare is None else torch.cat([*spare, one < padding])
-    joined, levels = torch.cat([*picks, one]), torch.cat([levels, levels.new_zeros(1)])
-    union, size, named, largest = reference.united(joined, spares, levels, padding, None, limit, phase)
-    return union[:size], largest[:size], int(named)
+    keys = torch.cat(list(picks)) << 21
+    keys |= levels << 1
+    if spare is not None:
+        keys |= torch.cat(list(spare))
+    # Ranks' coordinates ascend, as a rule: numpy merges what does, in a fifth of the time that torch takes.
+    keys = torch.from_numpy(np.sort(keys.numpy(), kind="stable"))
+    keys = keys[: int(torch.searchsorted(keys, padding << 21))]
+    coordinates, ends = keys >> 21, torch.ones_like(keys, dtype=torch.bool)
+    torch.ne(coordinates[1:], coordinates[:-1], out=ends[:-1])  # of those that name a coordinate, the largest level
+    kept = places_of(ends)
+    named = kept.numel()
+    if limit is not None and limit < named:
+        ours = (keys & 1 == 0).cumsum(0, dtype=torch.int32).index_select(0, kept)  # how many up to here are not spare
+        first = torch.diff(ours, prepend=ours.new_zeros(1)) > 0
+        stay = torch.zeros_like(first)
+        for places in (places_of(first), places_of(~first)):
+            slots = min(limit, places.numel())
+            limit -= slots
+            ordinals = reference.spread(torch.tensor(places.numel(), device="cpu"), slots, phase)
+            stay.index_fill_(0, places.index_select(0, ordinals.sub_(1)), True)
+        kept = kept.index_select(0, places_of(stay))
+    return coordinates.index_select(0, kept), keys.index_select(0, kept) >> 1 & 0xFFFFF, named
 
 
 def add_up(parts: Sequence[tuple[Tensor, Tensor]], padding: int) -> tuple[Tensor, Tensor]:
     """Return ascending different coordinates below ``padding``, and sums of their values in the order of the parts."""
-    if compiled_on(parts[0][1]) and native.library and (made := native.library.add_up(parts, padding)):
+    if compiled_on(parts[0][1]) and native.library and (made := native.library.picks.add_up(parts, padding)):
         return made
     one = torch.full((1,), padding, device="cpu"), parts[0][1].new_zeros(1)  # the reference needs a slot
     union, totals, count = reference.add_up([*parts, one], padding)

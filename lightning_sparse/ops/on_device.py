@@ -108,14 +108,14 @@ def weigh_(
     def kernel(*vectors: Any) -> Tensor:
         acc, second, score, grad, *numbers, candidates = vectors
         search = _search_of(candidates, acc)
-        _kernel("dense", "weigh_")(acc, second, score, grad, *numbers, *search.begin())
+        _kernel("second", "weigh_")(acc, second, score, grad, *numbers, *search.begin())
         candidates.note(score, [], search)
         finite: Tensor = search.finite
         return finite
 
     def plain(*vectors: Any) -> Tensor:
         acc, second, score, grad, *numbers, _ = vectors
-        return reference.weigh_(acc, second, score, [grad], *numbers)
+        return reference.form_and_weigh_(acc, second, score, [grad], *numbers)
 
     def in_place(form: Callable[..., Tensor]) -> Callable[..., Tensor]:  # scores take the gradient's place, if they fit
         def tried(acc: Tensor, second: Tensor, grad: Tensor, score: Tensor, *others: Any) -> Tensor:
@@ -133,7 +133,7 @@ def weigh_(
     alone = candidates is not None and len(runs) == 1
     if alone and _works(what, in_place(kernel), in_place(plain), few, *vectors, most=MOST_COUNTED, rtol=1e-6):
         return kernel(*vectors, *numbers, candidates)
-    return reference.weigh_(acc, second, score, runs, *numbers)
+    return reference.form_and_weigh_(acc, second, score, runs, *numbers)
 
 
 def divisors(second: Tensor, values: Tensor, power: Tensor, eps: float, damping: float) -> Tensor:
@@ -143,7 +143,7 @@ def divisors(second: Tensor, values: Tensor, power: Tensor, eps: float, damping:
         x = _different(values) / 512
         return [(x.square(), x / 8, torch.full_like(power, 0.5), eps, damping)]
 
-    best = _best(("divisors", eps), _kernel("dense", "divisors"), reference.divisors, few, second, values)
+    best = _best(("divisors", eps), _kernel("second", "divisors"), reference.divisors, few, second, values)
     return best(second, values, power, eps, damping)
 
 
@@ -211,7 +211,7 @@ def need(plain: Callable[..., Any], state: Sequence[Tensor], union: Tensor | Non
             found, expected = ({str(i): x for i, x in enumerate((*after, own))} for after, own in made)
             compare(found, expected, what="need", union=named)
 
-    kernel, what = _kernel("numbers", "follow"), ("need", state[0].device, union is None, *facts[3:])
+    kernel, what = _kernel("need", "follow"), ("need", state[0].device, union is None, *facts[3:])
     works = on_cuda.takes(state[0]) and on_cuda.tried(what, attempt)
     return (kernel if works else plain)(state, union, *facts)
 
@@ -287,15 +287,29 @@ def above(x: Tensor, threshold: Tensor, span: Span | None, capacity: int, phase:
     return best(x, threshold, span, capacity, phase)
 
 
-def summed(plain: Callable[..., Any], x: Tensor, *more: Tensor) -> Any:
-    """Do the work of an op that forms sums over a vector, such as :func:`.reference.moments`."""
+def moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Do the work of :func:`lightning_sparse.ops.moments`."""
+    return _summing(reference.moments, x)(x)
 
-    def few() -> list[Any]:
-        return [(_different(x).to(x.dtype), *more)]
 
-    name = plain.__name__
-    best = _best((name, x.dtype), _kernel("sums", name), plain, few, x, most=MOST_COUNTED, rtol=1e-5)
-    return best(x, *more)
+def norm(x: Tensor) -> Tensor:
+    """Do the work of :func:`lightning_sparse.ops.length.norm`."""
+    return _summing(reference.norm, x)(x)
+
+
+def mean_and_maximum(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Do the work of :func:`lightning_sparse.ops.mean_and_maximum`."""
+    return _summing(reference.mean_and_maximum, x)(x)
+
+
+def excess(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Do the work of :func:`.reference.excess`."""
+    return _summing(reference.excess, x, threshold)(x, threshold)
+
+
+def log_sum(x: Tensor) -> Tensor:
+    """Do the work of :func:`.reference.log_sum`."""
+    return _summing(reference.log_sum, x)(x)
 
 
 def fill_if_(x: Tensor, flag: Tensor, value: float) -> Tensor:
@@ -403,3 +417,13 @@ def _with_infinity(x: Tensor, grad: Tensor) -> Tensor:
     given = x.to(grad.dtype, copy=True)
     given[7] = torch.inf
     return given
+
+
+def _summing(plain: Op, x: Tensor, *more: Tensor) -> Op:
+    """Return what forms some sums over a vector."""
+
+    def few() -> list[Any]:
+        return [(_different(x).to(x.dtype), *more)]
+
+    name = plain.__name__
+    return _best((name, x.dtype), _kernel("sums", name), plain, few, x, most=MOST_COUNTED, rtol=1e-5)

@@ -8,8 +8,9 @@ meta tensors, where each of them raises. On the CPU, where the host knows all si
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import reduce
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,46 +25,59 @@ MANY = 1 << 26
 saves as long as the host takes to launch what replaces it."""
 FEWEST = 8
 """Elements of a cell, at least, with which cells move fewer bytes."""
-HOST_PIECE, PIECE = 1 << 16, 1 << 24
-"""Elements worked on at once: what is only needed on the way stays in cache on the CPU, and on a device below some 64
-MiB."""
+PIECE = 1 << 24
+"""Elements worked on at once: what is only needed on the way stays below some 64 MiB."""
+
+
+class Weights(NamedTuple):
+    """Numbers by which :func:`weigh_` forms second moments and scores."""
+
+    keep: float
+    """Of the second moment."""
+    add: float
+    """Of a squared gradient."""
+    least: float
+    """Added to roots."""
+    damping: float
+    """Factor of a magnitude, before its square is added to the second moment."""
 
 
 def accumulate_(acc: Tensor, runs: Sequence[Tensor], decay: float) -> Tensor:
     """``acc = decay * acc + grad`` where that is finite; () whether all was. See :func:`.ops.accumulate_`."""
     finite = []
     for run, part in zip(runs, torch.split(acc, [len(run) for run in runs]), strict=True):
-        for given, kept in _pieces(run, part):
+        for given, kept in zip(torch.split(run, PIECE), torch.split(part, PIECE), strict=True):
             # Each rounded by itself, as kernels do; alpha= may round once.
             formed = torch.add(given, kept) if decay == 1 else torch.mul(kept, decay).add_(given)
-            finite.append(advance_([kept], [formed]))
+            finite.append(replace_(formed, (kept, formed)))
     return reduce(torch.logical_and, finite)
 
 
-def advance_(vectors: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-    """Replace vectors by values at the coordinates where all values are finite.
+def weigh_(acc: Tensor, second: Tensor, score: Tensor, grad: Tensor, room: Tensor, by: Weights) -> Tensor:
+    """Form residual, second moment and score; () whether the new acc was finite. See :func:`.host.weigh`.
 
-    Args:
-        vectors: of one length, changed in place.
-        values: one for each vector, of its dtype.
-
-    Returns:
-        () bool: True if all values are finite.
-
-    Example:
-        >>> momentum, residual = torch.zeros(2, 2).unbind()
-        >>> advance_([momentum, residual], [torch.tensor([1.0, 2.0]), torch.tensor([3.0, torch.inf])])
-        tensor(False)
-        >>> momentum, residual
-        (tensor([1., 0.]), tensor([3., 0.]))
+    ``room``, (3, at least numel), is written to: memory that the system gives anew costs more than the operations.
     """
-    if vectors[0].device.type == "cpu" and all(map(all_finite, values)):  # flags take much longer there
-        for vector, value in zip(vectors, values, strict=True):
-            vector.copy_(value)
+    most, g = torch.finfo(acc.dtype).max, grad.to(acc.dtype)
+    a, v, within = room[:, : len(acc)]
+    torch.add(acc, g, out=a)
+    torch.mul(g, by.add, out=within).mul_(g)  # each operation rounded by itself, as in C
+    torch.mul(second, by.keep, out=v).add_(within).clamp_(max=most)
+    finite = replace_(a, (acc, a), (second, v))
+    torch.abs(a, out=within).mul_(by.damping).square_().add_(v).clamp_(max=most)
+    torch.div(a, sqrt_(sqrt_(within).add_(by.least)), out=score)  # last, since it may take the gradient's place
+    return finite
+
+
+def replace_(formed: Tensor, *pairs: tuple[Tensor, Tensor]) -> Tensor:
+    """Replace vectors, the first of each pair, by the second where ``formed`` is finite. () whether all of it is."""
+    if formed.device.type == "cpu" and math.isfinite(formed.sum()):  # flags take much longer there
+        for kept, new in pairs:
+            kept.copy_(new)
         return torch.ones((), dtype=torch.bool, device="cpu")
-    finite = reduce(torch.logical_and, [value.abs() < math.inf for value in values])
-    for vector, value in zip(vectors, values, strict=True):
-        torch.where(finite, value, vector, out=vector)
+    finite = formed.abs() < math.inf
+    for kept, new in pairs:
+        torch.where(finite, new, kept, out=kept)
     return finite.all()
 
 
@@ -76,9 +90,7 @@ def sqrt_(x: Tensor) -> Tensor:
 
 
 def all_finite(x: Tensor) -> Tensor:
-    """() bool: no NaN and no infinity in x, of any shape. One pass, nothing allocated; True for an empty x."""
-    if not x.numel():
-        return torch.ones((), dtype=torch.bool, device=x.device)
+    """() bool: no NaN and no infinity in x, which is not empty."""
     low, high = torch.aminmax(x)  # both NaN where any of x is
     return torch.maximum(-low, high) < math.inf
 
@@ -393,7 +405,7 @@ def top_k_and_stripe(
     return indices, (keys & 1).bool(), (indices < numel).sum()
 
 
-def weigh_(
+def form_and_weigh_(
     acc: Tensor,
     second: Tensor,
     score: Tensor,
@@ -407,16 +419,11 @@ def weigh_(
     """Form residual, second moment and score; () whether the new acc was finite. See :func:`.on_device.weigh_`."""
     finite, sizes = [], [len(run) for run in runs]
     for run, *parts in zip(runs, *(torch.split(x, sizes) for x in (acc, second, score)), strict=True):
-        for given, own, moments, scores in _pieces(run, *parts):
+        for pieces in zip(*(torch.split(x, PIECE) for x in (run, *parts)), strict=True):
+            given, own, moments, scores = pieces
             finite.append(_form_(own, moments, given, units, beta2))
             _score_(scores, own, moments, power, eps, damping)  # last, since it may take the gradient's place
     return reduce(torch.logical_and, finite)
-
-
-def _pieces(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Cut vectors of one length alike, so that what is only needed on the way stays short."""
-    size = HOST_PIECE if vectors[0].device.type == "cpu" else PIECE
-    return zip(*(torch.split(x, size) for x in vectors), strict=True)
 
 
 def _form_(acc: Tensor, second: Tensor, grad: Tensor, units: Tensor, beta2: float) -> Tensor:
@@ -424,16 +431,19 @@ def _form_(acc: Tensor, second: Tensor, grad: Tensor, units: Tensor, beta2: floa
     take, carry, keep = units.to(acc.dtype).unbind()
     given = (grad * take.to(grad.dtype)).to(acc.dtype)
     total = torch.mul(acc, carry).add_(given)
-    moment = torch.mul(second, keep).add_(torch.mul(given, 1 - beta2).mul_(given))  # each rounded by itself, as in C
+    moment = torch.mul(second, keep).addcmul_(given, given, value=1 - beta2)
     moment.clamp_(max=torch.finfo(acc.dtype).max)  # squares overflow where gradients do not
-    return advance_([acc, second], [total, moment])
+    finite = total.abs() < math.inf
+    torch.where(finite, total, acc, out=acc)
+    torch.where(finite, moment, second, out=second)
+    return finite.all()
 
 
 def _score_(score: Tensor, acc: Tensor, second: Tensor, power: Tensor, eps: float, damping: float) -> None:
     """Form scores."""
     start = (1 - power).sqrt()
     root = acc.mul(start * damping).square_().add_(second).clamp_(max=torch.finfo(acc.dtype).max)  # squares overflow
-    torch.div(acc, sqrt_(sqrt_(root).add_(eps * start)), out=score)
+    torch.div(acc, root.sqrt_().add_(eps * start).sqrt_(), out=score)
 
 
 def divisors(second: Tensor, values: Tensor, power: Tensor, eps: float, damping: float) -> Tensor:

@@ -203,7 +203,7 @@ def _in_triton_(
     steps: int,
 ) -> None:
     """Spend in one launch."""
-    from lightning_sparse.ops.triton import tables as triton_momentum
+    from lightning_sparse.ops.triton import momentum as triton_momentum
 
     parameters, grads, velocities, kept = zip(*stepped, strict=True)
     table = addresses.table(what, (kept, grads, parameters, velocities), aligned=2)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,8 +24,8 @@ from lightning_sparse.methods.exchanges.base import (
     values_at,
 )
 from lightning_sparse.methods.exchanges.reduce_union import union_of
-from lightning_sparse.ops import compiled, on_device, pad, static_shapes, take, under
-from lightning_sparse.ops.c.native import Native
+from lightning_sparse.ops import compiled, on_device, pad, places_of, static_shapes, take, under
+from lightning_sparse.ops.c.native import NativePicks
 from lightning_sparse.ops.form import (
     CLASS_BITS,
     CLASSES,
@@ -178,7 +179,7 @@ class InC(Plain):
         library: what has been compiled.
     """
 
-    def __init__(self, library: Native) -> None:
+    def __init__(self, library: NativePicks) -> None:
         self._library = library
 
     def tell(self, acc: Tensor, selection: Selection, most: int, form: Form, ctx: Context) -> Tensor:
@@ -285,6 +286,9 @@ def _largest_codes(picks: Picks, union: Tensor, padding: int) -> Tensor:
     """(u,) int64 the largest code that any rank has told for each coordinate of the union."""
     assert picks.codes is not None
     told, codes = picks.joined().long(), joined(picks.codes)
+    if not static_shapes(codes.device):  # torch takes several times as long for finding places
+        largest = torch.zeros(padding + 1, dtype=torch.uint8, device="cpu")
+        return largest.scatter_reduce_(0, told, codes.to(torch.uint8), "amax")[union].long()
     places = torch.searchsorted(union, told) if union.numel() else told
     # Padding, and what was thinned out of the union, goes to one more slot.
     hit = pad(union, union.numel() + 1, -1)[places.clamp(max=union.numel())] == told
@@ -306,7 +310,7 @@ def _heard(rows: Tensor, selection: Selection, form: Form) -> tuple[Picks, Tenso
     counts, tops = head[:, 0], head[:, 1:]
     trouble = tops.max() == TROUBLE
     octets = _unpack_octets(rows[:, form.seconds :], slots) if form.codes else None
-    places, told, marks = _read(rows, form)
+    places, told, fits = _read(rows, form)
     levels = (tops - (told & (CLASSES - 1)) * CLASS_BITS).clamp(min=SILENT)
     within = torch.arange(slots, device=rows.device) < counts[:, None]
     lowest = torch.where(within, levels, tops).amin(1).max() if slots else tops.max()
@@ -315,7 +319,7 @@ def _heard(rows: Tensor, selection: Selection, form: Form) -> tuple[Picks, Tenso
         ends = counts_of(rows, slots)
         known = ((tops >= SILENT) & (tops < LEVELS)) | (tops == TROUBLE)
         descends = (places[:, 1:] < places[:, :-1]) & within[:, 1:]
-        refuse((descends.any(1) | ~known[:, 0] | (marks != slots).any(1)).tolist())
+        refuse((descends.any(1) | ~known[:, 0] | ~fits).tolist())
         spares, codes = (None if x is None else _cut(x, ends) for x in (all_spares, octets))
         picks = Picks(_cut(places.clamp_(max=padding).long(), ends), None, counts, spares, codes)
         return picks, torch.cat(_cut(levels, ends)), lowest, trouble
@@ -365,22 +369,28 @@ def _read(rows: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor]:
     """Read the messages that :func:`_written` has made, of (n, words).
 
     Returns:
-        (n, slots) coordinates, padding or more where there is no pick; uint8 classes; and (n, 1) numbers of marks, none
-        where a message has no words for them.
+        (n, slots) coordinates, padding or more where there is no pick; uint8 classes; and (n,) on the CPU, which
+        messages have as many marks as slots.
     """
     wide, device = torch.int32 if 2 * form.numel < 2**31 else torch.int64, rows.device
     octets = rows[:, form.marks : form.octets].contiguous().view(torch.uint8)
     slots = torch.arange(form.slots, dtype=torch.int32, device=device)
-    bits = octets[..., None] >> torch.arange(8, dtype=torch.uint8, device=device) & 1
-    until = bits.flatten(1).cumsum(1, dtype=torch.int32)
-    marks = torch.searchsorted(until, (slots + 1).expand(len(rows), -1).contiguous(), out_int32=True)
+    if static_shapes(device):
+        bits = octets[..., None] >> torch.arange(8, dtype=torch.uint8, device=device) & 1
+        until, fits = bits.flatten(1).cumsum(1, dtype=torch.int32), slots
+        marks = torch.searchsorted(until, (slots + 1).expand(len(rows), -1).contiguous(), out_int32=True)
+    else:
+        flags = torch.from_numpy(np.unpackbits(octets.numpy(), axis=1, bitorder="little").view(np.bool_))
+        fits = flags.sum(1) == form.slots
+        flags[~fits] = torch.arange(flags.shape[1], device=device) < form.slots  # so that all have equally many
+        marks = torch.stack([places_of(row) for row in flags])
     places = (marks - slots).to(wide) << form.bits
     places |= _unpack_octets(rows[:, form.octets : form.nibbles], form.slots)
     planes = rows[:, form.nibbles : form.seconds].view(len(rows), form.planes + 1, form.seconds - form.classes)
     nibbles = _unpack_nibbles(planes, form.slots)
     if form.planes:
         places += (nibbles[:, :-1].to(wide) << _shifts(form, device)).sum(1, dtype=wide)
-    return places, nibbles[:, -1], until[:, -1:]
+    return places, nibbles[:, -1], fits
 
 
 def _shifts(form: Form, device: torch.device) -> Tensor:

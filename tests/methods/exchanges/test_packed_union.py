@@ -64,8 +64,8 @@ def test_what_is_told_of_picks_is_heard_with_and_without_padding(
             assert words.tolist() == library.tell(acc, indices, spare, picks, 1000, form).tolist()
         assert len(words) == form.width >= Form.of(numel, slots).width
         assert form.width % 4 == 0 and not words[form.filled :].any()
-        read, classes, marks = _read(torch.stack([words, words]), form)
-        assert bool((marks == slots).all())
+        read, classes, fits = _read(torch.stack([words, words]), form)
+        assert bool(fits.all())
         assert read.tolist() == [indices.tolist()] * 2
         assert (classes[1, :picks] >> 3 != 0).tolist() == spare[:picks].tolist()
         magnitudes = acc[indices].abs()
