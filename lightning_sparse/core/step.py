@@ -3,7 +3,7 @@
 A gradient enters :func:`~lightning_sparse.engine.pipeline.reduce_group` as a flat vector of ``numel`` coordinates. A
 sparsifier turns it into a :class:`Selection`, an exchange turns the ranks' selections into one :class:`Update`, and
 a :class:`GroupState` survives until the next step. Everything else that a part may know about the step is in its
-:class:`Context`; on a CPU also :class:`Candidates`, hints that save the selection a pass.
+:class:`Context`, with :class:`Candidates`, hints that save the selection a pass.
 
 The *padding index* is ``numel``, one past the last coordinate. Flat buffers that are read or written through padded
 indices have a spare slot there, so that no mask is needed.

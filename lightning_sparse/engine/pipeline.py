@@ -138,8 +138,8 @@ def exchange_group(
     if whole:
         sparsifier, exchange = EVERYTHING, DENSE
     disjoint = sparsifier.agreement is Agreement.DISJOINT
-    ctx, meter = ctx._replace(counts=state.counts, union=state.union, disjoint=disjoint), Meter(ctx.world_size)
-    ctx = ctx._replace(candidates=state.candidates)
+    ctx = ctx._replace(counts=state.counts, union=state.union, disjoint=disjoint, candidates=state.candidates)
+    meter = Meter(ctx.world_size)
     begin = Stamp.now(grad.device)
     given = grad if scale is None else grad.unscaled(scale)
     with changing(), _left_alone(memory, state, unused):

@@ -43,7 +43,7 @@ from lightning_sparse.ops.host import (
     under,
     unite,
 )
-from lightning_sparse.ops.reference import Weights, largest, scatter_, spread, sqrt_, strongest, united
+from lightning_sparse.ops.reference import Weights, largest, scatter_, spread, sqrt_, united
 
 __all__ = [
     "Span", "Weights", "compiled", "static_shapes", "zeros",
@@ -59,7 +59,7 @@ __all__ = [
     "weigh_", "many_of_largest", "largest_of", "reached", "reaching_of",
     "places_of", "sums", "unite", "under", "put_in_runs_", "take_from_runs",
     # not on the CPU
-    "largest", "strongest", "united", "spread", "scatter_",
+    "largest", "united", "spread", "scatter_",
 ]  # fmt: skip
 
 Number = Any
@@ -351,7 +351,7 @@ def subtract_at_(x: Tensor, indices: Tensor, values: Tensor | None, skipped: Ten
 def fill_if_(x: Tensor, flag: Tensor, value: float) -> Tensor:
     """Fill all of x if the flag is set; the host does not wait for a flag on a device."""
     if static_shapes(flag.device):
-        return on_device.fill_if_(x, flag, value)
+        return x.masked_fill_(flag, value)
     return x.fill_(value) if flag else x
 
 

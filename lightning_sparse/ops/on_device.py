@@ -312,16 +312,6 @@ def log_sum(x: Tensor) -> Tensor:
     return _summing(reference.log_sum, x)(x)
 
 
-def fill_if_(x: Tensor, flag: Tensor, value: float) -> Tensor:
-    """Do the work of :func:`lightning_sparse.ops.fill_if_`; a kernel touches nothing if the flag is not set."""
-    if on_cuda.takes(x) and flag.device == x.device and x.is_contiguous() and 0 < x.numel() < MOST_NUMEL:
-        kernel = _kernel("dense", "fill_if_")
-        if on_cuda.tried((fill_if_, x.dtype), lambda: kernel(x[:0], flag, value)):
-            kernel(x, flag, value)
-            return x
-    return x.masked_fill_(flag, value)
-
-
 def choose(flag: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
     """Choose one tensor of each pair, the first ones if the flag is set; in one launch where all are short."""
     if on_cuda.takes(flag) and pairs and all(_alike(*pair) for pair in pairs):

@@ -110,7 +110,6 @@ def kernels(what: list[str]) -> Iterator[tuple[str, Any, dict[str, Any], dict[st
             }
             yield f"momentum_{grad}", triton_momentum._spend, tile | types, given, 8
     if "flags" in what:
-        yield "fill", triton_dense._fill_if, tile | {"PROGRAMS": 1}, {"flags": "*i1", "any_flag": "*i1"}, 8
         yield "tell_and_fill", triton_dense._fill_if, both, {"any_flag": "*i1"}, 8
         parts: dict[str, Any] = dict.fromkeys(("yes", "no", "out"), ("*fp64", "*i64"))
         yield "choose", triton_dense._choose, {"SIZE": 8}, parts | {"sizes": ("i32", "i32")}, 4

@@ -173,7 +173,7 @@ class Plain:
 
 
 class InC(Plain):
-    """The same in functions of the library.
+    """Does the work of :class:`Plain` in functions of the library.
 
     Args:
         library: what has been compiled.

@@ -104,19 +104,13 @@ def look(x: Tensor, words: Tensor, counts: Tensor, finite: Tensor, bound: Tensor
 def _fill_if(x, flags, any_flag, value, programs, numel, per, TILE: tl.constexpr, PROGRAMS: tl.constexpr):
     pid = tl.program_id(0)
     every = tl.arange(0, PROGRAMS)
-    set_ = tl.max(tl.load(flags + every, mask=every < programs, other=0).to(tl.int32))
-    if PROGRAMS > 1 and pid == 0:
+    set_ = tl.max(tl.load(flags + every, mask=every < programs, other=0))
+    if pid == 0:
         tl.store(any_flag, set_ != 0)
     if set_ != 0:
         for tile in range(pid * per, (pid + 1) * per):
             i = tile * TILE + tl.arange(0, TILE)
             tl.store(x + i, tl.full((TILE,), value, tl.float32).to(x.dtype.element_ty), mask=i < numel)
-
-
-def fill_if_(x: Tensor, flag: Tensor, value: float) -> None:
-    """Fill all of a vector if the () flag is set; otherwise nothing but the flag is read."""
-    share = Share.of(x.numel())
-    launch(_fill_if, share.programs, x, flag, flag, value, 1, x.numel(), share.per, TILE=TILE, PROGRAMS=1)
 
 
 def tell_and_fill_(x: Tensor, flags: Tensor, value: float) -> Tensor:
