@@ -1,4 +1,4 @@
-"""What a step takes and what is logged of it: time stamps, totals, statistics, and every logged quantity.
+"""Measurements of a step: time stamps, totals, statistics, and every logged quantity.
 
 :func:`measure` records the statistics of a group step, without waiting for a device; :func:`summarize` turns those of a
 step into the logged numbers, on the steps that log. Each quantity is defined by one function. A new one is one more
