@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 4 examples/hsdp_gpt.py --replicas 4
     torchrun --nproc-per-node 4 examples/hsdp_gpt.py --dense          # FSDP2's own HSDP
 
-What `--fast` prints:
+What `--fast` prints (losses differ with the version of Python, whose reference is the text):
 
     step 10: loss 4.783
     step 20: loss 3.387

@@ -38,12 +38,12 @@ class AttachArguments(SparsificationConfig):
     """Arguments of :func:`attach`: the settings, and values that strategies get from Lightning."""
 
     scaler: torch.amp.GradScaler | None = None
-    """Scaler of the loss; residuals are then kept without its factor."""
+    """Scaler of the loss, if there is one: residuals are then kept free of its scale."""
     profile: dict[str, Any] | None = None
     """The profile of an earlier run, see :attr:`~lightning_sparse.tuning.controllers.Planner.saved`; for groupings and
     densities that need one, if model, settings and ranks are the same."""
     observers: Sequence[StepObserver] = ()
-    """Further observers of the exchange, see :meth:`Engine.add_observer`."""
+    """Further observers, see :meth:`.Engine.add_observer`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,9 +63,10 @@ def attach(ddp: DistributedDataParallel, **keywords: Any) -> Engine:
     arguments are keywords: the settings of :class:`~lightning_sparse.SparsificationConfig`, and ``scaler``, ``profile``
     and ``observers``.
 
-    The optimizer is not known here: call ``engine.bind([optimizer])`` to have it checked, most of all with memories
-    that have their own momentum, and for ``lr_aware``. Steps with gradients that are not finite on some rank are left
-    out on all; with ``nonfinite="nan"`` the optimizer takes them. With loss scaling, pass the ``scaler``.
+    Then call ``engine.bind([optimizer])``: it lets the engine take the steps of torch's Adam and AdamW, gives
+    ``lr_aware`` the learning rates, and checks the optimizer against the memory. Steps with gradients that are not
+    finite on some rank are left out on all; with ``nonfinite="nan"`` the optimizer takes them. With loss scaling, pass
+    the ``scaler``.
 
     Returns:
         The engine, for statistics and for :meth:`Engine.close`.

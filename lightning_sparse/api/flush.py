@@ -22,8 +22,8 @@ def flush(what: Any, optimizers: Optimizer | Iterable[Optimizer] | None = None) 
 
     The pending update ``(1/n) sum_i residual_i`` becomes the gradient, and the optimizers take a step. With SGD without
     momentum, parameters are then the same as without sparsification, except that later gradients depend on earlier
-    steps; momentum and weight decay act once more than without the flush; with Adam it is one step of Adam, whose size
-    is the learning rate's. The step uses the current learning rates of the optimizers: if a schedule has ended at 0,
+    steps; momentum and weight decay act once more than without the flush; with Adam it is one step of Adam at its
+    learning rate. The step uses the current learning rates of the optimizers: if a schedule has ended at 0,
     nothing moves. Afterwards, parameters hold the same gradients as before. With ``delay=1``, averages that are on
     their way are applied before, see :meth:`.Engine.drain`.
 

@@ -95,14 +95,14 @@ def refuse_without_ddp(config: SparsificationConfig) -> None:
 
 @with_keywords_of(HSDPArguments)
 def attach_hsdp(model: Module, mesh: DeviceMesh, **keywords: Any) -> Engine:
-    """Exchange the gradients of a model that FSDP2 has sharded sparsely between replicas. All ranks must call this.
+    """Exchange the gradients of a model sharded by FSDP2 sparsely between its replicas. All ranks must call this.
 
     Each replica shards the model over its ranks with ``fully_shard``; FSDP sums gradients within it, densely. At the
     end of every backward, each rank exchanges its own part of the gradients, sparsified and with error feedback, with
     the ranks of the other replicas that hold the same part. ``.grad`` then holds its part of the average.
 
-    ``model`` is sharded over ``mesh["shard"]``, or whatever the name of its second dimension is, before its first
-    backward; ``mesh`` has two dimensions, replicas first, or is that of the replicas alone. All other arguments are
+    ``mesh`` has two dimensions, replicas first, or is that of the replicas alone. ``model`` is sharded over its second
+    dimension, such as ``mesh["shard"]``, and has run no backward yet. All other arguments are
     keywords: the settings of :class:`~lightning_sparse.SparsificationConfig`, and ``observers``. Parameters, and
     buffers, become those of the first replica.
 

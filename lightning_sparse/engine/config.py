@@ -215,7 +215,7 @@ def _docstrings_in(module: str) -> dict[str, dict[str, str]]:
 
 @dataclass(frozen=True)
 class Watch:
-    """Settings of the watchdog: what it looks for, and how often. Each problem is reported in one warning, on rank 0.
+    """Settings of the watchdog, which looks for these problems. Each is reported in one warning, on rank 0.
 
     - *Divergence*: parameters are no longer equal on all ranks, bit for bit. Buffers are not compared.
     - *Residual growth*: a group's residual has become several times as large as it was when it had filled.
@@ -224,10 +224,10 @@ class Watch:
     - *Saturation*: far more is selected than the density asks for.
     - *Shortage*: far less is selected than the density asks for, although the residual is not empty.
     - *Void steps*: many steps in a row were skipped, because a gradient was not finite on some rank.
-    - *Parameters without an optimizer*: they need gradients, which compete for the density, and nobody steps them.
+    - *Parameters without an optimizer*: their gradients compete for the density, and no optimizer steps them.
     - *Unsuited optimizers*: one keeps a first moment or momentum of sparsified parameters, divides by second moments of
-      what arrives (RMSprop), steps by its signs (Lion) or orthogonal matrices (Muon), or is of a class that nobody
-      knows and keeps tensors of its own; docs/adam.md.
+      averages (RMSprop), steps by signs (Lion) or orthogonal matrices (Muon), or is of an unknown class that keeps
+      tensors of its own; docs/adam.md.
 
     At first, residuals grow by themselves, because a coordinate waits for about ``1 / density`` steps until it is sent
     again. The reference for growth is therefore the norm (Euclidean, mean over ranks) at the first check that comes
@@ -314,12 +314,12 @@ class SparsificationConfig:
     memory: Resolved[Memory | str | None, Memory | None] = Resolved(
         None, lambda given: None if given is None else as_memory(given)
     )
-    """Error feedback: an instance, a name such as "low_pass", or None for ``Residual()``, which becomes
-    ``SecondMoment()`` with torch's Adam and AdamW where the exchange can carry their second moments, and spends the
-    momentum of torch's SGD as if nothing had waited. It stays None here; :attr:`Engine.settings` has the memory in
-    use."""
+    """Error feedback: an instance, a name such as "low_pass", or None. None chooses by the optimizer:
+    ``SecondMoment()`` for torch's Adam and AdamW if the exchange can carry second moments, else ``Residual()``, and
+    with torch's SGD, averages that come late get at once the momentum that they have missed, see docs/momentum.md.
+    The setting stays None; :attr:`Engine.settings` has the memory in use."""
     exchange: Resolved[Exchange | str | None, Exchange] = Resolved(None)  # with the sparsifier, below
-    """Carries what was selected to the other ranks: an instance, a name such as "reduce_union", or None for the
+    """Carries the selected values to the other ranks: an instance, a name such as "reduce_union", or None for the
     sparsifier's natural one."""
     grouping: Resolved[Grouping | str, Grouping] = Resolved("bucket", GROUPINGS.resolve)
     """Which gradients are selected from together: "layer", "bucket" (about ``bucket_cap_mb`` each), "model", or an
@@ -342,34 +342,34 @@ class SparsificationConfig:
     backward goes on; "auto" is "thread" between ranks on CPUs, else "inline"."""
     delay: Literal[0, 1] = 0
     """1: averages are applied one step late, and their exchange goes on beside the next forward and backward, which
-    wait for it only where it takes longer; for slow networks between regions, see docs/late.md. It takes 4 bytes a
+    wait for it only where it takes longer; for slow networks between regions, see docs/late.md. It costs 4 bytes a
     parameter. At the end of training, ``engine.drain()`` applies the last averages; the strategy for the Trainer does
     so by itself."""
     node_size: Any = None
-    """Number of ranks of a node, between which links are fast: gradients are averaged within it densely, and exchanged
-    between nodes, each rank of a node a part of them, see docs/nodes.md. "auto": ranks of a host, by its name; a
+    """Number of ranks of a node, whose links are fast: gradients are averaged densely within a node and exchanged
+    sparsely between nodes, by each rank a part of them, see docs/nodes.md. "auto": ranks of a host, by its name; a
     ``DeviceMesh`` of two dimensions, nodes first; None or 1: each rank exchanges its own gradients."""
     fallback: Literal["dense"] | None = None
-    """"dense" measures some sparse and some dense steps at the start, and again when the step time changes by much, and
-    goes on with what is faster."""
+    """"dense" times some sparse and some dense steps at the start, and again when the step time changes by much, and
+    continues with the faster ones."""
     single_device: Literal["dense", "sparse"] = "dense"
-    """Way to train with one rank only, and nobody to send to: "dense" trains as plain DDP does, "sparse" rehearses the
-    method, with residuals."""
+    """Way to train with one rank only: "dense" trains as plain DDP does, "sparse" selects coordinates and keeps
+    residuals as with several ranks, to try a method."""
     nonfinite: Literal["skip", "nan"] = "skip"
     """Response to a gradient that is not finite on some rank. All ranks agree, nothing is sent, finite gradients wait
     in the residuals, and averages become NaN. With loss scaling the scaler skips the step. Without: "skip" leaves the
     optimizer's step out on all ranks (on CUDA, the host waits for backward to learn about it, but for fused
     optimizers), "nan" leaves it to the optimizer, as plain DDP does."""
     lr_aware: bool = False
-    """Keep what residuals are worth when the learning rate changes: multiply those of each parameter group by
+    """Rescale residuals when the learning rate changes: multiply those of each parameter group by
     ``lr_old / lr_new``. For SGD; refused with optimizers that scale gradients by themselves, such as Adam."""
     watch: Watch | None = Watch()
-    """Warns, on rank 0, of ranks that drift apart, residuals that grow, thresholds that are off, and of Adam's first
-    moment, see :class:`~lightning_sparse.Watch`; None: does not."""
+    """Watchdog that warns, on rank 0, of ranks that drift apart, residuals that grow, thresholds that are off, and
+    unsuited optimizers, see :class:`~lightning_sparse.Watch`; None: no warnings."""
     bucket_cap_mb: float | None = None
-    """Size in MiB of groups that are cut by bucket, above 0. None: that of DDP's buckets in ``attach``, in strategies
-    25, DDP's default; on CUDA without a fallback at least 100. Where exchanges go on beside backward ("thread", or CUDA
-    with other groups; no fallback), DDP hands gradients over in smaller pieces."""
+    """Size in MiB of groups that are cut by bucket, above 0. None: the size of DDP's buckets in ``attach``, 25 (DDP's
+    default) in strategies; on CUDA without a fallback at least 100. Strategies also make DDP's own buckets smaller if
+    exchanges run beside backward, unless this setting or ``fallback`` is given."""
     timeout: timedelta | None = None
     """Time that ranks wait for each other before they end with an error. None: 10 minutes in strategies, that of the
     model's process group in ``attach``. Inside hooks on CUDA, exchanges go through DDP's group, with its timeout."""
@@ -428,7 +428,7 @@ class SparsificationConfig:
 
     @property
     def memory_in_use(self) -> Memory:
-        """The memory; where it is left open, the one that is used unless optimizers say more."""
+        """The memory; if it is None, the one that is used until optimizers are known."""
         return Residual() if self.memory is None else self.memory
 
     @property
@@ -455,11 +455,11 @@ class SparsificationConfig:
 @documented
 @dataclass(frozen=not TYPE_CHECKING, kw_only=True)  # type: ignore[literal-required]
 class StrategyConfig(SparsificationConfig):  # type: ignore[misc]
-    """The settings of the strategies for Lightning: also what becomes of residuals in checkpoints."""
+    """The settings of the strategies for Lightning: those of the exchange, and of residuals in checkpoints."""
 
     save_residuals: bool = True
-    """Save what each rank remembers beside every checkpoint that holds optimizer states (with Fabric: a module and an
-    optimizer), so that a resumed run continues bit for bit; see docs/checkpoints.md for what that takes."""
+    """Save the residuals of each rank beside every checkpoint that holds optimizer states (with Fabric: a module and an
+    optimizer), so that a resumed run continues bit for bit; see docs/checkpoints.md."""
     strict_resume: bool = False
     """Raise, on all ranks, where a checkpoint comes without residuals that fit, instead of starting with empty ones and
     a warning."""

@@ -1,4 +1,4 @@
-"""The engine: everything that can be done with a sparsified model. Questions to it are in its base class."""
+"""The engine, which exchanges the gradients of a model. Methods that only read it are in its base class."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ from lightning_sparse.ops.on_cuda import on_cuda
 
 
 class Engine(EngineView):
-    """Runs a plan over the gradients that DDP hands over; made by :func:`~lightning_sparse.attach`.
+    """Exchanges the gradients of a model group by group; made by :func:`~lightning_sparse.attach`.
 
     Args:
         plan: groups that cover all parameters; whole ones, also where this rank has parts of them.
         parameters: by the names used in the plan.
         settings: checked choices.
-        comm: the ranks; the engine's own, closed with it. With ``delay=1``, exchanges have one more to themselves.
+        comm: the ranks; closed with the engine. With ``delay=1``, the engine makes a second one for exchanges.
         device: where gradients live.
         watch_usage: note which parameters took part in a backward. Needed where a backward may leave some out.
         frozen: parameters that need no gradient, by name.
         shards: start, length and number of all coordinates of parameters of which this rank has a part, by name. All
             ranks of ``comm`` have the same part.
         within: ranks that hold the other parts, see :class:`~lightning_sparse.engine.reducer.Reducer`; None: this rank
-            holds all. The engine's own, closed with it.
+            holds all. Closed with the engine.
     """
 
     def __init__(
@@ -136,11 +136,11 @@ class Engine(EngineView):
 
     @property
     def void_streak(self) -> int:
-        """Exchanges that counted for nothing since the last one that counted."""
+        """Number of skipped steps since the last step that counted."""
         return self._record.counts.streak
 
     def drop_void(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Set gradients to None that a void step has left in this optimizer's parameters, so that it skips them.
+        """Set the NaN gradients of a skipped step to None in this optimizer's parameters, so that it ignores them.
 
         Returns:
             Whether there were any.
@@ -153,15 +153,15 @@ class Engine(EngineView):
         return self._skipped.drop(optimizer)
 
     def skip_void(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let this optimizer's next step pass over what a void step has left in its parameters.
+        """Let this optimizer's next step ignore the NaN gradients of a skipped step.
 
         With ``nonfinite="skip"`` and without a loss scale, the engine does so by itself when the step begins. Call this
         where other code reads gradients before that.
 
-        On a device, fused optimizers of torch are handed the flag as a ``GradScaler`` hands it over, and nobody waits:
-        parameters, momenta and counters of steps stay as they are, the gradients of a void step stay NaN, and the step
-        is counted when the next one begins. Where the host knows the flag, for all other optimizers, for those that
-        step parameters of others, too, and beside a loss scale, this is :meth:`drop_void`.
+        On a device, torch's fused optimizers get the flag of a skipped step as from a ``GradScaler``, and the host does
+        not wait: parameters, momenta and step counters stay as they are, the gradients stay NaN, and the step is
+        counted when the next one begins. In all other cases this is :meth:`drop_void`: if the host knows the flag, for
+        other optimizers, for those that also step parameters of another model, and beside a loss scale.
 
         Raises:
             ValueError: for something that is no optimizer.
@@ -179,16 +179,17 @@ class Engine(EngineView):
         self._binding.watchers.append(watch)
 
     def bind(self, optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> None:
-        """Take the optimizers, or the one, that apply the averages, in place of those bound before.
+        """Tell the engine which optimizers apply the averages, in place of those bound before.
 
-        Strategies do so by themselves.
+        Strategies do so by themselves. With the default memory, the engine then takes the steps of torch's Adam and
+        AdamW for sparsified parameters, see :class:`~lightning_sparse.SecondMoment`, and clipping may move before the
+        exchange. With ``lr_aware``, learning rates are read in every step.
 
-        With the default memory, steps of torch's Adam and AdamW are then taken by the engine where it knows more than
-        they do, see :class:`~lightning_sparse.SecondMoment`, and clipping may move before the exchange. With
-        ``lr_aware``, learning rates are read in every step.
+        Args:
+            optimizers: one, or all of them.
 
         Raises:
-            ValueError: if one does not go with the memory or with ``lr_aware``, or for what is no optimizer.
+            ValueError: if one does not go with the memory or with ``lr_aware``, or is no optimizer.
         """
         if self.settings.delay:  # the memory may change, and gradients are being absorbed
             self.router.join()
@@ -196,7 +197,7 @@ class Engine(EngineView):
         self.router.prepare()
 
     def takes_steps_of(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return True if Adam's steps for parameters that are sparsified are taken here, see :class:`SecondMoment`."""
+        """Return True if the engine takes Adam's steps for sparsified parameters, see :class:`.SecondMoment`."""
         check_is_optimizer(optimizer)
         return self._binding.takes(optimizer)
 
@@ -205,7 +206,7 @@ class Engine(EngineView):
     ) -> None:
         """Clip each rank's gradients before they are accumulated, from the next step on. All ranks must call this.
 
-        Averages of sparsified gradients hold what has waited for many steps, and to clip them shortens steps at random.
+        An average of sparsified gradients is a sum over many steps, and clipping it would shorten steps at random.
         With ``messages="step"`` the norm is that of all gradients of this rank, and local work begins when all of them
         are here; with "group", each group is clipped to its share.
 
@@ -224,32 +225,32 @@ class Engine(EngineView):
     def clip_in_place_of_averages(
         self, limit: float, algorithm: str, optimizer: torch.optim.Optimizer, known: bool = False
     ) -> bool:
-        """Clip each rank's gradients from the next step on, where the averages of an optimizer were to be clipped.
+        """Clip each rank's gradients, from the next step on, in place of the averages that an optimizer applies.
 
-        That is done for Adam whose steps are taken here, and with the default memory for ``torch.optim.SGD``, by norm
-        if it has momentum, as long as something is sparsified; nothing is done for others. It ends where the optimizer
-        applies averages and this was not called for them. All ranks must call this.
+        This serves Adam if the engine takes its steps, and with the default memory ``torch.optim.SGD`` (with momentum
+        by norm only), as long as something is sparsified; nothing is done for other optimizers. It ends when the
+        optimizer applies averages for which this was not called. All ranks must call this.
 
         Args:
             limit: as in :meth:`clip_gradients`; 0 or infinite: nothing is clipped any more.
             algorithm: "norm" or "value".
-            optimizer: that was about to step.
-            known: whether this is before the first step. SGD is left alone if it is not.
+            optimizer: that is about to step.
+            known: whether this is before the first step. Later, nothing is begun for SGD.
 
         Returns:
-            Whether the gradients of the latest averages were clipped so already: these are to be left alone.
+            True if the gradients of the latest averages were clipped already: do not clip these averages.
         """
         return self._binding.clip_in_place_of_averages(limit, algorithm, optimizer, known)
 
     def count_as_applied(self) -> None:
-        """Note that averages of the latest exchange have been applied, or never will be; between two steps.
+        """Record that averages of the latest exchange have been applied, or never will be; between two steps.
 
-        The engine notices by itself that optimizers step. This is for steps that are left out.
+        The engine notices steps of optimizers by itself. This is for steps that are left out.
         """
         self._record.count_as_applied()
 
     def end_batch(self) -> None:
-        """Note that no optimizer will apply averages of the latest backward any more.
+        """Record that no optimizer will apply averages of the latest backward any more.
 
         They are lost, as gradients of plain DDP are; with ``delay=1``, they go back into residuals in the next
         backward.
@@ -267,10 +268,10 @@ class Engine(EngineView):
             rank_zero_warn(sentence)
 
     def add_observer(self, observer: StepObserver) -> None:
-        """Let something look on, and change groups, at the start of every exchange; until the engine is closed.
+        """Call an observer, which may change groups, at the start of every exchange until the engine is closed.
 
         Raises:
-            ValueError: for something without the methods of a :class:`StepObserver`.
+            ValueError: for an object without the methods of a :class:`StepObserver`.
         """
         expect(can_observe(observer), "observer", "an object with before_step(engine) and close()", observer)
         self.observers.append(observer)
@@ -278,13 +279,13 @@ class Engine(EngineView):
     def go_direct(self, for_good: bool = False) -> bool:
         """Average DDP's buckets just as DDP does without a hook, until groups change; for plans that are all dense.
 
-        Refused, with nothing changed, before residuals have been sent (in the first valid step of a dense plan), with
-        memories that do more for dense groups than nothing, such as momentum, with ``delay=1``, and between nodes. What
-        is then still remembered, of parameters that the step did not use and of rounding, is kept until groups change
+        Returns False, with nothing changed, before residuals have been sent (in the first valid step of a dense plan),
+        with memories that also act on dense groups, such as momentum, with ``delay=1``, and between nodes. Residuals
+        that are still left, of parameters that the step did not use and of rounding, are kept until groups change
         again. Collective: all ranks get the same answer.
 
         Args:
-            for_good: forget second moments and whatever else only sparse steps need.
+            for_good: forget second moments and other values that only sparse steps need.
         """
         simple = isinstance(self.settings.memory_in_use.for_dense(), NoMemory)
         if not simple or self.entrance is not self.router or not all(group.plan.dense for group in self.groups):
@@ -297,14 +298,14 @@ class Engine(EngineView):
     def regroup(self, plan: Sequence[Group], messages: Messages | None = None) -> None:
         """Cut the parameters into other groups, from the next step on; collective, between two steps.
 
-        What is remembered of gradients belongs to parameters and moves with them: no residual and no momentum is lost.
-        What sparsifiers and density schedules have learned about a group, such as thresholds, belongs to the group and
-        starts anew. The residual of a parameter that becomes dense is sent in the next step.
+        Residuals and momenta belong to parameters and move with them: none is lost. States of sparsifiers and density
+        schedules, such as thresholds, belong to groups and start anew. The residual of a parameter that becomes dense
+        is sent in the next step.
 
         Args:
             plan: groups of the same parameters, see :func:`~lightning_sparse.methods.grouping.make_plan`; whole ones,
                 also where this engine has parts of them.
-            messages: what travels together from then on; None: as before.
+            messages: which messages travel together from then on, "step" or "group"; None: as before.
 
         Raises:
             ValueError: on all ranks, if these are no groups or not the parameters of this engine, each once, if names
@@ -356,7 +357,7 @@ class Engine(EngineView):
             self.accumulates = before
 
     def receive(self, bucket: Any) -> Future[Tensor]:
-        """Take the gradients of a ``GradBucket``, answer with averages in its own buffer: DDP's communication hook."""
+        """Take the gradients of a ``GradBucket`` and return averages in its buffer: DDP's communication hook."""
         if self.closed:
             raise RuntimeError("The engine is closed. Wrap the model again and attach a new one to train on.")
         if self.accumulates:
@@ -364,7 +365,7 @@ class Engine(EngineView):
         return self._source.receive(bucket)
 
     def _before_exchange(self) -> None:
-        """Let everything that may change a step do so, now that its first gradients are here."""
+        """Check frozen parameters, call observers, and rescale residuals, with the first gradients of a step."""
         with self.router.failing_together("before the first exchange"):
             thawed = [name for name, p in self.frozen.items() if p.requires_grad]
             if thawed:
@@ -404,12 +405,12 @@ class Engine(EngineView):
         drifted apart where messages still fit, and otherwise is one of the network. With gloo, that may be the end of
         the process, or an error no earlier than the timeout.
 
-        What a parameter remembers that the step does not use stays.
+        Parameters that the step does not use keep their residuals.
         """
         self.router.flush_asked = True
 
     def take_pending(self) -> dict[str, Tensor]:
-        """Return what all ranks together have not sent yet, ``(1/n) sum_i residual_i``, and forget it; collective.
+        """Return the mean of the ranks' residuals, ``(1/n) sum_i residual_i``, and clear these; collective.
 
         Between two steps. The momentum of memories that have one is kept. See :func:`~lightning_sparse.flush`, which
         gives this to the optimizers.
@@ -441,7 +442,7 @@ class Engine(EngineView):
         """Apply averages that are on their way, with ``delay=1``; all ranks must call this, between two steps.
 
         The latest exchange is joined, and optimizers take one more step with its averages, with the settings (learning
-        rates, for instance) of the step that they took last. Of T backwards, T averages are applied in T steps then.
+        rates, for instance) of the step that they took last. After T backwards, T averages have been applied then.
         Nothing is clipped, and ``.grad`` is afterwards what it was before. The strategy for the Trainer calls this at
         the end of fit, and :func:`~lightning_sparse.flush` before it sends residuals.
 
@@ -452,7 +453,7 @@ class Engine(EngineView):
             Whether there was anything to apply.
 
         Raises:
-            ValueError: if there is, and nobody to apply it.
+            ValueError: if there is, and no optimizer is known.
             RuntimeError: within a step; if the engine is closed.
             LostRankError: if another rank is gone.
         """
@@ -490,13 +491,12 @@ class Engine(EngineView):
         return torch.tensor([self._record.counts.settled + flying], device="cpu")
 
     def state_dict(self, moment: Tensor | None = None) -> dict[str, Any]:
-        """Return all that this rank needs to go on exactly where it is: plain data and tensors on the CPU; copies.
+        """Return everything that this rank needs to continue from here: plain data, and copies of tensors on the CPU.
 
         Every rank has its own: residuals differ. It may be taken at any moment, also in a signal handler and by another
-        thread. Averages that an exchange has handed out and no optimizer has applied are in it, on rank 0, whose
-        weights are saved: whoever loads it has them in the residuals again. Within a backward, it holds the gradients
-        that have been absorbed so far. Where the number of ranks has changed, see
-        :func:`~lightning_sparse.merge_states`.
+        thread. The state of rank 0, whose weights are saved, has the averages that no optimizer has applied yet;
+        loading puts them back into the residuals. Within a backward, it holds the gradients that have been absorbed so
+        far. For another number of ranks, see :func:`~lightning_sparse.merge_states`.
 
         Ranks may be asked at different moments, one before the end of an exchange and another one after it. Their
         states belong together if each rank takes one, all agree on the largest ``state["moment"]``, and a rank whose
@@ -545,7 +545,7 @@ class Engine(EngineView):
                 self.router.join()
 
     def state_now(self) -> dict[str, Any]:
-        """Return :meth:`state_dict` without waiting for anybody: gradients of an exchange in flight are absorbed."""
+        """Return :meth:`state_dict` without waiting: gradients of an exchange in flight count as absorbed."""
         return self._state.take(None)
 
     def state_alone(self) -> dict[str, Any]:
@@ -560,16 +560,16 @@ class Engine(EngineView):
         return self._state.take(None, alone=True)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
-        """Go on where an engine of the same model was; collective, before the first step or between two steps.
+        """Continue from the state of an engine of the same model; collective, before the first or between two steps.
 
-        What is remembered goes by names of parameters. What has been learned about groups is taken over where settings,
-        number of ranks and the group are the same, and where that is so on all ranks; elsewhere it starts anew.
+        Residuals and momenta are matched by names of parameters. States of sparsifiers and schedules are taken over for
+        groups that are the same, with the same settings and number of ranks, on all ranks; others start anew.
 
         Args:
-            state: what :meth:`state_dict` gave on this rank, or :func:`~lightning_sparse.merge_states` made.
+            state: of :meth:`state_dict` on this rank, or of :func:`~lightning_sparse.merge_states`.
 
         Returns:
-            Sentences about what did not fit; none where the two engines are alike.
+            Sentences about parts of the state that did not fit; none if the two engines are alike.
 
         Raises:
             ValueError: on all ranks, with nothing changed, if this is no such state on one of them, or if the states of
@@ -580,15 +580,15 @@ class Engine(EngineView):
         return plan.misfits + plan.lost
 
     def take_over(self, state: Mapping[str, Any], parameters: Mapping[str, Parameter]) -> list[str]:
-        """Go on where an engine of the same parameters was, whatever their names and groups are now; collective.
+        """Continue from the state of an engine of the same parameters, whose names and groups may differ; collective.
 
         Args:
-            state: what its :meth:`state_dict` gave on this rank.
-            parameters: those that the state names, or some of them: what is remembered of others is left behind.
+            state: of :meth:`state_dict` of that engine, on this rank.
+            parameters: by the names that they have in the state; residuals of others are dropped.
 
         Returns:
-            Sentences about what was remembered and did not fit. What was learned about groups that are no more starts
-            anew without a word, as with :meth:`regroup`.
+            Sentences about residuals and momenta that did not fit. States of groups that no longer exist start anew
+            without a sentence, as with :meth:`regroup`.
 
         Raises:
             ValueError: as :meth:`load_state_dict`.
@@ -625,10 +625,10 @@ class Engine(EngineView):
 
 
 class StepObserver(Protocol):
-    """Interface of what is called at the start of every step of an engine, whose groups it may inspect and change."""
+    """Interface of observers: called at the start of every step of an engine, whose groups they may change."""
 
     def before_step(self, engine: Engine) -> None:
-        """Look on when the first gradients of a step are here and nothing is exchanged yet; called on all ranks."""
+        """Called on all ranks when the first gradients of a step are here and nothing is exchanged yet."""
 
     def close(self) -> None:
         """End with the engine."""

@@ -1,4 +1,4 @@
-"""What a step takes and what is logged of it: time stamps, totals, statistics, and every logged quantity.
+"""Measurements of a step: time stamps, totals, statistics, and every logged quantity.
 
 :func:`measure` records the statistics of a group step, without waiting for a device; :func:`summarize` turns those of a
 step into the logged numbers, on the steps that log. Each quantity is defined by one function. A new one is one more
@@ -428,7 +428,7 @@ def total_s(step: Step) -> float | None:
 
 @quantity("0 and up", part="steps", unit="steps", over_run="last")
 def void(step: Step) -> float | None:
-    """Steps so far that all ranks skipped, because a gradient was not finite on some rank; finite ones wait."""
+    """Steps so far that all ranks skipped, because a gradient was not finite on some rank."""
     return step.skipped_steps
 
 
@@ -440,19 +440,19 @@ def without_average(step: Step) -> float | None:
 
 @quantity("0 or 1", part="steps")
 def direct(step: Step) -> float:
-    """1 if gradients are averaged as DDP does, because `fallback="dense"` found that faster; then without times."""
+    """1 if gradients are averaged as DDP does, because `fallback="dense"` found that faster; no times then."""
     return float(step.direct)
 
 
 @quantity(part="lengths", averaged=True, over_run="last")
 def clipped(step: Step) -> float | None:
-    """Gradients of groups so far that were clipped to twice their usual length; Adam's; mean over ranks."""
+    """Gradients of groups so far that were clipped to twice their usual length; with Adam; mean over ranks."""
     return None if step.length_changes is None else step.length_changes.clipped
 
 
 @quantity(part="lengths", averaged=True, over_run="last")
 def measured_anew(step: Step) -> float | None:
-    """Times so far that a group's residual was rescaled to a new length; Adam's; mean over ranks."""
+    """Times so far that a group's residual was rescaled to a new length; with Adam; mean over ranks."""
     return None if step.length_changes is None else step.length_changes.measured_anew
 
 

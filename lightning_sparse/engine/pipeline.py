@@ -121,8 +121,8 @@ def exchange_group(
         state: of this group on this rank. Its memory absorbs the gradient, but for coordinates that are not finite.
         ctx: the step; ``counts``, ``union`` and ``disjoint`` are filled in here.
         memory: error feedback.
-        sparsifier: who picks.
-        exchange: how picks travel.
+        sparsifier: selects coordinates.
+        exchange: averages the selected values.
         scale: () factor that the loss was multiplied by; what is remembered is free of it, the average has it again.
         unused: coordinates of parameters that no rank used: nothing of them is absorbed or sent.
         flush: send everything, whatever the density is.
@@ -521,7 +521,7 @@ class GroupReducer:
             skipped: () flag: the step counts for nothing.
 
         Returns:
-            What of this rank has left the residual, where averages come late; else None.
+            The values that have left this rank's residual, if averages come late; else None.
         """
         made, self.untouched = self.exchange_made, self.unused
         if made is None:

@@ -286,7 +286,7 @@ class Reducer(Groups):
         self._begun = False
 
     def join(self) -> None:
-        """Return when an exchange that was started has settled, on this thread; averages are kept.
+        """Return when an exchange that was started has settled; averages are kept.
 
         Nothing to do where none is in flight. It may be called again by a signal handler, while it waits.
 

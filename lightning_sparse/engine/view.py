@@ -1,4 +1,4 @@
-"""Questions that an engine answers: counts, groups, logged quantities; a copy of one answers that it is a copy."""
+"""The readable side of an engine: counts, groups, logged quantities; and the stand-in for an engine in a copy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class EngineView:
-    """Shows a reducer as it is seen from outside; nothing here changes what is exchanged.
+    """Read access to an engine: nothing here changes what is exchanged.
 
     Args:
         reducer: its own, which its owner closes.
@@ -52,7 +52,7 @@ class EngineView:
 
     @property
     def step(self) -> int:
-        """Synchronised backward passes so far that counted; void ones do not, see :attr:`void`.
+        """Number of backward passes with an exchange so far; skipped ones do not count, see :attr:`void`.
 
         With ``delay=1``, those whose exchange has settled.
         """
@@ -60,7 +60,7 @@ class EngineView:
 
     @property
     def void_steps(self) -> int:
-        """Exchanges so far that counted for nothing, because a gradient was not finite on some rank."""
+        """Number of steps skipped so far, because a gradient was not finite on some rank."""
         return self._record.counts.void
 
     @property
@@ -70,22 +70,22 @@ class EngineView:
 
     @property
     def void(self) -> bool:
-        """True if the exchange of what is in ``.grad`` counted for nothing: a gradient of some rank was not finite.
+        """True if ``.grad`` belongs to a skipped step: a gradient of some rank was not finite.
 
         All ranks then hold NaN gradients, and finite ones wait in the residuals. The optimizer must skip the step, as a
         ``GradScaler`` does and as the strategies do with ``nonfinite="skip"``. On a device, asking waits for the
-        exchange; with ``nonfinite="nan"`` and no loss scale, nobody asks, and the answer there is always False.
+        exchange; with ``nonfinite="nan"`` and no loss scale, the answer there is always False.
         """
         return self._record.void
 
     @property
     def held(self) -> Set[str]:
-        """Names of the parameters that an optimizer holds which was shown or has taken a step; none: nobody knows."""
+        """Names of the parameters of optimizers that were bound or have stepped; empty: no optimizer is known."""
         return self._record.held
 
     @property
     def length_changes(self) -> LengthChanges:
-        """Number of times that this rank clipped a group's gradient to twice its usual length, or measured what waits.
+        """Number of times that this rank clipped a group's gradient to twice its usual length, or rescaled a residual.
 
         With :class:`~lightning_sparse.SecondMoment`, from the first step on, also before a checkpoint; waits for the
         device.
@@ -94,10 +94,10 @@ class EngineView:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that this rank keeps for error feedback, of all groups; in :class:`Residual` 4 a float32 coordinate.
+        """Bytes that this rank keeps for error feedback, of all groups; with :class:`.Residual` 4 for each coordinate.
 
-        Of groups whose gradients do not lie in one run in DDP's buckets, room for scores and for copies, where some
-        are needed, is counted from the first step on.
+        If the gradients of a group lie in several runs in DDP's buckets, the buffers for scores and copies that it
+        needs are counted from the first step on.
         """
         return sum(group.memory_bytes for group in self.groups)
 
@@ -122,7 +122,7 @@ class EngineView:
 
     @property
     def groups(self) -> list[GroupReducer]:
-        """Groups at work, in the order of the plan."""
+        """The groups, in the order of the plan."""
         return self.router.groups
 
     @property
@@ -150,8 +150,8 @@ class EngineView:
     def latest_step(self) -> Step | None:
         """Return this rank's statistics of all groups in the latest step, between two steps; None before the first one.
 
-        Of it, :func:`~lightning_sparse.engine.metrics.summarize` and the metrics of
-        :mod:`lightning_sparse.integrations.averages` make numbers.
+        It is the input of :func:`~lightning_sparse.engine.metrics.summarize` and of the metrics in
+        :mod:`lightning_sparse.integrations.averages`.
 
         Raises:
             RuntimeError: within a step.
@@ -178,7 +178,7 @@ class EngineView:
         )
 
     def group_summaries(self) -> dict[str, dict[str, float]]:
-        """Return those of :meth:`summary` for each group by name, without what groups share, such as ``exposed_ms``.
+        """Return :meth:`summary` of each group by name, without quantities that groups share, such as ``exposed_ms``.
 
         Groups that the latest step did not use, on any rank, are left out.
         """
@@ -192,7 +192,7 @@ class EngineView:
         return summaries
 
     def residual(self, name: str) -> Tensor | None:
-        """Return the (numel,) of a parameter that this rank has not sent yet, or None where nothing is remembered.
+        """Return the (numel,) residual of a parameter on this rank, or None if the memory keeps none.
 
         Coordinates are in the order of memory, which is another one than that of ``flatten()`` for ``channels_last``.
         With ``node_size`` and with sharded parameters, of this rank's part. A view, valid until the next step begins.

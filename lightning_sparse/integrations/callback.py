@@ -1,4 +1,4 @@
-"""What callbacks share: a base class for the Trainers of all installed packages, and copies of a rank's gradients."""
+"""The base class of callbacks, for the Trainers of all installed packages, and copies of a rank's gradients."""
 
 from __future__ import annotations
 

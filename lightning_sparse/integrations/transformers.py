@@ -30,7 +30,7 @@ def prepare_trainer(trainer: Trainer, /, **keywords: Any) -> Trainer:
     With ``push_to_hub``, folders are uploaded before residuals are in them: what comes from the hub resumes without.
 
     Returns:
-        The same Trainer.
+        The given Trainer.
 
     Raises:
         TypeError: for something that is no ``transformers.Trainer``, or a keyword that it does not know.

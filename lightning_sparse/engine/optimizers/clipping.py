@@ -60,7 +60,7 @@ class Clipping(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """What some gradients are clipped to together."""
+    """A limit, and the gradients that are clipped to it together."""
 
     clipping: Clipping
     names: Set[str]

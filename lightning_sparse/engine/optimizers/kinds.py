@@ -1,4 +1,4 @@
-"""What an engine reads from optimizers: which ones it can step for, memories they do not go with, learning rates."""
+"""Kinds of optimizers: those whose steps the engine can take, memories that do not fit them, learning rates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is done in the steps of optimizers: Adam's steps are taken here, and momentum of SGD is spent."""
+"""Rules for the steps of optimizers: the engine takes Adam's steps, and spends momentum of SGD."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def refuse_sparse_gradients(
         failing_together: within which errors are raised, given a place for a note.
 
     Returns:
-        What is left of the looking, to be removed when the engine ends.
+        The hooks, to be removed when the engine ends.
     """
     handles: dict[str, RemovableHandle] = {}
 

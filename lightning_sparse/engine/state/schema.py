@@ -120,7 +120,7 @@ NOTHING: State = {name: type(kind)() for name, kind in (FIELDS | LATER).items() 
 def check_state(state: Any) -> State:
     """Raise unless this is what ``Engine.state_dict()`` gives, of whatever model; return it with all fields.
 
-    What was learned about groups depends on settings, and is only looked at where it is used.
+    States of sparsifiers and schedules depend on settings, and are only checked where they are used.
 
     Raises:
         ValueError: naming what is missing or not as expected.

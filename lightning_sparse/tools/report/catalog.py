@@ -45,26 +45,26 @@ SECTIONS = (
                 "Density of the update",
                 DENSITY,
                 "sparse/target_density",
-                meaning="Coordinates in the update / coordinates. Behind it, broad and pale: the target.",
+                meaning="Coordinates in the update / coordinates. The broad, pale line is the target.",
             ),
             Figure("Density error", "sparse/density_error", ideal=0.0, meaning="| |union| − k | / coordinates."),
             Figure(
-                "Padding ratio f(t)", "sparse/padding_ratio", ideal=1.0, meaning="n max k_i / sum k_i; 1 pads nothing."
+                "Padding ratio f(t)", "sparse/padding_ratio", ideal=1.0, meaning="n max k_i / sum k_i; 1: no padding."
             ),
-            Figure("Build-up", "sparse/build_up", ideal=1.0, meaning="|union| / k; up to n where ranks pick apart."),
+            Figure("Build-up", "sparse/build_up", ideal=1.0, meaning="|union| / k; up to n if selections differ."),
         ),
     ),
     Section(
         "Threshold and residual",
         (
-            Figure("Threshold", "sparse/threshold", meaning="Magnitude that decided; methods that count have none."),
+            Figure("Threshold", "sparse/threshold", meaning="Least magnitude to be selected; Top-k has none."),
             Figure(
-                "Norm of the residual", "sparse/residual_norm", meaning="Of what was not sent yet; mean over ranks."
+                "Norm of the residual", "sparse/residual_norm", meaning="Of the values not sent yet; mean over ranks."
             ),
             Figure(
                 "Threshold / norm of the residual",
                 "sparse/threshold_over_residual",
-                meaning="Steady where the threshold follows what waits.",
+                meaning="Steady if the threshold follows the residual.",
             ),
         ),
     ),
@@ -76,7 +76,7 @@ SECTIONS = (
                 "Sent by a rank so far / MB",
                 TOTAL_MB,
                 DENSE_MB,
-                meaning="Behind it, broad and pale: a dense ring all-reduce.",
+                meaning="The broad, pale line is a dense ring all-reduce.",
             ),
             Figure("Dense / sent", "sparse/traffic/ratio", ideal=1.0, meaning="Bytes of a dense ring / bytes sent."),
         ),
@@ -98,12 +98,12 @@ SECTIONS = (
             Figure("Without an average so far", "sparse/steps/without_average", meaning="With delay=1; the first one."),
             Figure("Averaged densely", "sparse/steps/direct", meaning='1 where fallback="dense" found DDP faster.'),
             Figure(
-                "Gradients clipped so far", "sparse/lengths/clipped", meaning="Far longer than those before; Adam's."
+                "Gradients clipped so far", "sparse/lengths/clipped", meaning="Far longer than those before; with Adam."
             ),
             Figure(
                 "Measured anew so far",
                 "sparse/lengths/measured_anew",
-                meaning="Times that gradients of a group had another length; Adam's.",
+                meaning="Times that gradients of a group changed their length; with Adam.",
             ),
             Figure("Warnings of the watchdog so far", "sparse/steps/warnings", ideal=0.0),
         ),
