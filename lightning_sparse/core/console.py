@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +17,7 @@ PAGES = next((folder / "docs" for folder in Path(__file__).parents[1:3] if (fold
 """Folder of the documentation on this machine: within the installed package, or beside it in a clone."""
 
 WIDTH = 100
-"""Columns that a table needs; narrower terminals break its lines."""
+"""Least number of columns that a table may use; narrower terminals break its lines."""
 
 
 def say(sentence: str) -> None:
@@ -81,6 +82,7 @@ class Table(NamedTuple):
         try:
             from rich.box import SIMPLE_HEAD
             from rich.console import Console
+            from rich.measure import Measurement
             from rich.table import Table as RichTable
         except ModuleNotFoundError:
             widths = [max(map(len, column)) for column in zip(self.header, *self.rows, strict=True)]
@@ -88,10 +90,11 @@ class Table(NamedTuple):
             print(self.title, *lines, sep="\n", flush=True)
             return
         console = Console()
-        console.width = max(console.width, WIDTH)
         table = RichTable(title=self.title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for column, name in enumerate(self.header):
             table.add_column(name, justify="left" if column in self.left else "right", overflow="fold")
         for row in self.rows:
             table.add_row(*row)
+        whole_words = Measurement.get(console, console.options.update(width=sys.maxsize), table).minimum
+        console.width = max(console.width, WIDTH, whole_words)
         console.print(table)

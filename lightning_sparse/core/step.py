@@ -199,7 +199,8 @@ class Candidates:
 
     def reaching(self, x: Tensor, bound: float = math.inf) -> Any:
         """Return what was found, if it is of x and has all coordinates that reach a bound; None if that is unknown."""
-        return self._found if bound >= self._reached and self._holds_for(x) else None
+        same = self._vector is not None and self._vector == _state_of(x)
+        return self._found if same and bound >= self._reached else None
 
     def take(self, x: Tensor) -> Any:
         """Return what was found, if it is of x, and forget it: a search on a device changes it."""
@@ -212,9 +213,6 @@ class Candidates:
             return False
         states = list(map(_state_of, runs))
         return None not in states and self._cleared == states
-
-    def _holds_for(self, x: Tensor) -> bool:
-        return self._vector is not None and self._vector == _state_of(x)
 
 
 def _state_of(x: Tensor) -> tuple[int, int, int] | None:

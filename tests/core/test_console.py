@@ -61,3 +61,10 @@ def test_a_wheel_has_these_pages_and_messages_name_them_there(tmp_path: Path, mo
     for name in named():
         assert Path(installed["page"](name)).is_relative_to(tmp_path)
         assert Path(installed["page"](name)).read_text() == (ROOT / "docs" / f"{name}.md").read_text()
+
+
+def test_tables_break_no_word(capsys: pytest.CaptureFixture[str]) -> None:
+    header, row = [f"quantity_{i}" for i in range(12)], ["hard_threshold", *[f"{i}.000_000_000" for i in range(11)]]
+    console.Table("Many columns", header, [row]).show()
+    said = capsys.readouterr().out
+    assert all(word in said for word in (*header, *row))

@@ -55,8 +55,8 @@ HIDDEN = (
     "loss scale of its own step, and is divided by that of a later one. Show it: attach(..., scaler=scaler)."
 )
 SPENT = (
-    "SGD's momentum of averages that have waited is spent at once, as far as it would have been spent by now "
-    f"({page('momentum')}). memory='residual' leaves it to the optimizer."
+    "SGD applies averages that have waited together with the momentum that they would have had by now "
+    f"({page('momentum')}). memory='residual' leaves momentum to the optimizer."
 )
 _bindings: list[weakref.ref[OptimizerBinding]] = []
 """Of the engines of the process that are not closed, in the order in which they came."""

@@ -78,7 +78,7 @@ SECTIONS = (
                 DENSE_MB,
                 meaning="The broad, pale line is a dense ring all-reduce.",
             ),
-            Figure("Dense / sent", "sparse/traffic/ratio", ideal=1.0, meaning="Bytes of a dense ring / bytes sent."),
+            Figure("Dense / sent", "sparse/traffic/ratio", meaning="Bytes of a dense ring / bytes sent."),
         ),
     ),
     Section(

@@ -155,7 +155,7 @@ def sentences(runs: Sequence[Run]) -> list[str]:
         if of_some:
             first = "" if of_all else f"No setting that all of them have differs{others}. "
             there = "1 setting is" if len(of_some) == 1 else f"{len(of_some)} settings are"
-            said.append(f"{first}{there} there in some of the runs only, such as {of_some[0]}: see the last table.")
+            said.append(f"{first}{there} there in some of the runs only, such as {of_some[0]}: see the settings.")
         if not of_all and not of_some:
             said.append(f"No setting differs{others}.")
     if known and (unknown := ", ".join(run.name for run in runs if not run.settings)):

@@ -82,8 +82,8 @@ def at_end(engine: Engine, before: Counted, now: Counted) -> str:
         traffic = f"each rank sent {amount(sent)}, as much as dense DDP"
     else:
         traffic = f"each rank sent {amount(sent)}; dense DDP sends {amount(dense)}, {times} times as much"
-    void = f"{skipped:,} steps were" if skipped > 1 else "1 step was" if skipped else "No step was"
-    void += " skipped because of gradients that were not finite."
+    void = f"{skipped:,} steps were" if skipped > 1 else "1 step was"
+    void = f"{void} skipped because of gradients that were not finite." if skipped else "No step was skipped."
     if not steps:
         void = f"Every step was skipped because of gradients that were not finite: nothing was learned. {DIVERGED}"
     since = f" after the first {before.steps:,}" if before.steps else ""

@@ -171,7 +171,7 @@ def test_settings_that_some_runs_lack_are_not_called_equal(runs: list[Run]) -> N
     assert not any(one.startswith("No setting differs") for one in said)
     assert (
         "No setting that all of them have differs. "
-        "27 settings are there in some of the runs only, such as sparse_ddp/0: see the last table."
+        "27 settings are there in some of the runs only, such as sparse_ddp/0: see the settings."
     ) in said
 
 
