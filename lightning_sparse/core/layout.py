@@ -64,7 +64,8 @@ class Gradient:
         """Make one of pieces in the order of coordinates; those that lie one behind the other in memory are one run."""
         pieces = list(pieces)
         runs: list[tuple[Tensor, int]] = []
-        storage = stop = None
+        storage: int | None = None
+        stop: int | None = None
         for piece in pieces:
             start, length = piece.storage_offset(), piece.numel()
             before, storage = storage, piece.untyped_storage().data_ptr()
