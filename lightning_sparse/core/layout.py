@@ -64,12 +64,10 @@ class Gradient:
         """Make one of pieces in the order of coordinates; those that lie one behind the other in memory are one run."""
         pieces = list(pieces)
         runs: list[tuple[Tensor, int]] = []
-        storage: int | None = None
-        stop: int | None = None
+        stop = None
         for piece in pieces:
             start, length = piece.storage_offset(), piece.numel()
-            before, storage = storage, piece.untyped_storage().data_ptr()
-            if start == stop and storage == before:
+            if start == stop and _share_memory(piece, runs[-1][0]):
                 runs[-1] = runs[-1][0], runs[-1][1] + length
             else:
                 runs.append((piece, length))
@@ -129,6 +127,10 @@ class Gradient:
         """Write (numel,) values to the gradient's storage, unless they are there already."""
         if len(self.runs) > 1 or flat.data_ptr() != self.runs[0].data_ptr():
             torch._foreach_copy_(self.runs, list(torch.split(flat, self._lengths)))
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def even_part(numel: int, number: int, parts: int) -> slice:
