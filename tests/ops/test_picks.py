@@ -272,7 +272,7 @@ def test_picks_are_spare_only_where_spare_ones_are_told(beside: bool, each_kerne
     selection = Selection(torch.arange(4), torch.tensor(4), limit=2, aligned=True)
     ctx = Context(0, 0.1, 0, 3, second=acc.square() if beside else None)
     found = []
-    for _, marks in product(each_kernel(), (0, 0x8080)):
+    for marks in (marks for _ in each_kernel() for marks in (0, 0x8080)):
         steps = as_exchange("packed_union", ls.UnionTopK())(acc.clone(), selection, ctx)
         rows = next(steps).x.repeat(3, 1)  # type: ignore[arg-type]
         rows[:, Form.of(100, 4).classes] |= marks  # of picks 1 and 3

@@ -237,7 +237,7 @@ def test_one_pass_forms_second_moments_and_scores(
     magnitudes = np.where(fits, np.abs(score), -1)
     for bound in (0.0, max(0.0, float(np.sort(magnitudes[:1000])[-50:][0])), float("inf")):
         places = np.flatnonzero(magnitudes >= one(bound))
-        for kernel, runs in product(each_kernel(), (1, 3)):
+        for kernel, runs in ((kernel, runs) for kernel in each_kernel() for runs in (1, 3)):
             given = grad.clone()
             lie = list(given.tensor_split(runs))
             in_place = runs == 1 and wide == dtype
@@ -298,7 +298,7 @@ def test_what_would_not_be_finite_is_left_as_it_is(
         expected, decayed = torch.where(fits, formed, residual), residual * 0.5 + grad
         less = torch.where(decayed.isfinite(), decayed, residual)
         _, acc, second, score = weighed(residual, now, grad, by)
-        for kernel, split in product(each_kernel(), (False, True)):
+        for kernel, split in ((kernel, split) for kernel in each_kernel() for split in (False, True)):
             told = kernel, places, split
 
             def runs(split: bool = split, grad: Tensor = grad) -> list[Tensor]:
