@@ -157,12 +157,12 @@ def _at_once(ones: Sequence[Moved], by: Step) -> None:
 
 def _in_triton(addresses: Addresses, what: Any, ones: Sequence[Moved], by: Step) -> None:
     """One launch for many parameters."""
-    from lightning_sparse.ops.triton import adam as triton_adam
+    from lightning_sparse.ops.triton import tables
 
     parameters, grads, divisors, _ = zip(*ones, strict=True)
     table = addresses.table(what, (parameters, grads, divisors), aligned=2)
     scale = None if by.scale is None else by.scale.float()
-    triton_adam.step_(table, parameters[0].dtype, grads[0].dtype, by.rate, by.keep, scale, by.skip)
+    tables.step_(table, parameters[0].dtype, grads[0].dtype, by.rate, by.keep, scale, by.skip)
     torch.autograd.graph.increment_version(parameters)
 
 

@@ -105,10 +105,10 @@ def measure(lengths: Tensor, norm: Tensor, numel: int, beta2: float, acts: bool)
         [1.0, 0.77]
     """
     if on_cuda.takes(lengths):
-        from lightning_sparse.ops.triton import length as triton_length
+        from lightning_sparse.ops.triton import numbers
 
         units = lengths.new_empty(3)
-        triton_length.measure(lengths, norm, units, numel, beta2, acts, DECAY, LONG, FAR)
+        numbers.measure(lengths, norm, units, numel, beta2, acts, DECAY, LONG, FAR)
         return units
     # Multiplied, because a GPU multiplies where a CPU divides by a number, and both are to round alike.
     square = norm.square() * (1 / numel)

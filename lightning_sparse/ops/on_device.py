@@ -211,7 +211,7 @@ def need(plain: Callable[..., Any], state: Sequence[Tensor], union: Tensor | Non
             found, expected = ({str(i): x for i, x in enumerate((*after, own))} for after, own in made)
             compare(found, expected, what="need", union=named)
 
-    kernel, what = _kernel("need", "follow"), ("need", state[0].device, union is None, *facts[3:])
+    kernel, what = _kernel("numbers", "follow"), ("need", state[0].device, union is None, *facts[3:])
     works = on_cuda.takes(state[0]) and on_cuda.tried(what, attempt)
     return (kernel if works else plain)(state, union, *facts)
 

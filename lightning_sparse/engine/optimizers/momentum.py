@@ -203,12 +203,12 @@ def _in_triton_(
     steps: int,
 ) -> None:
     """Spend in one launch."""
-    from lightning_sparse.ops.triton import momentum as triton_momentum
+    from lightning_sparse.ops.triton import tables as triton_tables
 
     parameters, grads, velocities, kept = zip(*stepped, strict=True)
     table = addresses.table(what, (kept, grads, parameters, velocities), aligned=2)
     kinds = grads[0].dtype, parameters[0].dtype, velocities[0].dtype
-    triton_momentum.spend_(table, kinds, shares.float(), by.reach, skip, steps)
+    triton_tables.spend_(table, kinds, shares.float(), by.reach, skip, steps)
     torch.autograd.graph.increment_version((*parameters, *velocities, *kept))
 
 
