@@ -108,7 +108,7 @@ def weigh_(
     def kernel(*vectors: Any) -> Tensor:
         acc, second, score, grad, *numbers, candidates = vectors
         search = _search_of(candidates, acc)
-        _kernel("second", "weigh_")(acc, second, score, grad, *numbers, *search.begin())
+        _kernel("dense", "weigh_")(acc, second, score, grad, *numbers, *search.begin())
         candidates.note(score, [], search)
         finite: Tensor = search.finite
         return finite
@@ -143,7 +143,7 @@ def divisors(second: Tensor, values: Tensor, power: Tensor, eps: float, damping:
         x = _different(values) / 512
         return [(x.square(), x / 8, torch.full_like(power, 0.5), eps, damping)]
 
-    best = _best(("divisors", eps), _kernel("second", "divisors"), reference.divisors, few, second, values)
+    best = _best(("divisors", eps), _kernel("dense", "divisors"), reference.divisors, few, second, values)
     return best(second, values, power, eps, damping)
 
 

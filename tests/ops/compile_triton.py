@@ -35,7 +35,6 @@ from lightning_sparse.ops.triton import dense as triton_dense  # noqa: E402
 from lightning_sparse.ops.triton import launch as triton_launch  # noqa: E402
 from lightning_sparse.ops.triton import numbers as triton_numbers  # noqa: E402
 from lightning_sparse.ops.triton import packed as triton_packed  # noqa: E402
-from lightning_sparse.ops.triton import second as triton_second  # noqa: E402
 from lightning_sparse.ops.triton import select as triton_select  # noqa: E402
 from lightning_sparse.ops.triton import sums as triton_sums  # noqa: E402
 from lightning_sparse.ops.triton import tables as triton_tables  # noqa: E402
@@ -77,10 +76,10 @@ def kernels(what: list[str]) -> Iterator[tuple[str, Any, dict[str, Any], dict[st
         yield "look", triton_dense._look, tile, {}, 8
     adam = tile | {"EPS": 1e-8}
     if "weigh" in what:
-        yield "weigh", triton_second._weigh, adam, {"units": "*fp64"}, 8
+        yield "weigh", triton_dense._weigh, adam, {"units": "*fp64"}, 8
     if "second" in what:
-        yield "weigh_bf16", triton_second._weigh, adam, {"grad": "*bf16", "units": "*fp64"}, 8
-        yield "divide", triton_second._divide, picks | {"EPS": 1e-8}, {}, 4
+        yield "weigh_bf16", triton_dense._weigh, adam, {"grad": "*bf16", "units": "*fp64"}, 8
+        yield "divide", triton_dense._divide, picks | {"EPS": 1e-8}, {}, 4
         given = dict.fromkeys(("lengths", "norm", "units"), "*fp64") | {"numel": "i32"}
         given |= dict.fromkeys(("beta2", "rest"), "fp32")
         constants = {"KEEP": 0.9, "LONG": 2.0, "FAR": 1.25, "ACTS": True}

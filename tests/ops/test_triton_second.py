@@ -20,8 +20,8 @@ interpret()
 
 pytestmark = pytest.mark.usefixtures("silent")
 
+from lightning_sparse.ops.triton import dense as triton_dense  # noqa: E402
 from lightning_sparse.ops.triton import launch as triton_launch  # noqa: E402
-from lightning_sparse.ops.triton import second as triton_second  # noqa: E402
 
 thorough = pytest.mark.thorough
 BETA2, EPS, DAMPING = 1 - 2**-10, 1e-8, float(torch.tensor(1 / 400))
@@ -59,7 +59,7 @@ def test_one_pass_forms_scores_and_notes(kind: str, numel: int, dtype: torch.dty
     score = given if dtype == torch.float32 else torch.empty(numel)  # in the gradient's place, where it fits
     take, carry = (0.5, 0.75) if changes else (1.0, 1.0)
     units = torch.tensor([take, carry, BETA2 * carry**2], dtype=torch.float64)
-    triton_second.weigh_(acc, second, score, given, units, power, BETA2, EPS, DAMPING, *s.begin())
+    triton_dense.weigh_(acc, second, score, given, units, power, BETA2, EPS, DAMPING, *s.begin())
     wide = (grad * take).float()
     total, moments = wide + residual * carry, moments_of(wide, now, units[2].float())
     finite = total.isfinite()

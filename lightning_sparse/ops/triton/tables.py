@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_sparse.ops.addresses import Table
+from lightning_sparse.ops.triton.dense import _at, _put
 from lightning_sparse.ops.triton.launch import TILE, launch
-from lightning_sparse.ops.triton.second import _at, _put
 
 NAMES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
