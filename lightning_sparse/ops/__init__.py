@@ -30,7 +30,7 @@ from lightning_sparse.core.layout import Span
 from lightning_sparse.core.step import Candidates, Found
 from lightning_sparse.ops import host, on_device, reference
 from lightning_sparse.ops.c import native
-from lightning_sparse.ops.c.native import NativePicks
+from lightning_sparse.ops.c.native import Native
 from lightning_sparse.ops.host import (
     largest_of,
     many_of_largest,
@@ -73,9 +73,9 @@ def static_shapes(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def compiled(device: torch.device, dtype: torch.dtype = torch.float32) -> NativePicks | None:
-    """The compiled functions on picks, where there are some for vectors of this device and dtype."""
-    return native.library.picks if native.library and dtype == torch.float32 and not static_shapes(device) else None
+def compiled(device: torch.device, dtype: torch.dtype = torch.float32) -> Native | None:
+    """The compiled functions, where there are some for vectors of this device and dtype."""
+    return native.library if dtype == torch.float32 and not static_shapes(device) else None
 
 
 def zeros(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:

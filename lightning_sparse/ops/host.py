@@ -489,7 +489,7 @@ def _in_chunks(
 def take(x: Tensor, indices: Tensor) -> Tensor:
     """Return ``x[indices]``."""
     if compiled := are_places(indices) and compiled_on(x):
-        return compiled.picks.take(x, indices)
+        return compiled.take(x, indices)
     return x.index_select(0, indices)
 
 
@@ -504,7 +504,7 @@ def put_(x: Tensor, indices: Tensor, values: Tensor | float) -> None:
     new = values if isinstance(values, Tensor) else torch.full(indices.shape, values, dtype=x.dtype, device="cpu")
     fitting = are_places(indices) and new.dtype == x.dtype and new.shape == indices.shape
     if compiled := fitting and compiled_on(x, new):
-        compiled.picks.put(x, indices, new)
+        compiled.put(x, indices, new)
         written(x)
     else:
         x.index_copy_(0, indices, new)
@@ -568,7 +568,7 @@ def unite(
     Returns:
         Ascending coordinates; the largest level of each; and how many there were before the limit.
     """
-    if native.library and (made := native.library.picks.unite(picks, levels, spare, padding, limit, phase)):
+    if native.library and (made := native.library.unite(picks, levels, spare, padding, limit, phase)):
         return made
     keys = torch.cat(list(picks)) << 21
     keys |= levels << 1
@@ -596,7 +596,7 @@ def unite(
 
 def add_up(parts: Sequence[tuple[Tensor, Tensor]], padding: int) -> tuple[Tensor, Tensor]:
     """Return ascending different coordinates below ``padding``, and sums of their values in the order of the parts."""
-    if compiled_on(parts[0][1]) and native.library and (made := native.library.picks.add_up(parts, padding)):
+    if compiled_on(parts[0][1]) and native.library and (made := native.library.add_up(parts, padding)):
         return made
     one = torch.full((1,), padding, device="cpu"), parts[0][1].new_zeros(1)  # the reference needs a slot
     union, totals, count = reference.add_up([*parts, one], padding)

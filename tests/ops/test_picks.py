@@ -178,7 +178,7 @@ def test_a_union_is_as_long_as_promised_where_a_rank_raises_an_alarm(monkeypatch
 
 def test_picks_need_not_lie_side_by_side() -> None:
     assert native.library is not None
-    tell = native.library.picks.tell
+    tell = native.library.tell
     acc, indices, spare = values(101, "normal"), torch.arange(100)[1::25], (torch.arange(8) % 3 == 0)[::2]
     assert not indices.is_contiguous()
     for given in (indices, indices.int()):
