@@ -240,12 +240,12 @@ def above(
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of (numel,) finite values, () float64 each; infinite or NaN where sums overflow."""
-    return on_device.moments(x) if static_shapes(x.device) else host.moments(x)
+    return on_device.summed(reference.moments, x) if static_shapes(x.device) else host.moments(x)
 
 
 def mean_and_maximum(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and maximum of magnitudes of (numel,) finite values, () float64 each."""
-    return on_device.mean_and_maximum(x) if static_shapes(x.device) else host.mean_and_maximum(x)
+    return on_device.summed(reference.mean_and_maximum, x) if static_shapes(x.device) else host.mean_and_maximum(x)
 
 
 def tail(x: Tensor, threshold: Tensor | float) -> Tensor:
@@ -394,8 +394,8 @@ def summed(x: Tensor, threshold: Any, logarithms: bool) -> tuple[Any, Any, Any, 
         Four () float64 on a device; four numbers on the CPU.
     """
     if static_shapes(x.device):
-        number, total, squares = on_device.excess(x, threshold)
-        return number, total, squares, on_device.log_sum(x) if logarithms else total
+        number, total, squares = on_device.summed(reference.excess, x, threshold)
+        return number, total, squares, on_device.summed(reference.log_sum, x) if logarithms else total
     found = sums(x, "logarithms" if logarithms else "beyond" if threshold else "magnitudes", level=threshold)
     return found.number, found.total, found.squares, found.logarithms if logarithms else 0.0
 

@@ -19,6 +19,7 @@ from lightning_sparse.ops import reference
 from lightning_sparse.ops.form import Lanes
 from lightning_sparse.ops.on_cuda import compare, on_cuda
 
+T = TypeVar("T")
 Op = TypeVar("Op", bound=Callable[..., Any])
 MOST_NUMEL = (1 << 31) - (1 << 13)
 """Longest vector: indices of a tile behind the end must fit into 31 bits."""
@@ -287,29 +288,15 @@ def above(x: Tensor, threshold: Tensor, span: Span | None, capacity: int, phase:
     return best(x, threshold, span, capacity, phase)
 
 
-def moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Do the work of :func:`lightning_sparse.ops.moments`."""
-    return _summing(reference.moments, x)(x)
+def summed(plain: Callable[..., T], x: Tensor, *more: Tensor) -> T:
+    """Do the work of an op that forms sums over a vector, such as :func:`.reference.moments`."""
 
+    def few() -> list[Any]:
+        return [(_different(x).to(x.dtype), *more)]
 
-def norm(x: Tensor) -> Tensor:
-    """Do the work of :func:`lightning_sparse.ops.length.norm`."""
-    return _summing(reference.norm, x)(x)
-
-
-def mean_and_maximum(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Do the work of :func:`lightning_sparse.ops.mean_and_maximum`."""
-    return _summing(reference.mean_and_maximum, x)(x)
-
-
-def excess(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Do the work of :func:`.reference.excess`."""
-    return _summing(reference.excess, x, threshold)(x, threshold)
-
-
-def log_sum(x: Tensor) -> Tensor:
-    """Do the work of :func:`.reference.log_sum`."""
-    return _summing(reference.log_sum, x)(x)
+    name = plain.__name__
+    best = _best((name, x.dtype), _kernel("sums", name), plain, few, x, most=MOST_COUNTED, rtol=1e-5)
+    return best(x, *more)
 
 
 def choose(flag: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
@@ -407,13 +394,3 @@ def _with_infinity(x: Tensor, grad: Tensor) -> Tensor:
     given = x.to(grad.dtype, copy=True)
     given[7] = torch.inf
     return given
-
-
-def _summing(plain: Op, x: Tensor, *more: Tensor) -> Op:
-    """Return what forms some sums over a vector."""
-
-    def few() -> list[Any]:
-        return [(_different(x).to(x.dtype), *more)]
-
-    name = plain.__name__
-    return _best((name, x.dtype), _kernel("sums", name), plain, few, x, most=MOST_COUNTED, rtol=1e-5)

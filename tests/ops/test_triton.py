@@ -192,12 +192,12 @@ def test_passes_of_other_methods_equal_those_of_torch(kind: str, monkeypatch: py
             assert int(count) == int(number)
         level = torch.tensor(0.3, dtype=torch.float64)
         pairs = [
-            (on_device.moments(x), reference.moments(x.double())),
-            (on_device.mean_and_maximum(x), reference.mean_and_maximum(x.double())),
-            (on_device.excess(x, level), reference.excess(x, level)),
-            ((on_device.log_sum(x),), (reference.log_sum(x.double()),)),
-            ((on_device.norm(x),), (reference.norm(x),)),
-            ((on_device.norm(x.bfloat16()),), (reference.norm(x.bfloat16()),)),
+            (on_device.summed(reference.moments, x), reference.moments(x.double())),
+            (on_device.summed(reference.mean_and_maximum, x), reference.mean_and_maximum(x.double())),
+            (on_device.summed(reference.excess, x, level), reference.excess(x, level)),
+            ((on_device.summed(reference.log_sum, x),), (reference.log_sum(x.double()),)),
+            ((on_device.summed(reference.norm, x),), (reference.norm(x),)),
+            ((on_device.summed(reference.norm, x.bfloat16()),), (reference.norm(x.bfloat16()),)),
         ]
         for ours, theirs in pairs:
             torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-6)
@@ -207,7 +207,9 @@ def test_passes_of_other_methods_equal_those_of_torch(kind: str, monkeypatch: py
 
 def test_doubles_are_left_to_torch() -> None:
     with in_triton() as chosen:
-        assert float(on_device.log_sum(torch.full((9,), math.e, dtype=torch.float64))) == pytest.approx(9)
+        assert float(
+            on_device.summed(reference.log_sum, torch.full((9,), math.e, dtype=torch.float64))
+        ) == pytest.approx(9)
         assert not chosen._tried
 
 
