@@ -52,7 +52,7 @@ __all__ = [
     "moments", "mean_and_maximum", "summed",
     "leaders", "reaching_leaders", "ranked_leaders", "pick_leaders",
     "distinct", "add_up", "take", "put_", "sqrt_", "pad",
-    "fill_if_", "choose",
+    "choose",
     # of single numbers
     "Flag", "Number", "known", "at_most", "tensor", "whole", "functions", "divisor", "either", "lesser", "greater",
     # on the CPU only
@@ -346,13 +346,6 @@ def subtract_at_(x: Tensor, indices: Tensor, values: Tensor | None, skipped: Ten
         on_device.subtract_at_(x, indices, values, skipped)
     elif skipped is None or not skipped:
         put_(x, indices, 0.0 if values is None else take(x, indices) - values)
-
-
-def fill_if_(x: Tensor, flag: Tensor, value: float) -> Tensor:
-    """Fill all of x if the flag is set; the host does not wait for a flag on a device."""
-    if static_shapes(flag.device):
-        return x.masked_fill_(flag, value)
-    return x.fill_(value) if flag else x
 
 
 def choose(flag: Tensor, yes: Any, no: Any) -> Any:

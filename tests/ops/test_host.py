@@ -181,15 +181,6 @@ def test_all_finite_is_true_of_nothing() -> None:
 
 
 @pytest.mark.parametrize("static", [False, True])
-def test_fill_if_fills_in_place_if_the_flag_is_set(static: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "static_shapes", lambda device: static)
-    x = torch.tensor([1.0, 2.0])
-    assert ops.fill_if_(x, torch.tensor(False), float("nan")).tolist() == [1.0, 2.0]
-    assert ops.fill_if_(x, torch.tensor(True), 5.0) is x
-    assert x.tolist() == [5.0, 5.0]
-
-
-@pytest.mark.parametrize("static", [False, True])
 def test_choose_goes_through_tuples(static: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "static_shapes", lambda device: static)
     yes = (torch.tensor([1, 2]), (torch.tensor(3.0), None))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_sparse.core.step import Candidates, Context, Selection
 from lightning_sparse.methods.exchanges import packed_union
-from lightning_sparse.ops import choose, fill_if_, host, on_device, pad, reference
+from lightning_sparse.ops import choose, host, on_device, pad, reference
 from lightning_sparse.ops.form import Form, Lanes
 from tests.covering import covering
 from tests.ops.interpreted import in_triton, interpret
@@ -217,10 +217,6 @@ def test_doubles_are_left_to_torch() -> None:
 def test_flags_decide_on_the_device(flag: bool) -> None:
     decides = torch.tensor(flag)
     with in_triton() as chosen:
-        for dtype in (torch.float32, torch.float16):
-            x = values(TILE + 3, "normal", 1).to(dtype)
-            filled = fill_if_(x.clone(), decides, math.nan)
-            assert bool(filled.isnan().all()) if flag else bits(filled) == bits(x)
         yes = (torch.tensor(3), (torch.tensor(2.5, dtype=torch.float64), None), torch.tensor([True, False]))
         no = (torch.tensor(4), (torch.tensor(9.5, dtype=torch.float64), "kept"), torch.tensor([False, False]))
         chosen_ones = choose(decides, yes, no)
