@@ -43,11 +43,21 @@ from lightning_sparse.ops.host import (
     under,
     unite,
 )
-from lightning_sparse.ops.reference import Weights, largest, scatter_, spread, sqrt_, united
+from lightning_sparse.ops.reference import (
+    Weights,
+    advance_,
+    all_finite,
+    largest,
+    scatter_,
+    spread,
+    sqrt_,
+    static_shapes,
+    united,
+)
 
 __all__ = [
     "Span", "Weights", "compiled", "static_shapes", "zeros",
-    "accumulate_", "subtract_at_", "all_finite", "divisors",
+    "accumulate_", "weigh_", "advance_", "subtract_at_", "all_finite", "divisors",
     "above", "tail", "top_k", "top_k_of_blocks", "top_k_and_stripe",
     "moments", "mean_and_maximum", "summed",
     "leaders", "reaching_leaders", "ranked_leaders", "pick_leaders",
@@ -56,7 +66,7 @@ __all__ = [
     # of single numbers
     "Flag", "Number", "known", "at_most", "tensor", "whole", "functions", "divisor", "either", "lesser", "greater",
     # on the CPU only
-    "weigh_", "many_of_largest", "largest_of", "reached", "reaching_of",
+    "many_of_largest", "largest_of", "reached", "reaching_of",
     "places_of", "sums", "unite", "under", "put_in_runs_", "take_from_runs",
     # not on the CPU
     "largest", "united", "spread", "scatter_",
@@ -66,11 +76,6 @@ Number = Any
 """() float64 on a device; a Python number on the CPU."""
 Flag = Any
 """() bool on a device; a Python bool on the CPU. ``flag is False`` holds only if the host knows it."""
-
-
-def static_shapes(device: torch.device) -> bool:
-    """True if results on this device have a size that the host knows beforehand (everywhere but on the CPU)."""
-    return device.type != "cpu"
 
 
 def compiled(device: torch.device, dtype: torch.dtype = torch.float32) -> Native | None:
@@ -115,12 +120,30 @@ def accumulate_(acc: Tensor, runs: Sequence[Tensor], decay: float, candidates: C
 
 
 def weigh_(
-    acc: Tensor, second: Tensor, score: Tensor, runs: Sequence[Tensor], by: Weights, candidates: Candidates
+    acc: Tensor, second: Tensor, score: Tensor, runs: Sequence[Tensor], by: Weights, candidates: Candidates | None
 ) -> Tensor:
-    """Form the sums of :class:`~lightning_sparse.SecondMoment`, see :func:`.host.weigh`. On the CPU only.
+    """Form residual, second moment and score of :class:`~lightning_sparse.SecondMoment`.
 
-    One pass does this, and collects candidates of the score. () bool: whether all of the new acc was finite.
+    ``acc = carry acc + g`` and ``second = keep second + (1 - beta2) g^2``, at most the largest number, in place; the
+    gradient, ``g = take grad``, is rounded to its own precision. A coordinate at which acc would not be finite is left
+    as it is in both. Then ``score = acc / sqrt(sqrt(second + (acc s damping)^2) + eps s)`` with ``s = sqrt(1 -
+    power)``. One pass does this, and collects candidates of the score.
+
+    Args:
+        acc: (numel,) float32 or float64.
+        second: the same.
+        score: the same, overwritten; the gradient's place if it is the only run, or another one.
+        runs: in which the gradient lies, of the same dtype, or bfloat16 or float16; what they hold afterwards is not
+            defined, but for :meth:`Candidates.cleared`.
+        by: numbers.
+        candidates: of the group; None: collect none.
+
+    Returns:
+        () bool on acc's device: whether all of the new acc was finite.
     """
+    if static_shapes(acc.device):
+        return on_device.weigh_(acc, second, score, runs, by, candidates)
+    candidates = candidates or Candidates()
     found, finite = host.weigh(acc, second, score, runs, by, candidates.bound)
     cleared = [] if score.data_ptr() == runs[0].data_ptr() else runs
     candidates.note(score, cleared, found, finite)
@@ -305,11 +328,6 @@ def add_up(parts: Sequence[tuple[Tensor, Tensor]], padding: int) -> tuple[Tensor
         return reference.add_up(parts, padding)
     union, totals = host.add_up(parts, padding)
     return union, totals, torch.tensor(union.numel(), device="cpu")
-
-
-def all_finite(x: Tensor) -> Tensor:
-    """() bool: no NaN and no infinity in x, of any shape. One pass, nothing allocated; True for an empty x."""
-    return reference.all_finite(x) if x.numel() else torch.ones((), dtype=torch.bool, device=x.device)
 
 
 def take(x: Tensor, indices: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from lightning_sparse.core.step import Candidates
 from lightning_sparse.ops import reference
 from lightning_sparse.ops.form import Lanes
 from lightning_sparse.ops.on_cuda import compare, on_cuda
+from lightning_sparse.ops.reference import Weights
 
 T = TypeVar("T")
 Op = TypeVar("Op", bound=Callable[..., Any])
@@ -72,51 +73,19 @@ def accumulate_(acc: Tensor, runs: Sequence[Tensor], decay: float, candidates: C
 
 
 def weigh_(
-    acc: Tensor,
-    second: Tensor,
-    score: Tensor,
-    runs: Sequence[Tensor],
-    units: Tensor,
-    power: Tensor,
-    beta2: float,
-    eps: float,
-    damping: float,
-    candidates: Candidates | None,
+    acc: Tensor, second: Tensor, score: Tensor, runs: Sequence[Tensor], by: Weights, candidates: Candidates | None
 ) -> Tensor:
-    """Form residual, second moment and score; a kernel takes one run, with candidates.
+    """Do the work of :func:`lightning_sparse.ops.weigh_`; a kernel takes one run, with candidates."""
 
-    ``acc = carry acc + g`` and ``second = keep second + (1 - beta2) g^2``, at most the largest number, in place; the
-    gradient, ``g = take grad``, is rounded to its own precision. A coordinate at which acc would not be finite is left
-    as it is in both. Then ``score = acc / sqrt(sqrt(second + (acc s damping)^2) + eps s)`` with ``s = sqrt(1 -
-    power)``.
-
-    Args:
-        acc: (numel,) float32 or float64.
-        second: the same.
-        score: the same, overwritten; the gradient's place, or another one.
-        runs: in which the gradient lies, of the same dtype, or bfloat16 or float16.
-        units: (3,) ``take``, ``carry`` and ``keep``, float64 on the device.
-        power: () float64 ``beta2^t``.
-        beta2: decay.
-        eps: Adam's.
-        damping: what sums are multiplied by before their squares are added, a number of float32.
-        candidates: of the group; None: collect none.
-
-    Returns:
-        () bool: whether all of acc is finite.
-    """
-
-    def kernel(*vectors: Any) -> Tensor:
-        acc, second, score, grad, *numbers, candidates = vectors
-        search = _search_of(candidates, acc)
-        _kernel("dense", "weigh_")(acc, second, score, grad, *numbers, *search.begin())
-        candidates.note(score, [], search)
+    def kernel(acc: Tensor, second: Tensor, score: Tensor, grad: Tensor, by: Weights, hints: Candidates) -> Tensor:
+        search = _search_of(hints, acc)
+        _kernel("dense", "weigh_")(acc, second, score, grad, by, *search.begin())
+        hints.note(score, [], search)
         finite: Tensor = search.finite
         return finite
 
-    def plain(*vectors: Any) -> Tensor:
-        acc, second, score, grad, *numbers, _ = vectors
-        return reference.form_and_weigh_(acc, second, score, [grad], *numbers)
+    def plain(acc: Tensor, second: Tensor, score: Tensor, grad: Tensor, by: Weights, _: Candidates) -> Tensor:
+        return reference.weigh_(acc, second, score, [grad], by)
 
     def in_place(form: Callable[..., Tensor]) -> Callable[..., Tensor]:  # scores take the gradient's place, if they fit
         def tried(acc: Tensor, second: Tensor, grad: Tensor, score: Tensor, *others: Any) -> Tensor:
@@ -125,16 +94,19 @@ def weigh_(
         return tried
 
     def few() -> list[Any]:
-        x, by = _different(acc) / 512, units.new_tensor([0.5, 0.75, 0.75 * 0.75 * beta2])
-        numbers = by, torch.full_like(power, 0.5), beta2, eps, damping
-        return [(x / 3, x.square() / 7, _with_infinity(x, grad), torch.zeros_like(x), *numbers, Candidates())]
+        x, units = _different(acc) / 512, by.units.new_tensor([0.5, 0.75, 0.75 * 0.75 * by.beta2])
+        numbers = by._replace(units=units, power=torch.full_like(by.power, 0.5))
+        return [(x / 3, x.square() / 7, _with_infinity(x, grad), torch.zeros_like(x), numbers, Candidates())]
 
-    grad, numbers = runs[0], (units, power, beta2, eps, damping)
-    what, vectors = ("weigh_", grad.dtype, eps), (acc, second, score, grad)
-    alone = candidates is not None and len(runs) == 1
-    if alone and _works(what, in_place(kernel), in_place(plain), few, *vectors, most=MOST_COUNTED, rtol=1e-6):
-        return kernel(*vectors, *numbers, candidates)
-    return reference.form_and_weigh_(acc, second, score, runs, *numbers)
+    grad = runs[0]
+    what, vectors = ("weigh_", grad.dtype, by.eps), (acc, second, score, grad)
+    if (
+        candidates is not None
+        and len(runs) == 1
+        and _works(what, in_place(kernel), in_place(plain), few, *vectors, most=MOST_COUNTED, rtol=1e-6)
+    ):
+        return kernel(*vectors, by, candidates)
+    return reference.weigh_(acc, second, score, runs, by)
 
 
 def divisors(second: Tensor, values: Tensor, power: Tensor, eps: float, damping: float) -> Tensor:

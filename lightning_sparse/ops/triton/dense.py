@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_sparse.ops.reference import Weights
 from lightning_sparse.ops.triton.launch import PICKS, PROGRAMS, TILE, Share, launch
 
 MOST = tl.constexpr(3.4028234663852886e38)
@@ -245,11 +246,7 @@ def weigh_(
     second: Tensor,
     score: Tensor,
     grad: Tensor,
-    units: Tensor,
-    power: Tensor,
-    beta2: float,
-    eps: float,
-    damping: float,
+    by: Weights,
     words: Tensor,
     counts: Tensor,
     finite: Tensor,
@@ -263,11 +260,7 @@ def weigh_(
         second: (numel,) float32 second moments, changed in place.
         score: (numel,) float32, overwritten; the gradient's own place, or another one.
         grad: (numel,) float32, bfloat16 or float16.
-        units: (3,) float64 ``take``, ``carry`` and ``keep``: by which gradient, acc and second moments are multiplied.
-        power: () float64 ``beta2^t``, with t the number of the step from 1.
-        beta2: decay of the second moment.
-        eps: Adam's.
-        damping: what sums are multiplied by before their squares are added, a number of float32.
+        by: numbers.
         words: int32, a bit for each coordinate, rounded up to tiles: which scores reach the bound, but for
             zeros.
         counts: (programs,) int32, how many do so, by program.
@@ -276,8 +269,8 @@ def weigh_(
     """
     share = Share.of(acc.numel())
     launch(
-        _weigh, share.programs, acc, second, score, grad, words, counts, finite, bound, power, units, 1 - beta2,
-        damping, acc.numel(), share.per, EPS=eps, TILE=TILE,
+        _weigh, share.programs, acc, second, score, grad, words, counts, finite, bound, by.power, by.units,
+        1 - by.beta2, by.damping, acc.numel(), share.per, EPS=by.eps, TILE=TILE,
     )  # fmt: skip
 
 
