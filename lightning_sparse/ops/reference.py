@@ -473,29 +473,29 @@ def divisors(second: Tensor, values: Tensor, power: Tensor, eps: float, damping:
     return torch.fmax(sqrt_(within), waited).add_(eps)  # squares overflow and underflow, the bound must not
 
 
-def as_gradient(values: Tensor, dtype: torch.dtype, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The average in the gradient's dtype and scale, and what of it that is without the scale.
+def as_gradient(
+    average: Tensor, dtype: torch.dtype, scale: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """The average in the gradient's dtype and scale, and what :func:`.on_device.hand_over_` returns.
 
     A value beyond the dtype's range is sent as far as the range goes: the step counts, and the rest follows.
     """
-    wide = values.dtype
-    if scale is not None:
-        values = values * scale
-    if dtype != wide:
-        limit = torch.finfo(dtype).max
-        values = values.clamp(-limit, limit)
-    values = values.to(dtype)
-    return values, values if scale is None else values.to(wide) / scale
+    values = average if scale is None else average * scale
+    if dtype == average.dtype:
+        return values, values if scale is None else values / scale, None, ~all_finite(values)
+    limit = torch.finfo(dtype).max
+    values = values.clamp(-limit, limit).to(dtype)
+    handed = values if scale is None else values.to(average.dtype) / scale
+    return values, handed, average - handed, ~all_finite(average)  # values are held in their range
 
 
 def hand_over_(
     grad: Tensor, indices: Tensor | None, average: Tensor, scale: Tensor | None, cleared: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Put an average into the gradient's place, see :func:`.on_device.hand_over_`."""
-    values, handed = as_gradient(average, grad.dtype, scale)
-    void = ~all_finite(values if values.dtype == average.dtype else average)  # narrow ones are held in their range
+    values, handed, rounding, void = as_gradient(average, grad.dtype, scale)
     scatter_(grad, indices, values, void)
-    return handed, None if grad.dtype == average.dtype else average - handed, void
+    return handed, rounding, void
 
 
 def _inside(x: Tensor, span: Span) -> Tensor:
