@@ -31,29 +31,8 @@ from lightning_sparse.core.step import Candidates, Found
 from lightning_sparse.ops import host, on_device, reference
 from lightning_sparse.ops.c import native
 from lightning_sparse.ops.c.native import Native
-from lightning_sparse.ops.host import (
-    largest_of,
-    many_of_largest,
-    places_of,
-    put_in_runs_,
-    reached,
-    reaching_of,
-    sums,
-    take_from_runs,
-    under,
-    unite,
-)
-from lightning_sparse.ops.reference import (
-    Weights,
-    advance_,
-    all_finite,
-    largest,
-    scatter_,
-    spread,
-    sqrt_,
-    static_shapes,
-    united,
-)
+from lightning_sparse.ops.host import places_of, put_in_runs_, take_from_runs, under, unite
+from lightning_sparse.ops.reference import Weights, advance_, all_finite, scatter_, spread, static_shapes, united
 
 __all__ = [
     "Span", "Weights", "compiled", "static_shapes", "zeros",
@@ -61,15 +40,13 @@ __all__ = [
     "above", "tail", "top_k", "top_k_of_blocks", "top_k_and_stripe",
     "moments", "mean_and_maximum", "summed",
     "leaders", "reaching_leaders", "ranked_leaders", "pick_leaders",
-    "distinct", "add_up", "take", "put_", "sqrt_", "pad",
-    "choose",
+    "distinct", "add_up", "take", "put_", "pad", "choose",
     # of single numbers
     "Flag", "Number", "known", "at_most", "tensor", "whole", "functions", "divisor", "either", "lesser", "greater",
     # on the CPU only
-    "many_of_largest", "largest_of", "reached", "reaching_of",
-    "places_of", "sums", "unite", "under", "put_in_runs_", "take_from_runs",
+    "places_of", "unite", "under", "put_in_runs_", "take_from_runs",
     # not on the CPU
-    "largest", "united", "spread", "scatter_",
+    "united", "spread", "scatter_",
 ]  # fmt: skip
 
 Number = Any
@@ -407,7 +384,7 @@ def summed(x: Tensor, threshold: Any, logarithms: bool) -> tuple[Any, Any, Any, 
     if static_shapes(x.device):
         number, total, squares = on_device.summed(reference.excess, x, threshold)
         return number, total, squares, on_device.summed(reference.log_sum, x) if logarithms else total
-    found = sums(x, "logarithms" if logarithms else "beyond" if threshold else "magnitudes", level=threshold)
+    found = host.sums(x, "logarithms" if logarithms else "beyond" if threshold else "magnitudes", level=threshold)
     return found.number, found.total, found.squares, found.logarithms if logarithms else 0.0
 
 
@@ -424,13 +401,13 @@ def leaders(x: Tensor, k: int, span: Span | None = None, candidates: Candidates 
         Coordinates and magnitudes. No magnitude that is left out is larger than one of the k.
     """
     if static_shapes(x.device):
-        return largest(x, k, span)
-    return many_of_largest(x, k, _on_host(span, x), candidates)
+        return reference.largest(x, k, span)
+    return host.many_of_largest(x, k, _on_host(span, x), candidates)
 
 
 def reaching_leaders(found: Found, threshold: Tensor | float) -> Any:
     """Count the :func:`leaders` that reach a threshold, a number or () tensor as :func:`summed` returns them."""
-    return (found[1] >= threshold).sum() if isinstance(threshold, Tensor) else reached(found[1], threshold)
+    return (found[1] >= threshold).sum() if isinstance(threshold, Tensor) else host.reached(found[1], threshold)
 
 
 def ranked_leaders(found: Found, positions: Tensor | int) -> Tensor:
@@ -463,7 +440,7 @@ def pick_leaders(found: Found, count: Tensor | int, slots: int, padding: int) ->
         (slots,) int64, ascending, then the padding index.
     """
     if isinstance(count, int):
-        return pad(largest_of(*found, count), slots, padding)
+        return pad(host.largest_of(*found, count), slots, padding)
     indices = found[0][:slots]
     return indices.masked_fill(torch.arange(slots, device=indices.device) >= count, padding).sort().values
 
