@@ -94,7 +94,7 @@ def weigh_(
         return tried
 
     def few() -> list[Any]:
-        x, units = _different(acc) / 512, by.units.new_tensor([0.5, 0.75, 0.75 * 0.75 * by.beta2])
+        x, units = different(acc) / 512, by.units.new_tensor([0.5, 0.75, 0.75 * 0.75 * by.beta2])
         numbers = by._replace(units=units, power=torch.full_like(by.power, 0.5))
         return [(x / 3, x.square() / 7, _with_infinity(x, grad), torch.zeros_like(x), numbers, Candidates())]
 
@@ -113,7 +113,7 @@ def divisors(second: Tensor, values: Tensor, power: Tensor, eps: float, damping:
     """Do the work of :func:`lightning_sparse.ops.divisors`."""
 
     def few() -> list[Any]:
-        x = _different(values) / 512
+        x = different(values) / 512
         return [(x.square(), x / 8, torch.full_like(power, 0.5), eps, damping)]
 
     best = _best(("divisors", eps), _kernel("dense", "divisors"), reference.divisors, few, second, values)
@@ -140,7 +140,7 @@ def hand_over_(
     def few() -> list[Any]:
         x = grad.new_zeros(FEW)
         places = torch.cat([torch.arange(0, FEW, 7, device=x.device), torch.full((3,), FEW, device=x.device)])
-        values = _different(average)[: len(places)] / 3 * (places < FEW)
+        values = different(average)[: len(places)] / 3 * (places < FEW)
         given = None if scale is None else torch.full_like(scale, 2.0)
         return [
             (x, places, values, given, True),
@@ -164,7 +164,7 @@ def top_k_and_stripe(
         return _kernel("select", "pick")(x, search, share, slots, spare, turn, n)
 
     def few() -> list[Any]:
-        return [(_different(x), 9, torch.full_like(spare, 5), 1, 3, 20)]
+        return [(different(x), 9, torch.full_like(spare, 5), 1, 3, 20)]
 
     if _works(("top_k_and_stripe",), kernel, reference.top_k_and_stripe, few, x, most=MOST_COUNTED):
         search = None if candidates is None else candidates.take(x)
@@ -242,7 +242,7 @@ def top_k(x: Tensor, k: int, candidates: Candidates | None = None) -> Tensor:
         return indices
 
     def few() -> list[Any]:
-        return [(_different(x), min(k, FEW))]
+        return [(different(x), min(k, FEW))]
 
     if _works(("top_k",), kernel, reference.top_k, few, x, most=MOST_COUNTED):
         return kernel(x, k, None if candidates is None else candidates.take(x))
@@ -253,7 +253,7 @@ def above(x: Tensor, threshold: Tensor, span: Span | None, capacity: int, phase:
     """Do the work of :func:`lightning_sparse.ops.above`; ranges are left to torch."""
 
     def few() -> list[Any]:
-        return [(_different(x), torch.full_like(threshold, FEW / 2), None, FEW // 4, 7)]
+        return [(different(x), torch.full_like(threshold, FEW / 2), None, FEW // 4, 7)]
 
     kernel, plain = _kernel("union", "above"), reference.above
     best = _best(("above",), kernel, plain, few, x, most=MOST_COUNTED) if span is None else plain
@@ -264,7 +264,7 @@ def summed(plain: Callable[..., T], x: Tensor, *more: Tensor) -> T:
     """Do the work of an op that forms sums over a vector, such as :func:`.reference.moments`."""
 
     def few() -> list[Any]:
-        return [(_different(x).to(x.dtype), *more)]
+        return [(different(x).to(x.dtype), *more)]
 
     name = plain.__name__
     best = _best((name, x.dtype), _kernel("sums", name), plain, few, x, most=MOST_COUNTED, rtol=1e-5)
@@ -355,7 +355,7 @@ def _works(
     return on_cuda.tried((*what, first.device), attempt)
 
 
-def _different(x: Tensor) -> Tensor:
+def different(x: Tensor) -> Tensor:
     """Return (FEW,) values of different magnitudes, from 1 on."""
     places = torch.arange(FEW, device=x.device)
     return ((1 + places * 1103 % FEW) * (1 - 2 * (places % 2))).float()

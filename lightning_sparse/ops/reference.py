@@ -26,7 +26,7 @@ saves as long as the host takes to launch what replaces it."""
 FEWEST = 8
 """Elements of a cell, at least, with which cells move fewer bytes."""
 PIECE = 1 << 24
-"""Elements worked on at once: what is only needed on the way stays below some 64 MiB."""
+"""Elements worked on at once: of float32, 64 MiB for each vector that is only needed on the way."""
 
 
 class Weights(NamedTuple):

@@ -19,9 +19,10 @@ from lightning_sparse.core.registry import Registry
 from lightning_sparse.core.step import Absorbed, Context, Update
 from lightning_sparse.ops import advance_ as advance_  # as memories need it
 from lightning_sparse.ops import all_finite, static_shapes, subtract_at_, zeros
+from lightning_sparse.ops.reference import PIECE
 
-HOST_PIECE, DEVICE_PIECE = 1 << 15, 1 << 24
-"""Elements processed at once: temporaries stay in cache on the CPU, and below 64 MiB on a device."""
+HOST_PIECE = 1 << 15
+"""Elements processed at once on the CPU: temporaries stay in cache."""
 
 
 class Memory(ABC):
@@ -295,7 +296,7 @@ class CountedFeedback(Feedback):
 
 def pieces(x: Gradient) -> Iterator[tuple[slice, Tensor]]:
     """Iterate over a gradient in pieces so small that temporaries stay in cache."""
-    return x.cut(DEVICE_PIECE if static_shapes(x.device) else HOST_PIECE)
+    return x.cut(PIECE if static_shapes(x.device) else HOST_PIECE)
 
 
 def take_out_(acc: Tensor, update: Update, skipped: Tensor | None = None) -> None:

@@ -87,9 +87,9 @@ def _follow(
     before = tl.load(state[3])
     age = tl.load(state[4])
     share = k.to(tl.float64)
-    most = tl.full((), MOST, tl.float64)
-    zero = tl.full((), 0.0, tl.float64)
-    one = tl.full((), 1.0, tl.float64)
+    most = _number(MOST)
+    zero = _number(0.0)
+    one = _number(1.0)
     if KNOWN:
         named = tl.load(union)
         surplus = (named.to(tl.float64) - wanted) / wanted
@@ -97,7 +97,7 @@ def _follow(
         now_ = tl.maximum(now, tl.minimum(tl.maximum(need, zero), one))
         full = age + 1 >= WINDOW
         before_ = tl.where(full, now_, before)
-        fill_ = tl.minimum(tl.maximum(before_, now_) + tl.full((), MARGIN, tl.float64) + one / share, most)
+        fill_ = tl.minimum(tl.maximum(before_, now_) + _number(MARGIN) + one / share, most)
         known = named > 0
         fill = tl.where(known, fill_, fill)
         wanted = tl.where(known, share, wanted)
