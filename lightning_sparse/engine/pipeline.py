@@ -28,7 +28,7 @@ from lightning_sparse.methods.exchanges import Dense, Exchange
 from lightning_sparse.methods.grouping import Group
 from lightning_sparse.methods.memory import Memory
 from lightning_sparse.methods.sparsifiers import Everything, Sparsifier
-from lightning_sparse.ops import all_finite, choose, on_device, static_shapes
+from lightning_sparse.ops import choose, on_device, static_shapes
 from lightning_sparse.ops.on_cuda import on_cuda
 from lightning_sparse.ops.reference import as_gradient
 from lightning_sparse.ops.sampled import Sampler
@@ -314,12 +314,11 @@ def hand_over_(
     if static_shapes(grad.device):
         cleared = candidates is not None and candidates.cleared(grad.runs)
         return on_device.hand_over_(grad.runs[0], indices, average, scale, cleared)
-    values, handed = as_gradient(average, grad.dtype, scale)
-    void = ~all_finite(values if values.dtype == average.dtype else average)  # narrow ones are held in their range
+    values, handed, rounding, void = as_gradient(average, grad.dtype, scale)
     scatter_average_(grad, indices, values, candidates)
     for run in grad.runs if void else ():
         run.fill_(float("nan"))
-    return handed, None if grad.dtype == average.dtype else average - handed, void
+    return handed, rounding, void
 
 
 class GroupReducer:

@@ -30,36 +30,23 @@ from lightning_sparse.core.layout import Span
 from lightning_sparse.core.step import Candidates, Found
 from lightning_sparse.ops import host, on_device, reference
 from lightning_sparse.ops.c import native
-from lightning_sparse.ops.c.native import NativePicks
-from lightning_sparse.ops.host import (
-    largest_of,
-    many_of_largest,
-    places_of,
-    put_in_runs_,
-    reached,
-    reaching_of,
-    sums,
-    take_from_runs,
-    under,
-    unite,
-)
-from lightning_sparse.ops.reference import Weights, largest, scatter_, spread, sqrt_, united
+from lightning_sparse.ops.c.native import Native
+from lightning_sparse.ops.host import places_of, put_in_runs_, take_from_runs, under, unite
+from lightning_sparse.ops.reference import Weights, advance_, all_finite, scatter_, spread, static_shapes, united
 
 __all__ = [
     "Span", "Weights", "compiled", "static_shapes", "zeros",
-    "accumulate_", "subtract_at_", "all_finite", "divisors",
+    "accumulate_", "weigh_", "advance_", "subtract_at_", "all_finite", "divisors",
     "above", "tail", "top_k", "top_k_of_blocks", "top_k_and_stripe",
     "moments", "mean_and_maximum", "summed",
     "leaders", "reaching_leaders", "ranked_leaders", "pick_leaders",
-    "distinct", "add_up", "take", "put_", "sqrt_", "pad",
-    "fill_if_", "choose",
+    "distinct", "add_up", "take", "put_", "pad", "choose",
     # of single numbers
     "Flag", "Number", "known", "at_most", "tensor", "whole", "functions", "divisor", "either", "lesser", "greater",
     # on the CPU only
-    "weigh_", "many_of_largest", "largest_of", "reached", "reaching_of",
-    "places_of", "sums", "unite", "under", "put_in_runs_", "take_from_runs",
+    "places_of", "unite", "under", "put_in_runs_", "take_from_runs",
     # not on the CPU
-    "largest", "united", "spread", "scatter_",
+    "united", "spread", "scatter_",
 ]  # fmt: skip
 
 Number = Any
@@ -68,14 +55,9 @@ Flag = Any
 """() bool on a device; a Python bool on the CPU. ``flag is False`` holds only if the host knows it."""
 
 
-def static_shapes(device: torch.device) -> bool:
-    """True if results on this device have a size that the host knows beforehand (everywhere but on the CPU)."""
-    return device.type != "cpu"
-
-
-def compiled(device: torch.device, dtype: torch.dtype = torch.float32) -> NativePicks | None:
-    """The compiled functions on picks, where there are some for vectors of this device and dtype."""
-    return native.library.picks if native.library and dtype == torch.float32 and not static_shapes(device) else None
+def compiled(device: torch.device, dtype: torch.dtype = torch.float32) -> Native | None:
+    """The compiled functions, where there are some for vectors of this device and dtype."""
+    return native.library if dtype == torch.float32 and not static_shapes(device) else None
 
 
 def zeros(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -115,12 +97,30 @@ def accumulate_(acc: Tensor, runs: Sequence[Tensor], decay: float, candidates: C
 
 
 def weigh_(
-    acc: Tensor, second: Tensor, score: Tensor, runs: Sequence[Tensor], by: Weights, candidates: Candidates
+    acc: Tensor, second: Tensor, score: Tensor, runs: Sequence[Tensor], by: Weights, candidates: Candidates | None
 ) -> Tensor:
-    """Form the sums of :class:`~lightning_sparse.SecondMoment`, see :func:`.host.weigh`. On the CPU only.
+    """Form residual, second moment and score of :class:`~lightning_sparse.SecondMoment`.
 
-    One pass does this, and collects candidates of the score. () bool: whether all of the new acc was finite.
+    ``acc = carry acc + g`` and ``second = keep second + (1 - beta2) g^2``, at most the largest number, in place; the
+    gradient, ``g = take grad``, is rounded to its own precision. A coordinate at which acc would not be finite is left
+    as it is in both. Then ``score = acc / sqrt(sqrt(second + (acc s damping)^2) + eps s)`` with ``s = sqrt(1 -
+    power)``. One pass does this, and collects candidates of the score.
+
+    Args:
+        acc: (numel,) float32 or float64.
+        second: the same.
+        score: the same, overwritten; the gradient's place if it is the only run, or another one.
+        runs: in which the gradient lies, of the same dtype, or bfloat16 or float16; what they hold afterwards is not
+            defined, but for :meth:`Candidates.cleared`.
+        by: numbers.
+        candidates: of the group; None: collect none.
+
+    Returns:
+        () bool on acc's device: whether all of the new acc was finite.
     """
+    if static_shapes(acc.device):
+        return on_device.weigh_(acc, second, score, runs, by, candidates)
+    candidates = candidates or Candidates()
     found, finite = host.weigh(acc, second, score, runs, by, candidates.bound)
     cleared = [] if score.data_ptr() == runs[0].data_ptr() else runs
     candidates.note(score, cleared, found, finite)
@@ -240,12 +240,12 @@ def above(
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of (numel,) finite values, () float64 each; infinite or NaN where sums overflow."""
-    return on_device.moments(x) if static_shapes(x.device) else host.moments(x)
+    return on_device.summed(reference.moments, x) if static_shapes(x.device) else host.moments(x)
 
 
 def mean_and_maximum(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and maximum of magnitudes of (numel,) finite values, () float64 each."""
-    return on_device.mean_and_maximum(x) if static_shapes(x.device) else host.mean_and_maximum(x)
+    return on_device.summed(reference.mean_and_maximum, x) if static_shapes(x.device) else host.mean_and_maximum(x)
 
 
 def tail(x: Tensor, threshold: Tensor | float) -> Tensor:
@@ -307,11 +307,6 @@ def add_up(parts: Sequence[tuple[Tensor, Tensor]], padding: int) -> tuple[Tensor
     return union, totals, torch.tensor(union.numel(), device="cpu")
 
 
-def all_finite(x: Tensor) -> Tensor:
-    """() bool: no NaN and no infinity in x, of any shape. One pass, nothing allocated; True for an empty x."""
-    return reference.all_finite(x) if x.numel() else torch.ones((), dtype=torch.bool, device=x.device)
-
-
 def take(x: Tensor, indices: Tensor) -> Tensor:
     """``x[indices]`` for a float32 or float64 vector."""
     return x[indices] if static_shapes(x.device) else host.take(x, indices)
@@ -346,13 +341,6 @@ def subtract_at_(x: Tensor, indices: Tensor, values: Tensor | None, skipped: Ten
         on_device.subtract_at_(x, indices, values, skipped)
     elif skipped is None or not skipped:
         put_(x, indices, 0.0 if values is None else take(x, indices) - values)
-
-
-def fill_if_(x: Tensor, flag: Tensor, value: float) -> Tensor:
-    """Fill all of x if the flag is set; the host does not wait for a flag on a device."""
-    if static_shapes(flag.device):
-        return x.masked_fill_(flag, value)
-    return x.fill_(value) if flag else x
 
 
 def choose(flag: Tensor, yes: Any, no: Any) -> Any:
@@ -394,9 +382,9 @@ def summed(x: Tensor, threshold: Any, logarithms: bool) -> tuple[Any, Any, Any, 
         Four () float64 on a device; four numbers on the CPU.
     """
     if static_shapes(x.device):
-        number, total, squares = on_device.excess(x, threshold)
-        return number, total, squares, on_device.log_sum(x) if logarithms else total
-    found = sums(x, "logarithms" if logarithms else "beyond" if threshold else "magnitudes", level=threshold)
+        number, total, squares = on_device.summed(reference.excess, x, threshold)
+        return number, total, squares, on_device.summed(reference.log_sum, x) if logarithms else total
+    found = host.sums(x, "logarithms" if logarithms else "beyond" if threshold else "magnitudes", level=threshold)
     return found.number, found.total, found.squares, found.logarithms if logarithms else 0.0
 
 
@@ -413,13 +401,13 @@ def leaders(x: Tensor, k: int, span: Span | None = None, candidates: Candidates 
         Coordinates and magnitudes. No magnitude that is left out is larger than one of the k.
     """
     if static_shapes(x.device):
-        return largest(x, k, span)
-    return many_of_largest(x, k, _on_host(span, x), candidates)
+        return reference.largest(x, k, span)
+    return host.many_of_largest(x, k, _on_host(span, x), candidates)
 
 
 def reaching_leaders(found: Found, threshold: Tensor | float) -> Any:
     """Count the :func:`leaders` that reach a threshold, a number or () tensor as :func:`summed` returns them."""
-    return (found[1] >= threshold).sum() if isinstance(threshold, Tensor) else reached(found[1], threshold)
+    return (found[1] >= threshold).sum() if isinstance(threshold, Tensor) else host.reached(found[1], threshold)
 
 
 def ranked_leaders(found: Found, positions: Tensor | int) -> Tensor:
@@ -452,7 +440,7 @@ def pick_leaders(found: Found, count: Tensor | int, slots: int, padding: int) ->
         (slots,) int64, ascending, then the padding index.
     """
     if isinstance(count, int):
-        return pad(largest_of(*found, count), slots, padding)
+        return pad(host.largest_of(*found, count), slots, padding)
     indices = found[0][:slots]
     return indices.masked_fill(torch.arange(slots, device=indices.device) >= count, padding).sort().values
 

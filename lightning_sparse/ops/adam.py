@@ -17,11 +17,11 @@ from lightning_sparse.core.layout import fills_memory, flattened, in_pieces, sha
 from lightning_sparse.ops import put_, take
 from lightning_sparse.ops.addresses import DTYPES, Addresses, takes
 from lightning_sparse.ops.on_cuda import compare, on_cuda
+from lightning_sparse.ops.on_device import different
+from lightning_sparse.ops.reference import PIECE
 
 HOST = "cpu"
 """Where steps are taken one by one."""
-PIECE = 1 << 24
-"""Elements whose steps are taken at once in operations of torch: of float32, 64 MiB for each vector on the way."""
 
 
 class Step(NamedTuple):
@@ -157,12 +157,12 @@ def _at_once(ones: Sequence[Moved], by: Step) -> None:
 
 def _in_triton(addresses: Addresses, what: Any, ones: Sequence[Moved], by: Step) -> None:
     """One launch for many parameters."""
-    from lightning_sparse.ops.triton import adam as triton_adam
+    from lightning_sparse.ops.triton import tables
 
     parameters, grads, divisors, _ = zip(*ones, strict=True)
     table = addresses.table(what, (parameters, grads, divisors), aligned=2)
     scale = None if by.scale is None else by.scale.float()
-    triton_adam.step_(table, parameters[0].dtype, grads[0].dtype, by.rate, by.keep, scale, by.skip)
+    tables.step_(table, parameters[0].dtype, grads[0].dtype, by.rate, by.keep, scale, by.skip)
     torch.autograd.graph.increment_version(parameters)
 
 
@@ -172,10 +172,9 @@ def _rehearse(one: Moved, by: Step) -> None:
     Raises:
         MismatchError: if it differs from operations of torch. Whatever compilers and drivers raise comes through.
     """
-    numel = 4099
-    places = torch.arange(numel, device=one.divisor.device)
-    values = ((1 + places * 1103 % numel) * (1 - 2 * (places % 2))).float() / 64
-    grads = values.where(places % 3 == 0, 0.0).to(one.grad.dtype)
+    whole = different(one.divisor)
+    values = whole / 64
+    grads = values.where(whole % 3 == 0, 0.0).to(one.grad.dtype)
     before = values.flip(0).to(one.parameter.dtype)
     found = [Moved(before.clone(), grads, values.abs() / 3) for _ in range(2)]
     if by.skip is not None:
@@ -184,4 +183,4 @@ def _rehearse(one: Moved, by: Step) -> None:
     _in_triton(Addresses(), None, found[1:], by)
     expected, ours = ({"parameter": each.parameter} for each in found)
     about: dict[str, Any] = {"grad": one.grad.dtype, "divisor": one.divisor.dtype, "scaled": by.scale is not None}
-    compare(ours, expected, step="Adam's", numel=numel, rate=float(by.rate), keep=float(by.keep), **about)
+    compare(ours, expected, step="Adam's", numel=len(values), rate=float(by.rate), keep=float(by.keep), **about)

@@ -423,43 +423,35 @@ def accumulate(acc: Tensor, runs: Sequence[Tensor], bound: float) -> tuple[Found
 
 
 def weigh(
-    acc: Tensor,
-    second: Tensor,
-    score: Tensor,
-    runs: Sequence[Tensor],
-    by: Weights,
-    bound: float,
+    acc: Tensor, second: Tensor, score: Tensor, runs: Sequence[Tensor], by: Weights, bound: float
 ) -> tuple[Found | None, bool]:
-    """Form the sums of :class:`~lightning_sparse.SecondMoment` of a gradient g, in one pass.
+    """Form the sums that :func:`.ops.weigh_` says, in one pass but for factors that are not 1.
 
-    ``acc = acc + g``, ``second = keep second + add g^2``, at most the largest number, and
-    ``score = acc / sqrt(sqrt(second + (damping acc)^2) + least)``, of a sum up to the largest number. Where the new acc
-    would not be finite, acc and second are left as they are, and the score is not defined.
-
-    Args:
-        acc: (numel,) float32 or float64.
-        second: the same.
-        score: the same, overwritten; may be the only run of the gradient. If it is not, the gradient is set to zero.
-        runs: in which the gradient lies, numel coordinates in order, of the same dtype, or bfloat16 or float16.
-        by: numbers.
-        bound: magnitude.
+    The gradient is set to zero if the score is not in its place. Where acc is left as it is, the score is not defined.
 
     Returns:
         As :func:`accumulate`, but what of the score reaches the bound; and whether all of the new acc was finite.
     """
-    clear = score.data_ptr() != runs[0].data_ptr()
+    take, carry, _ = by.units.tolist()
+    for run in runs if take != 1 else ():
+        run.mul_(take)
+    if carry != 1:
+        acc.mul_(carry)
+        second.mul_(carry**2)
+    start, clear = (1 - by.power).sqrt().item(), score.data_ptr() != runs[0].data_ptr()
+    numbers = by.beta2, 1 - by.beta2, by.eps * start, start * by.damping
     if compiled := compiled_on(acc, second, score, *runs):
         written(acc, second, score, *runs)
         room = score.numel() // Candidates.ROOM
-        return compiled.form((acc, second, score), runs, clear, by, bound, room)
-    form = partial(reference.weigh_, room=acc.new_empty(3, min(CHUNK, acc.numel())), by=by)
+        return compiled.form((acc, second, score), runs, clear, numbers, bound, room)
+    form = partial(reference.weigh_piece_, room=acc.new_empty(3, min(CHUNK, acc.numel())), numbers=numbers)
     return _in_chunks(form, [acc, second, score], runs, clear, bound)
 
 
 def _add_(acc: Tensor, piece: Tensor) -> Tensor:
     """Add a piece of a gradient, which is written to; () whether all is finite, see :func:`accumulate`."""
     formed = piece.add_(acc) if piece.dtype == acc.dtype else torch.add(piece, acc)
-    return reference.replace_(formed, (acc, formed))
+    return reference.advance_([acc], [formed])
 
 
 def _in_chunks(
@@ -475,21 +467,19 @@ def _in_chunks(
         bound: magnitude.
     """
     start, finite, hits = 0, True, Hits(formed[-1], bound, formed[-1].numel() // Candidates.ROOM)
-    for run in runs:
-        for piece in torch.split(run, CHUNK):
-            here = [x[start : start + len(piece)] for x in formed]
-            finite &= bool(form(*here, piece))
-            if clear:
-                piece.zero_()
-            hits.add(here[-1], start)
-            start += len(piece)
+    for piece, *here in reference.pieces(runs, formed, CHUNK):
+        finite &= bool(form(*here, piece))
+        if clear:
+            piece.zero_()
+        hits.add(here[-1], start)
+        start += len(piece)
     return hits.found() if finite else None, finite
 
 
 def take(x: Tensor, indices: Tensor) -> Tensor:
     """Return ``x[indices]``."""
     if compiled := are_places(indices) and compiled_on(x):
-        return compiled.picks.take(x, indices)
+        return compiled.take(x, indices)
     return x.index_select(0, indices)
 
 
@@ -504,7 +494,7 @@ def put_(x: Tensor, indices: Tensor, values: Tensor | float) -> None:
     new = values if isinstance(values, Tensor) else torch.full(indices.shape, values, dtype=x.dtype, device="cpu")
     fitting = are_places(indices) and new.dtype == x.dtype and new.shape == indices.shape
     if compiled := fitting and compiled_on(x, new):
-        compiled.picks.put(x, indices, new)
+        compiled.put(x, indices, new)
         written(x)
     else:
         x.index_copy_(0, indices, new)
@@ -568,7 +558,7 @@ def unite(
     Returns:
         Ascending coordinates; the largest level of each; and how many there were before the limit.
     """
-    if native.library and (made := native.library.picks.unite(picks, levels, spare, padding, limit, phase)):
+    if native.library and (made := native.library.unite(picks, levels, spare, padding, limit, phase)):
         return made
     keys = torch.cat(list(picks)) << 21
     keys |= levels << 1
@@ -596,7 +586,7 @@ def unite(
 
 def add_up(parts: Sequence[tuple[Tensor, Tensor]], padding: int) -> tuple[Tensor, Tensor]:
     """Return ascending different coordinates below ``padding``, and sums of their values in the order of the parts."""
-    if compiled_on(parts[0][1]) and native.library and (made := native.library.picks.add_up(parts, padding)):
+    if compiled_on(parts[0][1]) and native.library and (made := native.library.add_up(parts, padding)):
         return made
     one = torch.full((1,), padding, device="cpu"), parts[0][1].new_zeros(1)  # the reference needs a slot
     union, totals, count = reference.add_up([*parts, one], padding)

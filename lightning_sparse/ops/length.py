@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.core.layout import sum_dtype
-from lightning_sparse.ops import on_device, static_shapes
+from lightning_sparse.ops import on_device, reference, static_shapes
 from lightning_sparse.ops.on_cuda import on_cuda
 
 CHUNK = 1 << 16
@@ -22,7 +22,7 @@ LEAST = 1e-12
 def norm(x: Tensor) -> Tensor:
     """Return the () float64 Euclidean norm of a vector; infinite or NaN if an element is."""
     if static_shapes(x.device):
-        return on_device.norm(x)
+        return on_device.summed(reference.norm, x)
     dtype = sum_dtype(x.dtype)
     whole = x.numel() // CHUNK * CHUNK
     rows = torch.linalg.vector_norm(x[:whole].view(-1, CHUNK), dim=1, dtype=dtype)
@@ -105,10 +105,10 @@ def measure(lengths: Tensor, norm: Tensor, numel: int, beta2: float, acts: bool)
         [1.0, 0.77]
     """
     if on_cuda.takes(lengths):
-        from lightning_sparse.ops.triton import length as triton_length
+        from lightning_sparse.ops.triton import numbers
 
         units = lengths.new_empty(3)
-        triton_length.measure(lengths, norm, units, numel, beta2, acts, DECAY, LONG, FAR)
+        numbers.measure(lengths, norm, units, numel, beta2, acts, DECAY, LONG, FAR)
         return units
     # Multiplied, because a GPU multiplies where a CPU divides by a number, and both are to round alike.
     square = norm.square() * (1 / numel)

@@ -18,7 +18,9 @@ from lightning_sparse.core.step import Candidates
 from lightning_sparse.ops import reference
 from lightning_sparse.ops.form import Lanes
 from lightning_sparse.ops.on_cuda import compare, on_cuda
+from lightning_sparse.ops.reference import Weights
 
+T = TypeVar("T")
 Op = TypeVar("Op", bound=Callable[..., Any])
 MOST_NUMEL = (1 << 31) - (1 << 13)
 """Longest vector: indices of a tile behind the end must fit into 31 bits."""
@@ -71,51 +73,19 @@ def accumulate_(acc: Tensor, runs: Sequence[Tensor], decay: float, candidates: C
 
 
 def weigh_(
-    acc: Tensor,
-    second: Tensor,
-    score: Tensor,
-    runs: Sequence[Tensor],
-    units: Tensor,
-    power: Tensor,
-    beta2: float,
-    eps: float,
-    damping: float,
-    candidates: Candidates | None,
+    acc: Tensor, second: Tensor, score: Tensor, runs: Sequence[Tensor], by: Weights, candidates: Candidates | None
 ) -> Tensor:
-    """Form residual, second moment and score; a kernel takes one run, with candidates.
+    """Do the work of :func:`lightning_sparse.ops.weigh_`; a kernel takes one run, with candidates."""
 
-    ``acc = carry acc + g`` and ``second = keep second + (1 - beta2) g^2``, at most the largest number, in place; the
-    gradient, ``g = take grad``, is rounded to its own precision. A coordinate at which acc would not be finite is left
-    as it is in both. Then ``score = acc / sqrt(sqrt(second + (acc s damping)^2) + eps s)`` with ``s = sqrt(1 -
-    power)``.
-
-    Args:
-        acc: (numel,) float32 or float64.
-        second: the same.
-        score: the same, overwritten; the gradient's place, or another one.
-        runs: in which the gradient lies, of the same dtype, or bfloat16 or float16.
-        units: (3,) ``take``, ``carry`` and ``keep``, float64 on the device.
-        power: () float64 ``beta2^t``.
-        beta2: decay.
-        eps: Adam's.
-        damping: what sums are multiplied by before their squares are added, a number of float32.
-        candidates: of the group; None: collect none.
-
-    Returns:
-        () bool: whether all of acc is finite.
-    """
-
-    def kernel(*vectors: Any) -> Tensor:
-        acc, second, score, grad, *numbers, candidates = vectors
-        search = _search_of(candidates, acc)
-        _kernel("second", "weigh_")(acc, second, score, grad, *numbers, *search.begin())
-        candidates.note(score, [], search)
+    def kernel(acc: Tensor, second: Tensor, score: Tensor, grad: Tensor, by: Weights, hints: Candidates) -> Tensor:
+        search = _search_of(hints, acc)
+        _kernel("dense", "weigh_")(acc, second, score, grad, by, *search.begin())
+        hints.note(score, [], search)
         finite: Tensor = search.finite
         return finite
 
-    def plain(*vectors: Any) -> Tensor:
-        acc, second, score, grad, *numbers, _ = vectors
-        return reference.form_and_weigh_(acc, second, score, [grad], *numbers)
+    def plain(acc: Tensor, second: Tensor, score: Tensor, grad: Tensor, by: Weights, _: Candidates) -> Tensor:
+        return reference.weigh_(acc, second, score, [grad], by)
 
     def in_place(form: Callable[..., Tensor]) -> Callable[..., Tensor]:  # scores take the gradient's place, if they fit
         def tried(acc: Tensor, second: Tensor, grad: Tensor, score: Tensor, *others: Any) -> Tensor:
@@ -124,26 +94,29 @@ def weigh_(
         return tried
 
     def few() -> list[Any]:
-        x, by = _different(acc) / 512, units.new_tensor([0.5, 0.75, 0.75 * 0.75 * beta2])
-        numbers = by, torch.full_like(power, 0.5), beta2, eps, damping
-        return [(x / 3, x.square() / 7, _with_infinity(x, grad), torch.zeros_like(x), *numbers, Candidates())]
+        x, units = different(acc) / 512, by.units.new_tensor([0.5, 0.75, 0.75 * 0.75 * by.beta2])
+        numbers = by._replace(units=units, power=torch.full_like(by.power, 0.5))
+        return [(x / 3, x.square() / 7, _with_infinity(x, grad), torch.zeros_like(x), numbers, Candidates())]
 
-    grad, numbers = runs[0], (units, power, beta2, eps, damping)
-    what, vectors = ("weigh_", grad.dtype, eps), (acc, second, score, grad)
-    alone = candidates is not None and len(runs) == 1
-    if alone and _works(what, in_place(kernel), in_place(plain), few, *vectors, most=MOST_COUNTED, rtol=1e-6):
-        return kernel(*vectors, *numbers, candidates)
-    return reference.form_and_weigh_(acc, second, score, runs, *numbers)
+    grad = runs[0]
+    what, vectors = ("weigh_", grad.dtype, by.eps), (acc, second, score, grad)
+    if (
+        candidates is not None
+        and len(runs) == 1
+        and _works(what, in_place(kernel), in_place(plain), few, *vectors, most=MOST_COUNTED, rtol=1e-6)
+    ):
+        return kernel(*vectors, by, candidates)
+    return reference.weigh_(acc, second, score, runs, by)
 
 
 def divisors(second: Tensor, values: Tensor, power: Tensor, eps: float, damping: float) -> Tensor:
     """Do the work of :func:`lightning_sparse.ops.divisors`."""
 
     def few() -> list[Any]:
-        x = _different(values) / 512
+        x = different(values) / 512
         return [(x.square(), x / 8, torch.full_like(power, 0.5), eps, damping)]
 
-    best = _best(("divisors", eps), _kernel("second", "divisors"), reference.divisors, few, second, values)
+    best = _best(("divisors", eps), _kernel("dense", "divisors"), reference.divisors, few, second, values)
     return best(second, values, power, eps, damping)
 
 
@@ -167,7 +140,7 @@ def hand_over_(
     def few() -> list[Any]:
         x = grad.new_zeros(FEW)
         places = torch.cat([torch.arange(0, FEW, 7, device=x.device), torch.full((3,), FEW, device=x.device)])
-        values = _different(average)[: len(places)] / 3 * (places < FEW)
+        values = different(average)[: len(places)] / 3 * (places < FEW)
         given = None if scale is None else torch.full_like(scale, 2.0)
         return [
             (x, places, values, given, True),
@@ -191,7 +164,7 @@ def top_k_and_stripe(
         return _kernel("select", "pick")(x, search, share, slots, spare, turn, n)
 
     def few() -> list[Any]:
-        return [(_different(x), 9, torch.full_like(spare, 5), 1, 3, 20)]
+        return [(different(x), 9, torch.full_like(spare, 5), 1, 3, 20)]
 
     if _works(("top_k_and_stripe",), kernel, reference.top_k_and_stripe, few, x, most=MOST_COUNTED):
         search = None if candidates is None else candidates.take(x)
@@ -211,7 +184,7 @@ def need(plain: Callable[..., Any], state: Sequence[Tensor], union: Tensor | Non
             found, expected = ({str(i): x for i, x in enumerate((*after, own))} for after, own in made)
             compare(found, expected, what="need", union=named)
 
-    kernel, what = _kernel("need", "follow"), ("need", state[0].device, union is None, *facts[3:])
+    kernel, what = _kernel("numbers", "follow"), ("need", state[0].device, union is None, *facts[3:])
     works = on_cuda.takes(state[0]) and on_cuda.tried(what, attempt)
     return (kernel if works else plain)(state, union, *facts)
 
@@ -269,7 +242,7 @@ def top_k(x: Tensor, k: int, candidates: Candidates | None = None) -> Tensor:
         return indices
 
     def few() -> list[Any]:
-        return [(_different(x), min(k, FEW))]
+        return [(different(x), min(k, FEW))]
 
     if _works(("top_k",), kernel, reference.top_k, few, x, most=MOST_COUNTED):
         return kernel(x, k, None if candidates is None else candidates.take(x))
@@ -280,36 +253,22 @@ def above(x: Tensor, threshold: Tensor, span: Span | None, capacity: int, phase:
     """Do the work of :func:`lightning_sparse.ops.above`; ranges are left to torch."""
 
     def few() -> list[Any]:
-        return [(_different(x), torch.full_like(threshold, FEW / 2), None, FEW // 4, 7)]
+        return [(different(x), torch.full_like(threshold, FEW / 2), None, FEW // 4, 7)]
 
     kernel, plain = _kernel("union", "above"), reference.above
     best = _best(("above",), kernel, plain, few, x, most=MOST_COUNTED) if span is None else plain
     return best(x, threshold, span, capacity, phase)
 
 
-def moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Do the work of :func:`lightning_sparse.ops.moments`."""
-    return _summing(reference.moments, x)(x)
+def summed(plain: Callable[..., T], x: Tensor, *more: Tensor) -> T:
+    """Do the work of an op that forms sums over a vector, such as :func:`.reference.moments`."""
 
+    def few() -> list[Any]:
+        return [(different(x).to(x.dtype), *more)]
 
-def norm(x: Tensor) -> Tensor:
-    """Do the work of :func:`lightning_sparse.ops.length.norm`."""
-    return _summing(reference.norm, x)(x)
-
-
-def mean_and_maximum(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Do the work of :func:`lightning_sparse.ops.mean_and_maximum`."""
-    return _summing(reference.mean_and_maximum, x)(x)
-
-
-def excess(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Do the work of :func:`.reference.excess`."""
-    return _summing(reference.excess, x, threshold)(x, threshold)
-
-
-def log_sum(x: Tensor) -> Tensor:
-    """Do the work of :func:`.reference.log_sum`."""
-    return _summing(reference.log_sum, x)(x)
+    name = plain.__name__
+    best = _best((name, x.dtype), _kernel("sums", name), plain, few, x, most=MOST_COUNTED, rtol=1e-5)
+    return best(x, *more)
 
 
 def choose(flag: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
@@ -396,7 +355,7 @@ def _works(
     return on_cuda.tried((*what, first.device), attempt)
 
 
-def _different(x: Tensor) -> Tensor:
+def different(x: Tensor) -> Tensor:
     """Return (FEW,) values of different magnitudes, from 1 on."""
     places = torch.arange(FEW, device=x.device)
     return ((1 + places * 1103 % FEW) * (1 - 2 * (places % 2))).float()
@@ -407,13 +366,3 @@ def _with_infinity(x: Tensor, grad: Tensor) -> Tensor:
     given = x.to(grad.dtype, copy=True)
     given[7] = torch.inf
     return given
-
-
-def _summing(plain: Op, x: Tensor, *more: Tensor) -> Op:
-    """Return what forms some sums over a vector."""
-
-    def few() -> list[Any]:
-        return [(_different(x).to(x.dtype), *more)]
-
-    name = plain.__name__
-    return _best((name, x.dtype), _kernel("sums", name), plain, few, x, most=MOST_COUNTED, rtol=1e-5)

@@ -8,9 +8,9 @@ meta tensors, where each of them raises. On the CPU, where the host knows all si
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,58 +26,116 @@ saves as long as the host takes to launch what replaces it."""
 FEWEST = 8
 """Elements of a cell, at least, with which cells move fewer bytes."""
 PIECE = 1 << 24
-"""Elements worked on at once: what is only needed on the way stays below some 64 MiB."""
+"""Elements worked on at once: of float32, 64 MiB for each vector that is only needed on the way."""
 
 
 class Weights(NamedTuple):
-    """Numbers by which :func:`weigh_` forms second moments and scores."""
+    """Numbers by which :func:`.ops.weigh_` forms residuals, second moments and scores."""
 
-    keep: float
-    """Of the second moment."""
-    add: float
-    """Of a squared gradient."""
-    least: float
-    """Added to roots."""
+    units: Tensor
+    """(3,) float64 ``take``, ``carry`` and ``keep``: factors of gradient, residual and second moment."""
+    power: Tensor
+    """() float64 ``beta2^t``, with t the number of the step from 1."""
+    beta2: float
+    """Decay of the second moment."""
+    eps: float
+    """Adam's."""
     damping: float
-    """Factor of a magnitude, before its square is added to the second moment."""
+    """Factor of a sum before its square is added to the second moment, a number of float32."""
+
+
+def static_shapes(device: torch.device) -> bool:
+    """True if results on this device have a size that the host knows beforehand (everywhere but on the CPU)."""
+    return device.type != "cpu"
+
+
+def pieces(runs: Sequence[Tensor], vectors: Sequence[Tensor], size: int) -> Iterator[tuple[Tensor, ...]]:
+    """Cut a gradient that lies in runs, and vectors as long as all of it, into pieces of at most this size."""
+    lengths = [len(run) for run in runs]
+    for parts in zip(runs, *(torch.split(x, lengths) for x in vectors), strict=True):
+        yield from zip(*(torch.split(part, size) for part in parts), strict=True)
 
 
 def accumulate_(acc: Tensor, runs: Sequence[Tensor], decay: float) -> Tensor:
     """``acc = decay * acc + grad`` where that is finite; () whether all was. See :func:`.ops.accumulate_`."""
     finite = []
-    for run, part in zip(runs, torch.split(acc, [len(run) for run in runs]), strict=True):
-        for given, kept in zip(torch.split(run, PIECE), torch.split(part, PIECE), strict=True):
-            # Each rounded by itself, as kernels do; alpha= may round once.
-            formed = torch.add(given, kept) if decay == 1 else torch.mul(kept, decay).add_(given)
-            finite.append(replace_(formed, (kept, formed)))
+    for given, kept in pieces(runs, [acc], PIECE):
+        # Each rounded by itself, as kernels do; alpha= may round once.
+        formed = torch.add(given, kept) if decay == 1 else torch.mul(kept, decay).add_(given)
+        finite.append(advance_([kept], [formed]))
     return reduce(torch.logical_and, finite)
 
 
-def weigh_(acc: Tensor, second: Tensor, score: Tensor, grad: Tensor, room: Tensor, by: Weights) -> Tensor:
-    """Form residual, second moment and score; () whether the new acc was finite. See :func:`.host.weigh`.
+def weigh_(acc: Tensor, second: Tensor, score: Tensor, runs: Sequence[Tensor], by: Weights) -> Tensor:
+    """Form residual, second moment and score; () whether the new acc was finite. See :func:`.ops.weigh_`."""
+    take, carry, keep = by.units.to(acc.dtype).unbind()
+    start = (1 - by.power).sqrt()
+    numbers = keep, 1 - by.beta2, by.eps * start, start * by.damping
+    room, finite = acc.new_empty(3, min(PIECE, acc.numel())), []
+    for run, own, moments, scores in pieces(runs, [acc, second, score], PIECE):
+        finite.append(weigh_piece_(own, moments, scores, run * take.to(run.dtype), room, numbers, carry))
+    return reduce(torch.logical_and, finite)
 
-    ``room``, (3, at least numel), is written to: memory that the system gives anew costs more than the operations.
+
+def weigh_piece_(
+    acc: Tensor,
+    second: Tensor,
+    score: Tensor,
+    grad: Tensor,
+    room: Tensor,
+    numbers: tuple[Any, Any, Any, Any],
+    carry: Tensor | None = None,
+) -> Tensor:
+    """Form a piece of each; () whether all of the new acc was finite.
+
+    Args:
+        acc: of the residual, changed in place.
+        second: of the second moment, the same.
+        score: overwritten; may be the gradient's place.
+        grad: of the gradient.
+        room: (3, at least numel), written to: memory that the system gives anew costs more than the operations.
+        numbers: factors of the second moment and of the gradient's square, what is added to roots, and the damping.
+        carry: factor of acc; None: 1.
     """
     most, g = torch.finfo(acc.dtype).max, grad.to(acc.dtype)
     a, v, within = room[:, : len(acc)]
-    torch.add(acc, g, out=a)
-    torch.mul(g, by.add, out=within).mul_(g)  # each operation rounded by itself, as in C
-    torch.mul(second, by.keep, out=v).add_(within).clamp_(max=most)
-    finite = replace_(a, (acc, a), (second, v))
-    torch.abs(a, out=within).mul_(by.damping).square_().add_(v).clamp_(max=most)
-    torch.div(a, sqrt_(sqrt_(within).add_(by.least)), out=score)  # last, since it may take the gradient's place
+    keep, add, least, damping = numbers
+    torch.add(acc if carry is None else torch.mul(acc, carry, out=a), g, out=a)
+    torch.mul(g, add, out=within).mul_(g)  # each operation rounded by itself, as in C
+    torch.mul(second, keep, out=v).add_(within).clamp_(max=most)  # squares overflow where gradients do not
+    finite = advance_([acc, second], [a, v], judged=[a])
+    torch.mul(acc, damping, out=within).square_().add_(second).clamp_(max=most)
+    torch.div(acc, sqrt_(sqrt_(within).add_(least)), out=score)  # last, since it may take the gradient's place
     return finite
 
 
-def replace_(formed: Tensor, *pairs: tuple[Tensor, Tensor]) -> Tensor:
-    """Replace vectors, the first of each pair, by the second where ``formed`` is finite. () whether all of it is."""
-    if formed.device.type == "cpu" and math.isfinite(formed.sum()):  # flags take much longer there
-        for kept, new in pairs:
-            kept.copy_(new)
+def advance_(vectors: Sequence[Tensor], values: Sequence[Tensor], judged: Sequence[Tensor] = ()) -> Tensor:
+    """Replace vectors by values at the coordinates where all values are finite.
+
+    Args:
+        vectors: of one length, changed in place.
+        values: one for each vector, of its dtype.
+        judged: those of the values that may not be finite, if the others are wherever these are.
+
+    Returns:
+        () bool: True if all values are finite.
+
+    Example:
+        >>> momentum, residual = torch.zeros(2, 2).unbind()
+        >>> advance_([momentum, residual], [torch.tensor([1.0, 2.0]), torch.tensor([3.0, torch.inf])])
+        tensor(False)
+        >>> momentum, residual
+        (tensor([1., 0.]), tensor([3., 0.]))
+    """
+    judged = judged or values
+    # Flags take much longer on a CPU; a sum that overflows only leads to them.
+    if not static_shapes(vectors[0].device) and all(math.isfinite(value.sum()) for value in judged):
+        for vector, value in zip(vectors, values, strict=True):
+            vector.copy_(value)
         return torch.ones((), dtype=torch.bool, device="cpu")
-    finite = formed.abs() < math.inf
-    for kept, new in pairs:
-        torch.where(finite, new, kept, out=kept)
+    finite = reduce(torch.logical_and, [value.abs() < math.inf for value in judged])
+    for vector, value in zip(vectors, values, strict=True):
+        torch.where(finite, value, vector, out=vector)
     return finite.all()
 
 
@@ -90,7 +148,9 @@ def sqrt_(x: Tensor) -> Tensor:
 
 
 def all_finite(x: Tensor) -> Tensor:
-    """() bool: no NaN and no infinity in x, which is not empty."""
+    """() bool: no NaN and no infinity in x, of any shape. One pass, nothing allocated; True for an empty x."""
+    if not x.numel():
+        return torch.ones((), dtype=torch.bool, device=x.device)
     low, high = torch.aminmax(x)  # both NaN where any of x is
     return torch.maximum(-low, high) < math.inf
 
@@ -405,47 +465,6 @@ def top_k_and_stripe(
     return indices, (keys & 1).bool(), (indices < numel).sum()
 
 
-def form_and_weigh_(
-    acc: Tensor,
-    second: Tensor,
-    score: Tensor,
-    runs: Sequence[Tensor],
-    units: Tensor,
-    power: Tensor,
-    beta2: float,
-    eps: float,
-    damping: float,
-) -> Tensor:
-    """Form residual, second moment and score; () whether the new acc was finite. See :func:`.on_device.weigh_`."""
-    finite, sizes = [], [len(run) for run in runs]
-    for run, *parts in zip(runs, *(torch.split(x, sizes) for x in (acc, second, score)), strict=True):
-        for pieces in zip(*(torch.split(x, PIECE) for x in (run, *parts)), strict=True):
-            given, own, moments, scores = pieces
-            finite.append(_form_(own, moments, given, units, beta2))
-            _score_(scores, own, moments, power, eps, damping)  # last, since it may take the gradient's place
-    return reduce(torch.logical_and, finite)
-
-
-def _form_(acc: Tensor, second: Tensor, grad: Tensor, units: Tensor, beta2: float) -> Tensor:
-    """Form residual and second moment; () whether the new acc was finite."""
-    take, carry, keep = units.to(acc.dtype).unbind()
-    given = (grad * take.to(grad.dtype)).to(acc.dtype)
-    total = torch.mul(acc, carry).add_(given)
-    moment = torch.mul(second, keep).addcmul_(given, given, value=1 - beta2)
-    moment.clamp_(max=torch.finfo(acc.dtype).max)  # squares overflow where gradients do not
-    finite = total.abs() < math.inf
-    torch.where(finite, total, acc, out=acc)
-    torch.where(finite, moment, second, out=second)
-    return finite.all()
-
-
-def _score_(score: Tensor, acc: Tensor, second: Tensor, power: Tensor, eps: float, damping: float) -> None:
-    """Form scores."""
-    start = (1 - power).sqrt()
-    root = acc.mul(start * damping).square_().add_(second).clamp_(max=torch.finfo(acc.dtype).max)  # squares overflow
-    torch.div(acc, root.sqrt_().add_(eps * start).sqrt_(), out=score)
-
-
 def divisors(second: Tensor, values: Tensor, power: Tensor, eps: float, damping: float) -> Tensor:
     """Divisors of averages, see :meth:`.SecondMoment.divisors`."""
     waited = values.abs().to(second.dtype).mul_(damping)
@@ -454,29 +473,29 @@ def divisors(second: Tensor, values: Tensor, power: Tensor, eps: float, damping:
     return torch.fmax(sqrt_(within), waited).add_(eps)  # squares overflow and underflow, the bound must not
 
 
-def as_gradient(values: Tensor, dtype: torch.dtype, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The average in the gradient's dtype and scale, and what of it that is without the scale.
+def as_gradient(
+    average: Tensor, dtype: torch.dtype, scale: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """The average in the gradient's dtype and scale, and what :func:`.on_device.hand_over_` returns.
 
     A value beyond the dtype's range is sent as far as the range goes: the step counts, and the rest follows.
     """
-    wide = values.dtype
-    if scale is not None:
-        values = values * scale
-    if dtype != wide:
-        limit = torch.finfo(dtype).max
-        values = values.clamp(-limit, limit)
-    values = values.to(dtype)
-    return values, values if scale is None else values.to(wide) / scale
+    values = average if scale is None else average * scale
+    if dtype == average.dtype:
+        return values, values if scale is None else values / scale, None, ~all_finite(values)
+    limit = torch.finfo(dtype).max
+    values = values.clamp(-limit, limit).to(dtype)
+    handed = values if scale is None else values.to(average.dtype) / scale
+    return values, handed, average - handed, ~all_finite(average)  # values are held in their range
 
 
 def hand_over_(
     grad: Tensor, indices: Tensor | None, average: Tensor, scale: Tensor | None, cleared: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Put an average into the gradient's place, see :func:`.on_device.hand_over_`."""
-    values, handed = as_gradient(average, grad.dtype, scale)
-    void = ~all_finite(values if values.dtype == average.dtype else average)  # narrow ones are held in their range
+    values, handed, rounding, void = as_gradient(average, grad.dtype, scale)
     scatter_(grad, indices, values, void)
-    return handed, None if grad.dtype == average.dtype else average - handed, void
+    return handed, rounding, void
 
 
 def _inside(x: Tensor, span: Span) -> Tensor:

@@ -55,10 +55,10 @@ def _in_torch(vectors: Sequence[Tensor | None], places: Tensor) -> Tensor:
 
 
 def _in_triton(addresses: Addresses, vectors: Sequence[Tensor | None], first: Tensor, places: Tensor) -> Tensor:
-    from lightning_sparse.ops.triton import sampled as triton_sampled
+    from lightning_sparse.ops.triton import tables
 
     values = torch.empty(places.shape, dtype=torch.float64, device=places.device)
-    triton_sampled.take(addresses.of_each(first.dtype, vectors), places, values, first.dtype)
+    tables.take(addresses.of_each(first.dtype, vectors), places, values, first.dtype)
     return values
 
 

@@ -45,9 +45,9 @@ def accumulate(device: torch.device, numel: int) -> Callable[[], Any]:
 def weigh(device: torch.device, numel: int) -> Callable[[], Any]:
     acc, second, grad = (torch.ones(numel, device=device) for _ in range(3))
     units = torch.tensor([1.0, 1.0, 0.999], dtype=torch.float64, device=device)
-    numbers = units, torch.full((), 0.5, dtype=torch.float64, device=device), 0.999, 1e-8, 0.0025
+    by = ops.Weights(units, torch.full((), 0.5, dtype=torch.float64, device=device), 0.999, 1e-8, 0.0025)
     hints = Candidates()
-    return lambda: on_device.weigh_(acc, second, grad, [grad], *numbers, hints)
+    return lambda: on_device.weigh_(acc, second, grad, [grad], by, hints)
 
 
 def hand_over(device: torch.device, numel: int) -> Callable[[], Any]:

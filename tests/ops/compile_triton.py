@@ -31,17 +31,13 @@ for name in ("lightning_sparse", "lightning_sparse.ops"):
     package.__path__ = [str(Path(__file__).parents[2].joinpath(*name.split(".")))]
     sys.modules[name] = package
 
-from lightning_sparse.ops.triton import adam as triton_adam  # noqa: E402
 from lightning_sparse.ops.triton import dense as triton_dense  # noqa: E402
 from lightning_sparse.ops.triton import launch as triton_launch  # noqa: E402
-from lightning_sparse.ops.triton import length as triton_length  # noqa: E402
-from lightning_sparse.ops.triton import momentum as triton_momentum  # noqa: E402
-from lightning_sparse.ops.triton import need as triton_need  # noqa: E402
+from lightning_sparse.ops.triton import numbers as triton_numbers  # noqa: E402
 from lightning_sparse.ops.triton import packed as triton_packed  # noqa: E402
-from lightning_sparse.ops.triton import sampled as triton_sampled  # noqa: E402
-from lightning_sparse.ops.triton import second as triton_second  # noqa: E402
 from lightning_sparse.ops.triton import select as triton_select  # noqa: E402
 from lightning_sparse.ops.triton import sums as triton_sums  # noqa: E402
+from lightning_sparse.ops.triton import tables as triton_tables  # noqa: E402
 from lightning_sparse.ops.triton import union as triton_union  # noqa: E402
 from lightning_sparse.ops.triton import values as triton_values  # noqa: E402
 
@@ -80,23 +76,23 @@ def kernels(what: list[str]) -> Iterator[tuple[str, Any, dict[str, Any], dict[st
         yield "look", triton_dense._look, tile, {}, 8
     adam = tile | {"EPS": 1e-8}
     if "weigh" in what:
-        yield "weigh", triton_second._weigh, adam, {"units": "*fp64"}, 8
+        yield "weigh", triton_dense._weigh, adam, {"units": "*fp64"}, 8
     if "second" in what:
-        yield "weigh_bf16", triton_second._weigh, adam, {"grad": "*bf16", "units": "*fp64"}, 8
-        yield "divide", triton_second._divide, picks | {"EPS": 1e-8}, {}, 4
+        yield "weigh_bf16", triton_dense._weigh, adam, {"grad": "*bf16", "units": "*fp64"}, 8
+        yield "divide", triton_dense._divide, picks | {"EPS": 1e-8}, {}, 4
         given = dict.fromkeys(("lengths", "norm", "units"), "*fp64") | {"numel": "i32"}
         given |= dict.fromkeys(("beta2", "rest"), "fp32")
         constants = {"KEEP": 0.9, "LONG": 2.0, "FAR": 1.25, "ACTS": True}
-        yield "measure", triton_length._measure, constants, given, 1
+        yield "measure", triton_numbers._measure, constants, given, 1
     if "adam" in what:
         for numbers, grad in ((True, "fp32"), (False, "bf16")):
             types = {"ALIGNED": True, "NUMBERS": numbers, "DECAYS": True, "SCALED": not numbers, "SKIPS": not numbers}
             types |= {"WEIGHT": tl.float32, "GRAD": getattr(tl, {"fp32": "float32", "bf16": "bfloat16"}[grad])}
             given = {"table": "*i64", "skip": "*fp32"} | dict.fromkeys(("rate", "keep"), "fp32" if numbers else "*fp32")
-            yield f"adam_{grad}", triton_adam._step, tile | types, given, 8
+            yield f"adam_{grad}", triton_tables._step, tile | types, given, 8
     if "sampled" in what:
         given = {"addresses": "*i64", "places": "*i64", "values": "*fp64"}
-        yield "sampled", triton_sampled._take, {"KIND": tl.bfloat16, "SIZE": 64}, given, 1
+        yield "sampled", triton_tables._take, {"KIND": tl.bfloat16, "SIZE": 64}, given, 1
     if "momentum" in what:
         for number, grad in ((True, "fp32"), (False, "bf16")):
             types = {"ALIGNED": True, "NUMBER": number, "SKIPS": not number, "LONGEST": 255, "WEIGHT": tl.float32}
@@ -108,7 +104,7 @@ def kernels(what: list[str]) -> Iterator[tuple[str, Any, dict[str, Any], dict[st
                 "shares": "*fp32",
                 "reach": "fp32" if number else "*fp32",
             }
-            yield f"momentum_{grad}", triton_momentum._spend, tile | types, given, 8
+            yield f"momentum_{grad}", triton_tables._spend, tile | types, given, 8
     if "flags" in what:
         yield "tell_and_fill", triton_dense._fill_if, both, {"any_flag": "*i1"}, 8
         parts: dict[str, Any] = dict.fromkeys(("yes", "no", "out"), ("*fp64", "*i64"))
@@ -156,7 +152,7 @@ def kernels(what: list[str]) -> Iterator[tuple[str, Any, dict[str, Any], dict[st
         constants = {"MOST": 1.0, "MARGIN": 0.05, "WINDOW": 64}
         for known in (False, True):
             types = {"spare": "*i64"}
-            yield f"follow_{known}", triton_need._follow, constants | {"KNOWN": known}, types, 1
+            yield f"follow_{known}", triton_numbers._follow, constants | {"KNOWN": known}, types, 1
     if "sums" in what:
         yield "squares_bf16", triton_sums._parts, tile | {"KIND": 0}, {"x": "*bf16"}, 8
         for kind in range(4):

@@ -53,7 +53,10 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 @pytest.fixture
 def each_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Iterator[str]]:
-    """Iterates over the variants that this processor has, each in use in its turn; numpy comes first."""
+    """Iterates over the variants that this processor has, each in use in its turn; numpy comes first.
+
+    In use until the next one is asked for: ``product(each_kernel(), ...)`` asks for all of them beforehand.
+    """
 
     def each() -> Iterator[str]:
         for variant in VARIANTS:

@@ -30,10 +30,8 @@ interpret()
 pytestmark = pytest.mark.usefixtures("silent")
 
 from lightning_sparse.ops.triton import dense as triton_dense  # noqa: E402
-from lightning_sparse.ops.triton import length as triton_length  # noqa: E402
-from lightning_sparse.ops.triton import need as triton_need  # noqa: E402
+from lightning_sparse.ops.triton import numbers as triton_numbers  # noqa: E402
 from lightning_sparse.ops.triton import packed as triton_packed  # noqa: E402
-from lightning_sparse.ops.triton import second as triton_second  # noqa: E402
 from lightning_sparse.ops.triton import select as triton_select  # noqa: E402
 from lightning_sparse.ops.triton import sums as triton_sums  # noqa: E402
 from lightning_sparse.ops.triton import union as triton_union  # noqa: E402
@@ -41,7 +39,7 @@ from lightning_sparse.ops.triton import values as triton_values  # noqa: E402
 from tests.covering import by_default  # noqa: E402
 
 KERNELS: list[ModuleType] = [
-    triton_dense, triton_length, triton_need, triton_packed, triton_second, triton_select, triton_sums, triton_union,
+    triton_dense, triton_numbers, triton_packed, triton_select, triton_sums, triton_union,
     triton_values,
 ]  # fmt: skip
 thorough = pytest.mark.thorough

@@ -54,19 +54,19 @@ def test_the_largest_of_many_are_a_stable_sort_of_a_span(numel: int, kind: str) 
     for first, last in {(0, numel), (numel // 3, numel), (0, numel // 2 + 1), (numel // 4, numel // 4 + 1)}:
         order = slow_largest(x, numel, first, last)
         for k in (1, 3, numel // 50 + 1):
-            indices, magnitudes = ops.many_of_largest(torch.from_numpy(x), k, (first, last))
+            indices, magnitudes = host.many_of_largest(torch.from_numpy(x), k, (first, last))
             assert magnitudes.tolist() == np.abs(x[indices.numpy()]).tolist()
-            found = ops.largest_of(indices, magnitudes, min(k, last - first))
+            found = host.largest_of(indices, magnitudes, min(k, last - first))
             assert found.dtype == torch.int64
             assert np.array_equal(found, np.sort(order[:k])), (first, last, k)
-    indices, magnitudes = ops.many_of_largest(torch.from_numpy(x), min(3, numel))
-    assert np.array_equal(ops.largest_of(indices, magnitudes, min(3, numel)), np.sort(slow_largest(x, 3, 0, numel)))
+    indices, magnitudes = host.many_of_largest(torch.from_numpy(x), min(3, numel))
+    assert np.array_equal(host.largest_of(indices, magnitudes, min(3, numel)), np.sort(slow_largest(x, 3, 0, numel)))
 
 
 def test_the_largest_of_an_empty_span_are_none() -> None:
-    indices, magnitudes = ops.many_of_largest(torch.ones(10), 3, (4, 4))
+    indices, magnitudes = host.many_of_largest(torch.ones(10), 3, (4, 4))
     assert (indices.tolist(), magnitudes.tolist()) == ([], [])
-    assert ops.largest_of(indices, magnitudes, 0).tolist() == []
+    assert host.largest_of(indices, magnitudes, 0).tolist() == []
 
 
 @in_one_test("numel, kind, dtype", covering(product(SIZES, ["normal", "ties", "equal", "sparse"], DTYPES)))
@@ -178,15 +178,6 @@ def test_all_finite_finds_a_single_bad_value_anywhere(numel: int, dtype: torch.d
 
 def test_all_finite_is_true_of_nothing() -> None:
     assert bool(ops.all_finite(torch.empty(0)))
-
-
-@pytest.mark.parametrize("static", [False, True])
-def test_fill_if_fills_in_place_if_the_flag_is_set(static: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "static_shapes", lambda device: static)
-    x = torch.tensor([1.0, 2.0])
-    assert ops.fill_if_(x, torch.tensor(False), float("nan")).tolist() == [1.0, 2.0]
-    assert ops.fill_if_(x, torch.tensor(True), 5.0) is x
-    assert x.tolist() == [5.0, 5.0]
 
 
 @pytest.mark.parametrize("static", [False, True])

@@ -178,7 +178,7 @@ def test_a_union_is_as_long_as_promised_where_a_rank_raises_an_alarm(monkeypatch
 
 def test_picks_need_not_lie_side_by_side() -> None:
     assert native.library is not None
-    tell = native.library.picks.tell
+    tell = native.library.tell
     acc, indices, spare = values(101, "normal"), torch.arange(100)[1::25], (torch.arange(8) % 3 == 0)[::2]
     assert not indices.is_contiguous()
     for given in (indices, indices.int()):
@@ -272,7 +272,7 @@ def test_picks_are_spare_only_where_spare_ones_are_told(beside: bool, each_kerne
     selection = Selection(torch.arange(4), torch.tensor(4), limit=2, aligned=True)
     ctx = Context(0, 0.1, 0, 3, second=acc.square() if beside else None)
     found = []
-    for _, marks in product(each_kernel(), (0, 0x8080)):
+    for marks in (marks for _ in each_kernel() for marks in (0, 0x8080)):
         steps = as_exchange("packed_union", ls.UnionTopK())(acc.clone(), selection, ctx)
         rows = next(steps).x.repeat(3, 1)  # type: ignore[arg-type]
         rows[:, Form.of(100, 4).classes] |= marks  # of picks 1 and 3

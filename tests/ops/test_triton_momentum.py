@@ -19,7 +19,7 @@ interpret()
 
 pytestmark = pytest.mark.usefixtures("silent")
 
-from lightning_sparse.ops.triton import momentum as triton_momentum  # noqa: E402
+from lightning_sparse.ops.triton import tables as triton_tables  # noqa: E402
 from tests.covering import by_default  # noqa: E402
 
 SHAPES = [(3, 5), (1,), (PART + 7,), (2, 3, 2, 2)]
@@ -89,12 +89,12 @@ def test_parameters_of_each_kind_are_served_by_themselves() -> None:
 
 
 def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    spend = triton_momentum.spend_
+    spend = triton_tables.spend_
 
     def wrong(table: Any, kinds: Any, shares: Tensor, *others: Any) -> None:
         spend(table, kinds, shares * 1.001, *others)
 
-    monkeypatch.setattr(triton_momentum, "spend_", wrong)
+    monkeypatch.setattr(triton_tables, "spend_", wrong)
     ours, theirs = (lists(*KINDS[0]) for _ in range(2))
     with static_path():
         Spending().spend_(theirs, *HOW["plain"])
@@ -130,8 +130,8 @@ def test_without_triton_it_takes_few_operations(how: str, operations: int, bytes
 
 
 def test_all_parameters_of_a_kind_take_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched, launch = [], triton_momentum.launch
-    monkeypatch.setattr(triton_momentum, "launch", lambda *a, **k: (launched.append(a[1]), launch(*a, **k)))
+    launched, launch = [], triton_tables.launch
+    monkeypatch.setattr(triton_tables, "launch", lambda *a, **k: (launched.append(a[1]), launch(*a, **k)))
     spending = Spending()
     with in_triton():
         spending.spend_(lists(*KINDS[0]), *HOW["plain"])

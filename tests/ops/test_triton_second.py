@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.core.step import Candidates
-from lightning_sparse.ops import on_device, reference
+from lightning_sparse.ops import Weights, on_device, reference
 from tests.covering import covering
 from tests.ops.interpreted import ExactRoots, in_triton, interpret
 from tests.ops.test_triton import KINDS, TILE, marked, scratch_for
@@ -20,8 +20,8 @@ interpret()
 
 pytestmark = pytest.mark.usefixtures("silent")
 
+from lightning_sparse.ops.triton import dense as triton_dense  # noqa: E402
 from lightning_sparse.ops.triton import launch as triton_launch  # noqa: E402
-from lightning_sparse.ops.triton import second as triton_second  # noqa: E402
 
 thorough = pytest.mark.thorough
 BETA2, EPS, DAMPING = 1 - 2**-10, 1e-8, float(torch.tensor(1 / 400))
@@ -41,7 +41,8 @@ def moments_of(given: Tensor, now: Tensor, keep: Tensor) -> Tensor:
 def scores_of(acc: Tensor, second: Tensor, power: Tensor) -> Tensor:
     score = torch.empty_like(acc)
     with ExactRoots():
-        reference._score_(score, acc, second, power, EPS, DAMPING)
+        by = Weights(torch.ones(3, dtype=torch.float64), power, 1.0, EPS, DAMPING)
+        reference.weigh_(acc.clone(), second.clone(), score, [torch.full_like(acc, -0.0)], by)
     return score
 
 
@@ -59,7 +60,8 @@ def test_one_pass_forms_scores_and_notes(kind: str, numel: int, dtype: torch.dty
     score = given if dtype == torch.float32 else torch.empty(numel)  # in the gradient's place, where it fits
     take, carry = (0.5, 0.75) if changes else (1.0, 1.0)
     units = torch.tensor([take, carry, BETA2 * carry**2], dtype=torch.float64)
-    triton_second.weigh_(acc, second, score, given, units, power, BETA2, EPS, DAMPING, *s.begin())
+    by = Weights(units, power, BETA2, EPS, DAMPING)
+    triton_dense.weigh_(acc, second, score, given, by, *s.begin())
     wide = (grad * take).float()
     total, moments = wide + residual * carry, moments_of(wide, now, units[2].float())
     finite = total.isfinite()
@@ -88,8 +90,8 @@ def test_kernels_take_what_they_are_made_for(dtype: torch.dtype, kind: str) -> N
         with in_triton() as chosen, ExactRoots(), pytest.MonkeyPatch.context() as patch:
             patch.setattr(on_device, "FEW", 99)
             patch.setattr(reference, "PIECE", 1000)
-            given = units, power, BETA2, EPS, DAMPING, candidates
-            finite = on_device.weigh_(*vectors, [grad.clone()], *given)
+            by = Weights(units, power, BETA2, EPS, DAMPING)
+            finite = on_device.weigh_(*vectors, [grad.clone()], by, candidates)
             assert chosen.trouble is None
             assert len(chosen._tried) == (dtype != torch.float64 and candidates is not None)
         made.append((finite, *vectors))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_sparse import ops
 from lightning_sparse.core.step import Candidates
-from lightning_sparse.ops import host, reference
+from lightning_sparse.ops import Weights, host, reference
 from tests.covering import covering, in_one_test
 from tests.ops.compiled import NUMPY
 from tests.static_path import static_path
@@ -207,13 +207,19 @@ def test_top_k_of_blocks_is_that_of_what_they_hold(
                     assert np.array_equal(found, expected), (kernel, numel, stripe, k)
 
 
-WEIGHTS = [host.Weights(0.999, 0.001, 1e-10, 1 / 400), host.Weights(0.0, 1.0, 1e-8, 0.01)]
+def weights(keep: float, least: float, damping: float) -> Weights:
+    """Of a gradient and a residual of unchanged length, when second moments need no correction any more."""
+    units = torch.tensor([1.0, 1.0, keep], dtype=torch.float64)
+    return Weights(units, torch.zeros((), dtype=torch.float64), keep, least, damping)
 
 
-def weighed(acc: Tensor, second: Tensor, grad: Tensor, by: host.Weights) -> tuple[Any, Any, Any, Any]:
+WEIGHTS = [weights(0.999, 1e-10, 1 / 400), weights(0.0, 1e-8, 0.01)]
+
+
+def weighed(acc: Tensor, second: Tensor, grad: Tensor, by: Weights) -> tuple[Any, Any, Any, Any]:
     """The sum, also where it is not finite; what is kept of it and of the second moment; and the score."""
     one = acc.numpy().dtype.type
-    keep, add, least, damping = map(one, by)
+    keep, add, least, damping = map(one, (by.beta2, 1 - by.beta2, by.eps, by.damping))
     with np.errstate(all="ignore"):
         g, residual, now = grad.to(acc.dtype).numpy(), acc.numpy(), second.numpy()
         formed = residual + g
@@ -226,7 +232,7 @@ def weighed(acc: Tensor, second: Tensor, grad: Tensor, by: host.Weights) -> tupl
 
 @in_one_test("numel, kind, dtype, by", cells(KINDS, GRADIENTS, WEIGHTS))
 def test_one_pass_forms_second_moments_and_scores(
-    numel: int, kind: str, dtype: torch.dtype, by: host.Weights, each_kernel: Callable[[], Iterator[str]]
+    numel: int, kind: str, dtype: torch.dtype, by: Weights, each_kernel: Callable[[], Iterator[str]]
 ) -> None:
     wide = torch.promote_types(dtype, torch.float32)
     grad, residual = values(numel, kind, 1).to(dtype), values(numel, "normal", 2).to(wide)
@@ -237,7 +243,7 @@ def test_one_pass_forms_second_moments_and_scores(
     magnitudes = np.where(fits, np.abs(score), -1)
     for bound in (0.0, max(0.0, float(np.sort(magnitudes[:1000])[-50:][0])), float("inf")):
         places = np.flatnonzero(magnitudes >= one(bound))
-        for kernel, runs in product(each_kernel(), (1, 3)):
+        for kernel, runs in ((kernel, runs) for kernel in each_kernel() for runs in (1, 3)):
             given = grad.clone()
             lie = list(given.tensor_split(runs))
             in_place = runs == 1 and wide == dtype
@@ -298,7 +304,7 @@ def test_what_would_not_be_finite_is_left_as_it_is(
         expected, decayed = torch.where(fits, formed, residual), residual * 0.5 + grad
         less = torch.where(decayed.isfinite(), decayed, residual)
         _, acc, second, score = weighed(residual, now, grad, by)
-        for kernel, split in product(each_kernel(), (False, True)):
+        for kernel, split in ((kernel, split) for kernel in each_kernel() for split in (False, True)):
             told = kernel, places, split
 
             def runs(split: bool = split, grad: Tensor = grad) -> list[Tensor]:

@@ -16,11 +16,11 @@ from lightning_sparse.ops import static_shapes, take
 from lightning_sparse.ops.addresses import DTYPES, Addresses, takes
 from lightning_sparse.ops.host import reaching
 from lightning_sparse.ops.on_cuda import compare, on_cuda
+from lightning_sparse.ops.on_device import different
+from lightning_sparse.ops.reference import PIECE
 
 LONGEST = 255
 """Steps that a coordinate is known to have waited: as many as fit into a byte. What waited longer counts as this."""
-PIECE = 1 << 24
-"""Elements that are worked on at once where that takes memory: of float32, 64 MiB for each vector on the way."""
 TABLES = 8
 """Tables that are kept; schedules of the momentum make new ones at every step."""
 LEAST = {torch.float32: 2.0**-149, torch.float64: 2.0**-1074}
@@ -203,12 +203,12 @@ def _in_triton_(
     steps: int,
 ) -> None:
     """Spend in one launch."""
-    from lightning_sparse.ops.triton import momentum as triton_momentum
+    from lightning_sparse.ops.triton import tables as triton_tables
 
     parameters, grads, velocities, kept = zip(*stepped, strict=True)
     table = addresses.table(what, (kept, grads, parameters, velocities), aligned=2)
     kinds = grads[0].dtype, parameters[0].dtype, velocities[0].dtype
-    triton_momentum.spend_(table, kinds, shares.float(), by.reach, skip, steps)
+    triton_tables.spend_(table, kinds, shares.float(), by.reach, skip, steps)
     torch.autograd.graph.increment_version((*parameters, *velocities, *kept))
 
 
@@ -218,16 +218,16 @@ def _rehearse(one: Stepped, by: Momentum, shares: Tensor, skip: Tensor | None, s
     Raises:
         MismatchError: if it differs from operations of torch. Whatever compilers and drivers raise comes through.
     """
-    places = torch.arange(4099, device=one.grad.device)
-    values = ((1 + places * 1103 % 4099) * (1 - 2 * (places % 2))).float() / 64
-    vectors = values.flip(0), values.where(places % 3 == 0, 0.0), values, places % (LONGEST + 1)
+    whole = different(one.grad)
+    values = whole / 64
+    vectors = values.flip(0), values.where(whole % 3 == 0, 0.0), values, whole.abs() % (LONGEST + 1)
     found = [Stepped(*(x.to(like.dtype, copy=True) for x, like in zip(vectors, one, strict=True))) for _ in range(2)]
     if skip is not None:
         skip = torch.zeros_like(skip)
     _everywhere_(found[:1], by, shares, skip, steps)
     _in_triton_(Addresses(), None, found[1:], by, shares, skip, steps)
     expected, ours = (each._asdict() for each in found)
-    compare(ours, expected, step="SGD's momentum", numel=len(places), reach=float(by.reach), steps=steps)
+    compare(ours, expected, step="SGD's momentum", numel=len(values), reach=float(by.reach), steps=steps)
 
 
 def _nonzero(flat: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ from lightning_sparse.core.step import Agreement, Context, Selection, Update
 from lightning_sparse.methods.exchanges.base import (
     EXCHANGES,
     Exchange,
-    gather_picks,
     gather_rows,
     joined,
     read_picks,
@@ -43,15 +42,12 @@ class GatherPairs(Exchange):
         """Exchange one group; see :class:`~lightning_sparse.methods.exchanges.Exchange`."""
         padding = acc.numel() - 1
         values = values_at(acc, selection.indices, ctx)
+        longest, rows = yield from gather_rows(selection, values, padding)
         library = None if ctx.disjoint else compiled(acc.device, acc.dtype)
-        if library is not None:
-            longest, rows = yield from gather_rows(selection, values, padding)
-            if (made := library.average_pairs(rows, longest, padding)) is not None:
-                size = torch.tensor(made[0].numel(), device="cpu")
-                return Update(*made, selection.indices, None, rows[:, 0].long(), size)
-            picks = read_picks(rows, longest, selection, values, padding)
-        else:
-            picks = yield from gather_picks(selection, values, padding)
+        if library is not None and (made := library.average_pairs(rows, longest, padding)) is not None:
+            size = torch.tensor(made[0].numel(), device="cpu")
+            return Update(*made, selection.indices, None, rows[:, 0].long(), size)
+        picks = read_picks(rows, longest, selection, values, padding)
         assert picks.values is not None
         if ctx.disjoint:
             union, size = picks.joined(), picks.counts.sum()

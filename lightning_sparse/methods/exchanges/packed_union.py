@@ -25,7 +25,7 @@ from lightning_sparse.methods.exchanges.base import (
 )
 from lightning_sparse.methods.exchanges.reduce_union import union_of
 from lightning_sparse.ops import compiled, on_device, pad, places_of, static_shapes, take, under
-from lightning_sparse.ops.c.native import NativePicks
+from lightning_sparse.ops.c.native import Native
 from lightning_sparse.ops.form import (
     CLASS_BITS,
     CLASSES,
@@ -179,7 +179,7 @@ class InC(Plain):
         library: what has been compiled.
     """
 
-    def __init__(self, library: NativePicks) -> None:
+    def __init__(self, library: Native) -> None:
         self._library = library
 
     def tell(self, acc: Tensor, selection: Selection, most: int, form: Form, ctx: Context) -> Tensor:

@@ -6,11 +6,9 @@ that were sent leave the residual when the step is known to count (:meth:`Memory
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import reduce
 from typing import Any, ClassVar
 
 import torch
@@ -19,10 +17,12 @@ from torch import Tensor
 from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.registry import Registry
 from lightning_sparse.core.step import Absorbed, Context, Update
+from lightning_sparse.ops import advance_ as advance_  # as memories need it
 from lightning_sparse.ops import all_finite, static_shapes, subtract_at_, zeros
+from lightning_sparse.ops.reference import PIECE
 
-HOST_PIECE, DEVICE_PIECE = 1 << 15, 1 << 24
-"""Elements processed at once: temporaries stay in cache on the CPU, and below 64 MiB on a device."""
+HOST_PIECE = 1 << 15
+"""Elements processed at once on the CPU: temporaries stay in cache."""
 
 
 class Memory(ABC):
@@ -294,36 +294,9 @@ class CountedFeedback(Feedback):
         return {"steps": state.steps}
 
 
-def advance_(vectors: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-    """Replace vectors by values at the coordinates where all values are finite.
-
-    Args:
-        vectors: of one length, changed in place.
-        values: one for each vector, of its dtype.
-
-    Returns:
-        () bool: True if all values are finite.
-
-    Example:
-        >>> momentum, residual = torch.zeros(2, 2).unbind()
-        >>> advance_([momentum, residual], [torch.tensor([1.0, 2.0]), torch.tensor([3.0, torch.inf])])
-        tensor(False)
-        >>> momentum, residual
-        (tensor([1., 0.]), tensor([3., 0.]))
-    """
-    if not static_shapes(vectors[0].device) and all(map(all_finite, values)):
-        for vector, value in zip(vectors, values, strict=True):
-            vector.copy_(value)
-        return torch.ones((), dtype=torch.bool, device="cpu")
-    finite = reduce(torch.logical_and, [value.abs() < math.inf for value in values])
-    for vector, value in zip(vectors, values, strict=True):
-        torch.where(finite, value, vector, out=vector)
-    return finite.all()
-
-
 def pieces(x: Gradient) -> Iterator[tuple[slice, Tensor]]:
     """Iterate over a gradient in pieces so small that temporaries stay in cache."""
-    return x.cut(DEVICE_PIECE if static_shapes(x.device) else HOST_PIECE)
+    return x.cut(PIECE if static_shapes(x.device) else HOST_PIECE)
 
 
 def take_out_(acc: Tensor, update: Update, skipped: Tensor | None = None) -> None:

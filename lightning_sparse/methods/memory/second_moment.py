@@ -13,10 +13,10 @@ from torch import Tensor
 
 from lightning_sparse.core.checks import check_eps, check_share
 from lightning_sparse.core.layout import Gradient
-from lightning_sparse.core.step import Absorbed, Candidates, Context, Update
+from lightning_sparse.core.step import Absorbed, Context, Update
 from lightning_sparse.methods.memory.base import MEMORIES, CountedFeedback, CountedState, Memory
 from lightning_sparse.methods.memory.residual import Residual
-from lightning_sparse.ops import Weights, divisors, on_device, static_shapes, weigh_, zeros
+from lightning_sparse.ops import Weights, divisors, weigh_, zeros
 from lightning_sparse.ops.length import FOLLOWED, SIZE, joint_norm, measure
 
 
@@ -145,22 +145,11 @@ class SecondMoment(CountedFeedback):
         Coordinates are selected by ``acc / (sqrt(v + (acc s / L)^2) + eps s)^(1/2)``, ``s = sqrt(1 - beta2^t)``: v is
         not corrected for its start at 0.
         """
-        acc, second, damp = state.residual, state.second, damping(ctx.density)
-        units, score = self.units(state, grad.pieces, ctx.density), grad.room(acc.dtype)
+        acc, second, score = state.residual, state.second, grad.room(state.residual.dtype)
+        units = self.units(state, grad.pieces, ctx.density)
         torch.pow(self.beta2, state.steps + 1, out=state.power)
-        if static_shapes(acc.device):
-            numbers = units, state.power, self.beta2, self.eps, damp
-            finite = on_device.weigh_(acc[:-1], second[:-1], score, grad.runs, *numbers, ctx.candidates)
-            return Absorbed(acc, finite, score, second)
-        take, carry, _ = units.tolist()
-        for run in grad.runs if take != 1 else ():
-            run.mul_(take)
-        if carry != 1:
-            acc.mul_(carry)
-            second.mul_(carry**2)
-        start = (1 - state.power).sqrt().item()
-        by = Weights(self.beta2, 1 - self.beta2, self.eps * start, start * damp)
-        finite = weigh_(acc[:-1], second[:-1], score, grad.runs, by, ctx.candidates or Candidates())
+        by = Weights(units, state.power, self.beta2, self.eps, damping(ctx.density))
+        finite = weigh_(acc[:-1], second[:-1], score, grad.runs, by, ctx.candidates)
         return Absorbed(acc, finite, score, second)
 
     def units(self, state: SecondMomentState, pieces: Sequence[Tensor], density: float) -> Tensor:

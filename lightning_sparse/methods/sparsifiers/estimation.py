@@ -179,6 +179,30 @@ def initial_threshold(density: float, numel: int, device: torch.device, method: 
     return torch.full((), 1 / (2 * math.sqrt(k)), dtype=torch.float64, device=device)
 
 
+def pick_by_controller(
+    acc: Tensor, threshold: Tensor, span: Span, longest: int, ctx: Context, beta: float, gamma: float
+) -> tuple[Selection, Tensor]:
+    """Select in a range by the published rule of MiCRO and ExDyna.
+
+    Args:
+        acc: (numel,) finite accumulator.
+        threshold: () float64 of the previous step.
+        span: range of this rank.
+        longest: coordinates of a range, at most; equal on all ranks, since messages must be equally long.
+        ctx: the step.
+        beta: see :func:`follow`.
+        gamma: see there.
+
+    Returns:
+        The selection, of at least one coordinate, and the threshold of this step.
+    """
+    k = max(1, int(ctx.density * acc.numel()))
+    kept = follow(threshold, ctx.counts, k, beta, gamma)
+    capacity = min(longest, CAPACITY * -(-k // ctx.world_size))
+    selection = reaching(acc, kept * ctx.surplus, capacity, ctx.step, span)
+    return force_one(selection, *span, ctx.step), kept
+
+
 def force_one(selection: Selection, first: int | Tensor, last: int | Tensor, step: int) -> Selection:
     """Replace an empty selection by coordinate ``first + step mod (last - first)``, as the released code does."""
     place, indices, count = first + step % (last - first), selection.indices, selection.count

@@ -15,14 +15,11 @@ from lightning_sparse.core.step import Agreement, Context
 from lightning_sparse.methods.density import count
 from lightning_sparse.methods.sparsifiers.base import SPARSIFIERS, Selected, Sparsifier
 from lightning_sparse.methods.sparsifiers.estimation import (
-    CAPACITY,
     check_controller,
     check_variant,
-    follow,
-    force_one,
     initial_threshold,
+    pick_by_controller,
     pick_jointly,
-    reaching,
 )
 
 PUBLISHED_BLOCKS = 1024
@@ -131,13 +128,10 @@ class ExDyna(Sparsifier):
         spans = self.ranges(acc.numel(), state, ctx)
         if state.threshold is None:
             return (yield from pick_jointly(acc, spans, count(ctx.density, acc.numel()), ctx)), state
-        k = max(1, int(ctx.density * acc.numel()))
-        kept = follow(state.threshold, ctx.counts, k, self.beta, self.gamma)
-        threshold = kept * ctx.surplus
         first, last = spans[ctx.rank]
-        capacity = min(acc.numel(), CAPACITY * -(-k // ctx.world_size))
-        selection = reaching(acc, threshold, capacity, ctx.step, (first, last))
-        return force_one(selection, first, last, ctx.step), state._replace(threshold=kept)
+        given = (first, last), acc.numel(), ctx, self.beta, self.gamma
+        selection, kept = pick_by_controller(acc, state.threshold, *given)
+        return selection, state._replace(threshold=kept)
 
     def ranges(self, numel: int, state: Partition, ctx: Context) -> Tensor:
         """Return the ranges by rank: rank i has range ``(t + i) mod n``."""

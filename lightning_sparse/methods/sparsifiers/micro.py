@@ -13,14 +13,11 @@ from lightning_sparse.core.step import Agreement, Context
 from lightning_sparse.methods.density import count
 from lightning_sparse.methods.sparsifiers.base import SPARSIFIERS, Selected, Sparsifier
 from lightning_sparse.methods.sparsifiers.estimation import (
-    CAPACITY,
     check_controller,
     check_variant,
-    follow,
-    force_one,
     initial_threshold,
+    pick_by_controller,
     pick_jointly,
-    reaching,
 )
 
 
@@ -100,14 +97,9 @@ class MiCRO(Sparsifier):
             spans = _spans(numel, ctx, acc.device)
             return (yield from pick_jointly(acc, spans, count(ctx.density, numel), ctx, (first, last))), None
         assert state is not None
-        k = max(1, int(ctx.density * acc.numel()))
-        kept = follow(state, ctx.counts, k, self.beta, self.gamma)
-        threshold = kept * ctx.surplus
         first, last = self.ranges(acc.numel(), state, ctx)[ctx.rank].tolist()
-        # Of the longest range, not of the own one: messages must be equally long on all ranks.
-        capacity = min(-(-acc.numel() // ctx.world_size), CAPACITY * -(-k // ctx.world_size))
-        selection = reaching(acc, threshold, capacity, ctx.step, (first, last))
-        return force_one(selection, first, last, ctx.step), kept
+        longest = -(-acc.numel() // ctx.world_size)
+        return pick_by_controller(acc, state, (first, last), longest, ctx, self.beta, self.gamma)
 
     def ranges(self, numel: int, state: Tensor | None, ctx: Context) -> Tensor:
         """Return ranges of ``numel // n`` coordinates, one more in the first ``numel mod n``; always on the CPU."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_sparse.core.step import Agreement, Context, Selection
 from lightning_sparse.methods.density import count
 from lightning_sparse.methods.sparsifiers.base import SPARSIFIERS, Sparsifier
-from lightning_sparse.ops import top_k
+from lightning_sparse.ops import pad, top_k
 
 
 @SPARSIFIERS.register
@@ -55,7 +55,5 @@ class SharedTopK(Sparsifier):
         else:
             picked = top_k(acc, 1)[: int(turn < k)]
             slots, total = 1, k
-        indices = torch.full((slots,), numel, device=acc.device)
-        indices[: picked.numel()] = picked
         picks = torch.full((), picked.numel(), device=acc.device)
-        return Selection(indices, picks, aligned=True, total=total), state
+        return Selection(pad(picked, slots, numel), picks, aligned=True, total=total), state

@@ -12,7 +12,7 @@ from lightning_sparse.core.checks import check_integer
 from lightning_sparse.core.step import Agreement, Context, Selection
 from lightning_sparse.methods.density import count
 from lightning_sparse.methods.sparsifiers.base import SPARSIFIERS, Sparsifier
-from lightning_sparse.ops import top_k_of_blocks
+from lightning_sparse.ops import pad, top_k_of_blocks
 
 
 @SPARSIFIERS.register
@@ -63,11 +63,9 @@ class StripedTopK(Sparsifier):
         stripe = (ctx.rank + ctx.step) % n
         shares = even_shares(k, [rounds * block + min(block, max(0, left - s * block)) for s in range(n)])
         share = shares[stripe]
-        indices = torch.full((max(shares),), numel, device=acc.device)
-        if share:
-            indices[:share] = top_k_of_blocks(acc, share, stripe * block, block, n * block)
+        picked = top_k_of_blocks(acc, share, stripe * block, block, n * block) if share else acc[:0].long()
         picks = torch.full((), share, device=acc.device)
-        return Selection(indices, picks, aligned=True, total=k), state
+        return Selection(pad(picked, max(shares), numel), picks, aligned=True, total=k), state
 
 
 def even_shares(k: int, owned: list[int]) -> list[int]:

@@ -75,31 +75,22 @@ def written(*tensors: Tensor) -> None:
 
 
 def space(use: str, size: int, dtype: torch.dtype) -> Tensor:
-    """A buffer of this thread, at least as long; touched as far as it is used."""
-    return _kept(use, size, dtype)[0]
+    """A buffer of this thread, at least as long; touched as far as it is used, and zero before that."""
+    buffer: Tensor | None = _buffers.__dict__.get(use)
+    if buffer is None or len(buffer) < size:
+        # In large pages, untouched; of at least one element, because an empty vector cannot be viewed.
+        buffer = torch.from_numpy(np.zeros(max(1, size) * dtype.itemsize, np.uint8)).view(dtype)
+        _buffers.__dict__[use] = buffer
+    return buffer
 
 
 def address(use: str, size: int, dtype: torch.dtype) -> int:
     """Where such a buffer lies."""
-    return _kept(use, size, dtype)[1]
+    return space(use, size, dtype).data_ptr()
 
 
-def zeros(use: str, size: int) -> int:
-    """Where a buffer of this thread lies that is zero whenever nobody works with it."""
-    return _kept(use, size, torch.uint8)[1]
-
-
-def _kept(use: str, size: int, dtype: torch.dtype) -> tuple[Tensor, int]:
-    kept: tuple[Tensor, int] | None = _buffers.__dict__.get(use)
-    if kept is None or len(kept[0]) < size:
-        # In large pages, untouched; of at least one element, because an empty vector cannot be viewed.
-        buffer = torch.from_numpy(np.zeros(max(1, size) * dtype.itemsize, np.uint8)).view(dtype)
-        kept = _buffers.__dict__[use] = buffer, buffer.data_ptr()
-    return kept
-
-
-class NativePicks:
-    """The library's functions on picks.
+class Native:
+    """The functions of the library: on vectors, as :mod:`~lightning_sparse.ops.host` says it, and on picks.
 
     For the form of messages see :mod:`~lightning_sparse.methods.exchanges.packed_union`.
 
@@ -109,6 +100,7 @@ class NativePicks:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
+        declare(library)
 
     def take(self, values: Tensor, indices: Tensor) -> Tensor:
         """``values[indices]``, of float32 and int64."""
@@ -157,7 +149,7 @@ class NativePicks:
         """
         joined = torch.cat(list(places))
         flags = None if spare is None else torch.cat(list(spare))
-        lengths, named = _lengths(places), ctypes.c_int64()
+        lengths, named = torch.tensor([len(part) for part in places], device="cpu"), ctypes.c_int64()
         union, largest, said = _space_for_union(len(joined))
         size = self._library.ls_unite(
             at(joined), at(levels), at(flags), at(lengths),
@@ -227,7 +219,8 @@ class NativePicks:
         return None if found < 0 else (union[:found], totals[:found])
 
     def _table(self) -> int:
-        return zeros("table", self._library.ls_table())
+        """Where a table lies: zero whenever nobody works with it."""
+        return address("table", self._library.ls_table(), torch.uint8)
 
     def round(
         self,
@@ -280,41 +273,6 @@ class NativePicks:
             at(words), at(units), at(tops), units.numel(), n, low, wide, parts, at(values), at(second)
         )
         return values, second
-
-
-def _refuse_outside(outside: bool, x: Tensor) -> None:
-    """Raise if an index was outside of a vector."""
-    if outside:
-        raise IndexError(f"an index is outside of a vector of {x.numel()}")
-
-
-def _lengths(parts: Sequence[Tensor]) -> Tensor:
-    return torch.tensor([len(part) for part in parts], device="cpu")
-
-
-def _limit(limit: int | None) -> int:
-    return 1 << 62 if limit is None else limit
-
-
-def _space_for_union(total: int) -> tuple[Tensor, Tensor, int]:
-    """For coordinates and levels of at most so many picks, and where to write what is said of them."""
-    size = total + SLACK
-    union = torch.empty(size, dtype=torch.int64, device="cpu")
-    return union, torch.empty(size, dtype=torch.int32, device="cpu"), address("said", size, torch.uint16)
-
-
-class Native:
-    """The functions of the library on vectors; what they compute is said in :mod:`~lightning_sparse.ops.host`.
-
-    Args:
-        library: as :func:`~lightning_sparse.ops.c.library.load` gives it.
-    """
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
-        declare(library)
-        self.picks = NativePicks(library)
-        """The functions on picks."""
 
     def form(
         self,
@@ -399,6 +357,23 @@ class Native:
             at(places), at(marks), address("chosen", 2 * size + 2 * SLACK, torch.uint32), ctypes.byref(reached),
         )  # fmt: skip
         return (places[:count], marks[:count], reached.value) if count else None
+
+
+def _refuse_outside(outside: bool, x: Tensor) -> None:
+    """Raise if an index was outside of a vector."""
+    if outside:
+        raise IndexError(f"an index is outside of a vector of {x.numel()}")
+
+
+def _limit(limit: int | None) -> int:
+    return 1 << 62 if limit is None else limit
+
+
+def _space_for_union(total: int) -> tuple[Tensor, Tensor, int]:
+    """For coordinates and levels of at most so many picks, and where to write what is said of them."""
+    size = total + SLACK
+    union = torch.empty(size, dtype=torch.int64, device="cpu")
+    return union, torch.empty(size, dtype=torch.int32, device="cpu"), address("said", size, torch.uint16)
 
 
 def _scratch(room: int) -> Found:

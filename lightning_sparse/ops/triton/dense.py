@@ -1,4 +1,8 @@
-"""The passes over whole groups: add the gradient to acc, and what happens to all of a vector only if a flag is set."""
+"""The passes over whole groups: add the gradient to acc, form second moments and scores, and note what may be picked.
+
+What second moments and scores mean is said in :class:`~lightning_sparse.SecondMoment`. Besides, what happens to all of
+a vector only if a flag is set.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_sparse.ops.triton.launch import PROGRAMS, TILE, Share, launch
-from lightning_sparse.ops.triton.second import TINY, _at, _put
+from lightning_sparse.ops.reference import Weights
+from lightning_sparse.ops.triton.launch import PICKS, PROGRAMS, TILE, Share, launch
+
+MOST = tl.constexpr(3.4028234663852886e38)
+"""The largest float32."""
+TINY = tl.constexpr(1.401298464324817e-45)
+"""The smallest above 0."""
+
+
+@triton.jit
+def _at(x, i, numel, WHOLE: tl.constexpr):
+    """Elements of a tile; without a mask, 128 bits are read at once."""
+    if WHOLE:  # noqa: SIM108
+        found = tl.load(x + i)
+    else:
+        found = tl.load(x + i, mask=i < numel, other=0.0)
+    return found
+
+
+@triton.jit
+def _put(x, i, value, numel, WHOLE: tl.constexpr):
+    if WHOLE:
+        tl.store(x + i, value)
+    else:
+        tl.store(x + i, value, mask=i < numel)
 
 
 @triton.jit
@@ -134,11 +161,136 @@ def _choose(flag, yes, no, out, sizes, SIZE: tl.constexpr):
         tl.store(out[part] + i, tl.where(chosen, first, second), mask=inside)
 
 
-MOST_CHOSEN = 512
-"""Longest tensor that :func:`choose` takes."""
-
-
 def choose(flag: Tensor, yes: tuple[Tensor, ...], no: tuple[Tensor, ...], out: tuple[Tensor, ...]) -> None:
     """``out[i] = yes[i] if flag else no[i]`` for short tensors, of equal shapes and dtypes for each i, at once."""
     size = triton.next_power_of_2(max((x.numel() for x in out), default=1))
     launch(_choose, 1, flag, yes, no, out, tuple(x.numel() for x in out), SIZE=size, warps=4)
+
+
+@triton.jit
+def _score(x, second, least, damping):
+    """``x / sqrt(sqrt(second + (damping x)^2) + least)``, each operation rounded by itself."""
+    waited = x * damping
+    within = second + waited * waited
+    return tl.div_rn(x, tl.sqrt_rn(tl.sqrt_rn(tl.where(within > MOST, MOST, within)) + least))
+
+
+@triton.jit
+def _least(power, EPS: tl.constexpr):
+    """Return the stand-in for Adam's eps beside roots that are not corrected, see :meth:`.SecondMoment.absorb_`."""
+    return (tl.sqrt(1.0 - tl.load(power)) * tl.full((), EPS, tl.float64)).to(tl.float32)
+
+
+@triton.jit
+def _damp(power, damping):
+    """Return the factor of magnitudes beside roots that are not corrected, see :meth:`.SecondMoment.absorb_`."""
+    return (tl.sqrt(1.0 - tl.load(power)) * damping).to(tl.float32)
+
+
+@triton.jit
+def _moments(acc, second, grad, units, add, i, left, WHOLE: tl.constexpr):
+    """Form a tile of accumulator and second moment, where the former is finite; return both, and what it would be."""
+    given = _at(grad, i, left, WHOLE)
+    take = tl.load(units).to(tl.float32).to(grad.dtype.element_ty).to(tl.float32)
+    wide = (given.to(tl.float32) * take).to(grad.dtype.element_ty).to(tl.float32)
+    before = _at(acc, i, left, WHOLE)
+    formed = wide + before * tl.load(units + 1).to(tl.float32)
+    finite = tl.abs(formed) < float("inf")
+    x = tl.where(finite, formed, before)
+    _put(acc, i, x, left, WHOLE)
+    before = _at(second, i, left, WHOLE)
+    moment = before * tl.load(units + 2).to(tl.float32) + (wide * add) * wide
+    moment = tl.where(moment > MOST, MOST, moment)  # squares overflow where gradients do not
+    moment = tl.where(finite, moment, before)
+    _put(second, i, moment, left, WHOLE)
+    return x, moment, formed
+
+
+@triton.jit(do_not_specialize=["numel", "per"])
+def _weigh(
+    acc, second, score, grad, words, counts, finite, bound, power, units, add, damping, numel, per,
+    EPS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Form all three and note which scores reach the bound, as :func:`_form` does."""
+    pid = tl.program_id(0)
+    row = tl.arange(0, TILE // 32)
+    lane = tl.arange(0, 32)
+    i = row[:, None] * 32 + lane[None, :]
+    reach = tl.maximum(tl.load(bound), TINY)
+    least = _least(power, EPS)
+    damp = _damp(power, damping)
+    found = tl.zeros((TILE // 32,), tl.int32)  # added up behind the loop; what is not finite, in the upper half
+    for tile in range(pid * per, tl.minimum((pid + 1) * per, tl.cdiv(numel, TILE))):
+        start = tile * TILE
+        left = numel - start
+        vectors = acc + start, second + start, grad + start
+        if left >= TILE:
+            x, moment, formed = _moments(*vectors, units, add, i, left, True)
+        else:
+            x, moment, formed = _moments(*vectors, units, add, i, left, False)
+        value = _score(x, moment, least, damp)
+        if left >= TILE:
+            _put(score + start, i, value, left, True)
+        else:
+            _put(score + start, i, value, left, False)
+        reached = (tl.abs(value) >= reach).to(tl.int32)
+        tl.store(words + tile * (TILE // 32) + row, tl.sum(reached << lane[None, :], axis=1))
+        found += tl.sum(reached + (((tl.abs(formed) < float("inf")).to(tl.int32) ^ 1) << 16), axis=1)
+    if tl.max(found) > 0xFFFF:
+        tl.store(finite, 0)
+    tl.store(counts + pid, tl.sum(found & 0xFFFF))
+
+
+def weigh_(
+    acc: Tensor,
+    second: Tensor,
+    score: Tensor,
+    grad: Tensor,
+    by: Weights,
+    words: Tensor,
+    counts: Tensor,
+    finite: Tensor,
+    bound: Tensor,
+) -> None:
+    """Form accumulator, second moment and score, and note what will probably be picked; 24 bytes a coordinate.
+
+    Args:
+        acc: (numel,) float32, changed in place; a coordinate that would not be finite is left as it is, and so is
+            its second moment.
+        second: (numel,) float32 second moments, changed in place.
+        score: (numel,) float32, overwritten; the gradient's own place, or another one.
+        grad: (numel,) float32, bfloat16 or float16.
+        by: numbers.
+        words: int32, a bit for each coordinate, rounded up to tiles: which scores reach the bound, but for
+            zeros.
+        counts: (programs,) int32, how many do so, by program.
+        finite: (1,) int32, set to 0 if some of acc would not be finite, else left as it is.
+        bound: () float32.
+    """
+    share = Share.of(acc.numel())
+    launch(
+        _weigh, share.programs, acc, second, score, grad, words, counts, finite, bound, by.power, by.units,
+        1 - by.beta2, by.damping, acc.numel(), share.per, EPS=by.eps, TILE=TILE,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["slots"])
+def _divide(second, values, power, divisor, slots, damping, EPS: tl.constexpr, PICKS: tl.constexpr):
+    """See :meth:`.SecondMoment._divisor`."""
+    slot = tl.program_id(0) * PICKS + tl.arange(0, PICKS)
+    inside = slot < slots
+    correction = (1.0 - tl.load(power)).to(tl.float32)
+    waited = tl.abs(tl.load(values + slot, mask=inside, other=0.0)) * damping
+    within = tl.div_rn(tl.load(second + slot, mask=inside, other=0.0), correction) + waited * waited
+    root = tl.sqrt_rn(tl.where(within == within, tl.where(within > MOST, MOST, within), 1.0))
+    tl.store(divisor + slot, tl.where(waited > root, waited, root) + EPS, mask=inside)
+
+
+def divisors(second: Tensor, values: Tensor, power: Tensor, eps: float, damping: float) -> Tensor:
+    """Return the (u,) divisors of (u,) averages, all float32; see :meth:`.SecondMoment.divisors`."""
+    divisor = torch.empty_like(values)
+    launch(
+        _divide, -(-values.numel() // PICKS), second, values, power, divisor, values.numel(), damping, EPS=eps,
+        PICKS=PICKS, warps=4,
+    )  # fmt: skip
+    return divisor

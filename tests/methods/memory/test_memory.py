@@ -626,7 +626,7 @@ def test_alone_at_full_density_it_is_adam_and_adamw(settings: dict[str, float]) 
 
 def test_a_group_is_worked_on_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = adam_steps("Adam", ls.AdamCorrection(), 5)[0]
-    for name in ("HOST_PIECE", "DEVICE_PIECE"):
+    for name in ("HOST_PIECE", "PIECE"):
         monkeypatch.setattr(sys.modules["lightning_sparse.methods.memory.base"], name, 3)
     assert torch.equal(adam_steps("Adam", ls.AdamCorrection(), 5)[0], whole)
 
