@@ -139,23 +139,30 @@ def test_the_largest_and_those_of_a_stripe_are_picked(
         assert float(s.bound) <= float(x.abs()[expected].min())
 
 
-def test_levels_of_more_ranks_than_a_block_holds_are_raised() -> None:
-    numel, n = 40, 600
+def test_levels_of_more_ranks_than_a_block_holds_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_packed, "MOST_RANKS", 16)
+    numel, n = 40, 20
     acc, second = torch.ones(numel + 1), torch.ones(numel + 1)
     acc[-1] = 0
     indices = torch.tensor([3, 8, 20])
     selection = Selection(indices, torch.tensor(3), aligned=True, spare=torch.zeros(3, dtype=torch.bool))
     form, lanes = Form.of(numel, 3, codes=True), Lanes.of(n, True)
     ctx = Context(0, 0.1, 0, n, second=second, finite=torch.tensor(True))
-    rows = [packed_union.PLAIN.tell(acc * by, selection, lanes.most, form, ctx) for by in (1.0, 64.0)]
-    told = torch.stack([rows[0]] * (n - 1) + [rows[1]])  # the last rank has larger values
+    # The last rank has larger values, and tells them of other coordinates.
+    others = selection._replace(indices=indices + 1)
+    rows = [
+        packed_union.PLAIN.tell(acc * by, picked, lanes.most, form, ctx)
+        for by, picked in ((1.0, selection), (64.0, others))
+    ]
+    told = torch.stack([rows[0]] * (n - 1) + [rows[1]])
     found = []
     for by in (triton_packed.Packed(), packed_union.PLAIN):
         with static_path():
             met = by.meet(told, selection, form, ctx)
             found.append(by.round(acc, met, lanes, ctx))
-    assert torch.equal(found[0].units[:3], found[1].units[:3])
-    assert torch.equal(found[0].words[:3], found[1].words[:3])
+    assert len(set(found[1].units[:6].tolist())) == 1
+    assert torch.equal(found[0].units[:6], found[1].units[:6])
+    assert torch.equal(found[0].words[:6], found[1].words[:6])
 
 
 def test_a_second_search_finds_what_the_first_one_left() -> None:
