@@ -207,7 +207,8 @@ class Engine(EngineView):
 
         Averages of sparsified gradients hold what has waited for many steps, and to clip them shortens steps at random.
         With ``messages="step"`` the norm is that of all gradients of this rank, and local work begins when all of them
-        are here; with "group", each group is clipped to its share.
+        are here; with "group", each group is clipped to its share. Gradients of dense steps are clipped as well,
+        also on one rank.
 
         Args:
             limit: above 0, for averages over ranks; each rank's norm or values are clipped to ``sqrt(n)`` times that.
@@ -279,15 +280,17 @@ class Engine(EngineView):
         """Average DDP's buckets just as DDP does without a hook, until groups change; for plans that are all dense.
 
         Refused, with nothing changed, before residuals have been sent (in the first valid step of a dense plan), with
-        memories that do more for dense groups than nothing, such as momentum, with ``delay=1``, and between nodes. What
-        is then still remembered, of parameters that the step did not use and of rounding, is kept until groups change
-        again. Collective: all ranks get the same answer.
+        memories that do more for dense groups than nothing, such as momentum, with ``delay=1``, between nodes, and
+        while gradients are clipped by :meth:`clip_gradients`. What is then still remembered, of parameters that the
+        step did not use and of rounding, is kept until groups change again. Collective: all ranks get the same answer.
 
         Args:
             for_good: forget second moments and whatever else only sparse steps need.
         """
         simple = isinstance(self.settings.memory_in_use.for_dense(), NoMemory)
         if not simple or self.entrance is not self.router or not all(group.plan.dense for group in self.groups):
+            return False
+        if self.router.clipping.chosen:  # in groups
             return False
         if not all(self.all_gather_object(all(group.sent for group in self.groups))):
             return False
@@ -375,6 +378,8 @@ class Engine(EngineView):
                     "DDP do so by themselves, between two steps.)"
                 )
             self._binding.begin_step()
+            if self.direct and self.router.clipping.chosen:  # DDP's own averages are clipped nowhere
+                self.router.regroup(self.plan, self.messages)
             if not self._compared_kernels:
                 self._compare_kernels()
             for observer in self.observers:

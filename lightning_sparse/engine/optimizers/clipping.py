@@ -94,6 +94,11 @@ class GradientClipping:
         return {key: limit for key, limit in list(self.limits.items()) if limit.in_place}
 
     @property
+    def chosen(self) -> bool:
+        """True if gradients are clipped by the user's choice, whatever would be done to averages."""
+        return any(not limit.in_place and limit.clipping.limit < math.inf for limit in list(self.limits.values()))
+
+    @property
     def takes_over(self) -> bool:
         """True if averages are clipped for the last time: gradients are, from the next step on."""
         return any(self.acting.isdisjoint(limit.names) for limit in self.in_place.values())
