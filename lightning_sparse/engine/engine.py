@@ -213,7 +213,9 @@ class Engine(EngineView):
         Args:
             limit: above 0, for averages over ranks; each rank's norm or values are clipped to ``sqrt(n)`` times that.
             algorithm: "norm" or "value".
-            optimizer: clip the gradients of its parameters together, apart from others; None: those of all parameters.
+            optimizer: clip the gradients of its parameters together, apart from others, also of those that it gets
+                later, once it is bound. Its limit takes the place of those of optimizers that were bound before. None:
+                those of all parameters.
 
         Raises:
             ValueError: for a limit or an algorithm that cannot be, or something that is no optimizer.
