@@ -208,12 +208,15 @@ class Engine(EngineView):
 
         An average of sparsified gradients is a sum over many steps, and clipping it would shorten steps at random.
         With ``messages="step"`` the norm is that of all gradients of this rank, and local work begins when all of them
-        are here; with "group", each group is clipped to its share.
+        are here; with "group", each group is clipped to its share. Gradients of dense steps are clipped as well,
+        also on one rank.
 
         Args:
             limit: above 0, for averages over ranks; each rank's norm or values are clipped to ``sqrt(n)`` times that.
             algorithm: "norm" or "value".
-            optimizer: clip the gradients of its parameters together, apart from others; None: those of all parameters.
+            optimizer: clip the gradients of its parameters together, apart from others, also of those that it gets
+                later, once it is bound. Its limit takes the place of those of optimizers that were bound before. None:
+                those of all parameters.
 
         Raises:
             ValueError: for a limit or an algorithm that cannot be, or something that is no optimizer.
@@ -280,15 +283,17 @@ class Engine(EngineView):
         """Average DDP's buckets just as DDP does without a hook, until groups change; for plans that are all dense.
 
         Returns False, with nothing changed, before residuals have been sent (in the first valid step of a dense plan),
-        with memories that also act on dense groups, such as momentum, with ``delay=1``, and between nodes. Residuals
-        that are still left, of parameters that the step did not use and of rounding, are kept until groups change
-        again. Collective: all ranks get the same answer.
+        with memories that also act on dense groups, such as momentum, with ``delay=1``, between nodes, and while
+        gradients are clipped by :meth:`clip_gradients`. Residuals that are still left, of parameters that the step did
+        not use and of rounding, are kept until groups change again. Collective: all ranks get the same answer.
 
         Args:
             for_good: forget second moments and other values that only sparse steps need.
         """
         simple = isinstance(self.settings.memory_in_use.for_dense(), NoMemory)
         if not simple or self.entrance is not self.router or not all(group.plan.dense for group in self.groups):
+            return False
+        if self.router.clipping.chosen:  # in groups
             return False
         if not all(self.all_gather_object(all(group.sent for group in self.groups))):
             return False
@@ -376,6 +381,8 @@ class Engine(EngineView):
                     "DDP do so by themselves, between two steps.)"
                 )
             self._binding.begin_step()
+            if self.direct and self.router.clipping.chosen:  # DDP's own averages are clipped nowhere
+                self.router.regroup(self.plan, self.messages)
             if not self._compared_kernels:
                 self._compare_kernels()
             for observer in self.observers:

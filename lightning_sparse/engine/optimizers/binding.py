@@ -258,6 +258,8 @@ class OptimizerBinding:
         Second moments of groups that are new go on from those of the optimizers, where they know none.
         """
         reducer, (adoptions, _) = self._reducer, self._read
+        for optimizer in self.optimizers if reducer.clipping.limits else ():
+            reducer.clipping.follow(id(optimizer), reducer.record.hold(optimizer))
         optimizers = self.optimizers or made_for({id(p) for p in self._parameters.values()})
         decays = decays_of(optimizers)
         if (reducer.adoptions, decays) != self._read or not self.optimizers:
@@ -365,8 +367,10 @@ class OptimizerBinding:
                 f"limit ({page('training')}). memory='residual' leaves clipping to averages.",
             )
         held = self._parameters.keys() if optimizer is None else self._reducer.record.hold(optimizer)
-        key = None if optimizer is None else id(optimizer)
-        self._reducer.clipping.set(Clipping(limit, algorithm), held, key, in_place)
+        key, clipping = None if optimizer is None else id(optimizer), self._reducer.clipping
+        bound = set(map(id, self.optimizers))
+        replaced = clipping.limits.keys() - {None, *bound} if key in bound else frozenset()
+        clipping.set(Clipping(limit, algorithm), held, key, in_place, replaced)
 
     def clip_in_place_of_averages(
         self, limit: float, algorithm: str, optimizer: Optimizer, known: bool = False

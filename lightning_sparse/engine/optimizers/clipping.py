@@ -94,11 +94,23 @@ class GradientClipping:
         return {key: limit for key, limit in list(self.limits.items()) if limit.in_place}
 
     @property
+    def chosen(self) -> bool:
+        """True if gradients are clipped by the user's choice, whatever would be done to averages."""
+        return any(not limit.in_place and limit.clipping.limit < math.inf for limit in list(self.limits.values()))
+
+    @property
     def takes_over(self) -> bool:
         """True if averages are clipped for the last time: gradients are, from the next step on."""
         return any(self.acting.isdisjoint(limit.names) for limit in self.in_place.values())
 
-    def set(self, clipping: Clipping, names: Set[str], key: int | None, in_place: bool = False) -> None:
+    def set(
+        self,
+        clipping: Clipping,
+        names: Set[str],
+        key: int | None,
+        in_place: bool = False,
+        replaced: Set[int | None] = frozenset(),
+    ) -> None:
         """Clip the gradients of these parameters together, from the next step on.
 
         Args:
@@ -106,18 +118,32 @@ class GradientClipping:
             names: of parameters; those without coordinates are left out.
             key: id of the optimizer that holds them; None: all parameters.
             in_place: whether this is in place of clipping averages.
+            replaced: keys of limits that end for these parameters.
 
         Raises:
             ValueError: for a limit or an algorithm that cannot be.
         """
         check_positive(clipping.limit, "limit", infinite=True)
         expect(clipping.algorithm in ALGORITHMS, "algorithm", "'norm' or 'value'", clipping.algorithm)
-        names = frozenset(name for name in names if self._parameters[name].numel())
-        if names:
-            held = [old for old, limit in self.limits.items() if None not in (old, key) and limit.names == names]
-            for old in held:  # another optimizer holds the same parameters now
-                del self.limits[old]
+        if names := self._with_coordinates(names):
+            for old, limit in list(self.limits.items()):
+                if old in replaced or (None not in (old, key) and limit.names == names):
+                    self._hold(old, limit.names - names)  # another optimizer holds them now
             self.limits[key] = Limit(clipping, names, in_place)
+
+    def follow(self, key: int, names: Set[str]) -> None:
+        """Let the limit of an optimizer, given its id, be one of the parameters that it holds now; if it has one."""
+        if key in self.limits:
+            self._hold(key, self._with_coordinates(names))
+
+    def _hold(self, key: int | None, names: Set[str]) -> None:
+        if names:
+            self.limits[key] = self.limits[key]._replace(names=names)
+        else:
+            del self.limits[key]
+
+    def _with_coordinates(self, names: Set[str]) -> Set[str]:
+        return frozenset(name for name in names if self._parameters[name].numel())
 
     def stop_in_place(self, key: int | None) -> None:
         """Clip no more in place of an optimizer's averages, given its id, if that was done."""

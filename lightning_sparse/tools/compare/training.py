@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import os
+import signal
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any, NamedTuple
@@ -175,6 +178,8 @@ def execute(job: Job) -> tuple[Result, list[CurvePoint]]:
 def execute_all(wanted: Iterable[Job], processes: int) -> Iterator[tuple[Result, list[CurvePoint]]]:
     """Train in several processes of one torch thread each, and yield results as they finish.
 
+    Trainings that nobody waits for any more end, after Ctrl-C or an error, and with this process.
+
     Args:
         wanted: the trainings.
         processes: at least 1. With 1, this process does the work.
@@ -192,11 +197,26 @@ def execute_all(wanted: Iterable[Job], processes: int) -> Iterator[tuple[Result,
         finally:
             torch.set_num_threads(before)
         return
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(processes, context, initializer=torch.set_num_threads, initargs=(1,))
-    with pool:
+    others = set(multiprocessing.active_children())
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), initializer=serve) as pool:
         try:
             for future in as_completed([pool.submit(execute, job) for job in wanted]):
                 yield future.result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        except BaseException:
+            for worker in set(multiprocessing.active_children()) - others:
+                worker.terminate()
+            raise
+
+
+def serve() -> None:
+    """Let this process work for its parent: with one torch thread, until that ends it, or is gone itself."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

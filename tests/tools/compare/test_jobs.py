@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
+import os
 from functools import partial
+from multiprocessing.connection import Connection
 
 import pytest
 import torch
@@ -140,3 +143,40 @@ def test_two_processes_find_what_one_finds() -> None:
     assert len(one) == 4
     assert one == two
     assert all(isinstance(point, CurvePoint) for _, points in two.values() for point in points)
+
+
+@pytest.mark.usefixtures("warm_spawn")
+def test_trainings_end_with_whoever_waits_for_them() -> None:
+    short, *long = [Job("digits", 2, 1.0, "dense", seed, steps) for seed, steps in enumerate((1, 10**6, 10**6))]
+    before = set(multiprocessing.active_children())
+    found = execute_all([short, *long], 2)
+    next(found)
+    workers = set(multiprocessing.active_children()) - before
+    found.close()  # as after Ctrl-C
+    assert len(workers) == 2
+    assert not any(worker.is_alive() for worker in workers)
+
+
+def begin_a_training(alive: Connection) -> None:
+    heard, said = multiprocessing.Pipe(duplex=False)
+    multiprocessing.get_context("spawn").Process(target=train_on, args=(said, alive)).start()
+    assert heard.recv() == "begun"
+    os._exit(0)  # without a word to its processes, as when it is killed
+
+
+def train_on(said: Connection, alive: Connection) -> None:
+    training.serve()
+    said.send("begun")
+    execute(Job("digits", 2, 1.0, "dense", 0, 10**6))
+
+
+@pytest.mark.usefixtures("warm_spawn")
+def test_a_training_ends_with_the_process_that_wants_it() -> None:
+    heard, alive = multiprocessing.Pipe(duplex=False)
+    parent = multiprocessing.get_context("spawn").Process(target=begin_a_training, args=(alive,))
+    parent.start()
+    alive.close()
+    parent.join()
+    assert heard.poll(10)  # the training had the other end
+    with pytest.raises(EOFError):
+        heard.recv()
