@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_sparse.engine import pipeline
+from lightning_sparse.ops import on_device
 from lightning_sparse.ops.on_cuda import OnCuda, on_cuda
 from tests.static_path import static_path
 
@@ -101,13 +103,18 @@ def silent() -> Iterator[None]:
 
 @contextmanager
 def in_triton() -> Iterator[OnCuda]:
-    """The path that groups take on a GPU with Triton, on CPU tensors."""
+    """The path that groups take on a GPU with Triton, on CPU tensors.
+
+    Kernels are tried on one block, which takes the interpreter a quarter of the time.
+    """
     assert "triton" in sys.modules
     before = on_cuda.trouble, on_cuda.refused, on_cuda._tried, OnCuda.takes
     on_cuda.trouble, on_cuda.refused, on_cuda._tried = None, {}, set()
     OnCuda.takes = lambda self, x: self.trouble is None  # type: ignore[method-assign]
     try:
-        with static_path():
+        with static_path(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(on_device, "FEW", 1000)
+            patch.setattr(pipeline, "REHEARSED", (1000, 0.25))
             yield on_cuda
     finally:
         on_cuda.trouble, on_cuda.refused, on_cuda._tried, OnCuda.takes = before  # type: ignore[method-assign]

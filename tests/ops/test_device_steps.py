@@ -18,7 +18,6 @@ from lightning_sparse.core.step import Context
 from lightning_sparse.engine import pipeline
 from lightning_sparse.engine.network import drive
 from lightning_sparse.engine.pipeline import exchange_group, settle_group
-from lightning_sparse.ops import on_device
 from lightning_sparse.ops.on_cuda import OnCuda
 from tests.mirror import Mirror
 from tests.ops.device_steps import PARTS, first_of_equal, groups, walk
@@ -44,15 +43,6 @@ KERNELS: list[ModuleType] = [
     triton_values,
 ]  # fmt: skip
 thorough = pytest.mark.thorough
-
-
-@pytest.fixture(autouse=True)
-def one_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What kernels are tried on fits into one block, which takes the interpreter a quarter of the time."""
-    monkeypatch.setattr(on_device, "FEW", 1000)
-    monkeypatch.setattr(pipeline, "REHEARSED", (1000, 0.25))
-
-
 RESIDUAL, ADAM = ls.Residual(), ls.SecondMoment(1 - 2**-10)
 
 
