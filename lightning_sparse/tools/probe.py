@@ -218,7 +218,7 @@ def probe(
         The result; None on ranks other than the first.
 
     Raises:
-        ValueError: for numbers outside their ranges, or one rank only.
+        ValueError: for numbers outside their ranges, one rank only, or devices that this machine has not.
     """
     here = _launched()
     devices, nodes = (known if given is None else given for given, known in zip((devices, nodes), here, strict=True))
@@ -233,7 +233,10 @@ def probe(
         import torch
 
         chosen = "auto" if accelerator != "cpu" and torch.cuda.is_available() else 2
-    fabric = package.Fabric(accelerator=accelerator, devices=chosen, num_nodes=nodes or 1, strategy="ddp")
+    try:
+        fabric = package.Fabric(accelerator=accelerator, devices=chosen, num_nodes=nodes or 1, strategy="ddp")
+    except Exception as error:  # of several kinds
+        raise ValueError(f"Expected an accelerator and devices that this machine has. Lightning: {error}") from error
     fabric.launch()
     links = measure_links(fabric.device, density)
     expected = tuple(expect_on(links, density, parameters, ranks, gbit, rtt))

@@ -93,6 +93,12 @@ def test_a_density_that_cannot_be_is_refused_before_anything_starts(density: Any
         probe.probe(devices=1, accelerator="cpu", density=density)
 
 
+@pytest.mark.parametrize("accelerator", ["tpu", "abacus"])
+def test_devices_that_this_machine_has_not_are_refused(accelerator: str) -> None:
+    with pytest.raises(ValueError, match="Expected an accelerator and devices that this machine has"):
+        probe.probe(devices=2, accelerator=accelerator)
+
+
 def test_many_links_are_told_by_kind() -> None:
     hosts = [rank // 10 for rank in range(20)]
     many = tuple(
