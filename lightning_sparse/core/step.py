@@ -202,6 +202,10 @@ class Candidates:
         same = self._vector is not None and self._vector == _state_of(x)
         return self._found if same and bound >= self._reached else None
 
+    def forget(self) -> None:
+        """Let go of what was found, when a selection has been made."""
+        self._found = None
+
     def take(self, x: Tensor) -> Any:
         """Return what was found, if it is of x, and forget it: a search on a device changes it."""
         found, self._found = self.reaching(x), None

@@ -153,6 +153,8 @@ def exchange_group(
         acc = torch.full_like(acc, float("nan"))
     selection, selector = yield from meter.watch(resolve(sparsifier.select(score, state.selector, ctx)))
     ctx = ctx._replace(second=second)
+    if state.candidates is not None:
+        state.candidates.forget()
     if static_shapes(grad.device):  # scores of 16-bit gradients have a vector of their own, which other groups can take
         del absorbed, given, score
         grad.rooms.clear()

@@ -118,9 +118,9 @@ def test_what_a_residual_costs_beside_model_gradients_and_optimizer(
     sparse = two_ranks(costs, dtype, grouping)[0]
     assert sparse.attached == pytest.approx(4, rel=0.02)  # a float32 vector, whatever the gradients are
     assert sparse.attached == pytest.approx(sparse.told[0], rel=0.02)
-    # And an eighth of the coordinates with their magnitudes at most, which will probably be picked. No copy of
-    # gradients, also where a group lies in several of DDP's buckets.
-    assert -0.3 <= sparse.held - plain.held - 4 <= 1 + 0.3
+    # And what was selected. No copy of gradients, also where a group lies in several of DDP's buckets, and nothing of
+    # the coordinates that would probably be selected.
+    assert -0.3 <= sparse.held - plain.held - 4 <= 0.7
     assert sparse.told[1] == pytest.approx(4, abs=0.01)
     # Within a step: one of a rank's own half of the coordinates, selected coordinates, and messages.
     assert sparse.peak - plain.peak <= 2 + 0.5
