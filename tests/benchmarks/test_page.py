@@ -129,7 +129,8 @@ def test_the_readme_says_of_long_trainings_what_the_results_do() -> None:
         for method in methods:
             apart, own = distance(every[method], every["dense"]), every[method].megabytes
             assert apart is not None and own is not None and dense is not None
-            assert f"{report._apart(apart.mean, apart.error, task)} at 1/{10 * round(dense[0] / own[0] / 10)}" in text
+            share = float(f"{dense[0] / own[0]:.2g}")
+            assert f"{report._apart(apart.mean, apart.error, task)} at 1/{share:.0f}" in text
 
 
 def test_times_to_a_loss_are_steps_times_seconds_beside_denses(made_up: Results, tmp_path: Path) -> None:
