@@ -1,6 +1,6 @@
 """Engines for models that an ``accelerate.Accelerator`` has wrapped: by its user, or by a ``transformers.Trainer``.
 
-:func:`attach` is the way in for its user, as ``lightning_sparse.accelerate``.
+Users call :func:`attach`, as ``lightning_sparse.accelerate``.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ class Accelerated:
         return f"{self._inside(folder)}.json"
 
     def _close(self) -> Left | None:
-        """End; return what is left for the next engine."""
+        """End; return the state for the next engine."""
         left = None
         if self.engine is not None and self.engine.step:
             self.engine.end_batch()
@@ -301,14 +301,14 @@ class AccelerateArguments(StrategyConfig):  # type: ignore[misc]  # see Strategy
 def attach(accelerator: Any, model: Any, optimizer: Any, **keywords: Any) -> Engine | None:
     """Replace the gradient all-reduce of a model that an ``Accelerator`` has prepared. All ranks must call this.
 
-    Model and optimizer, or a list of optimizers, are those that ``accelerator.prepare`` returned. After it,
+    Model and optimizer, or a list of optimizers, are those that ``accelerator.prepare`` returned. After this call,
 
-    - the optimizer is bound: AdamW and momentum step as behind an exchange of sparse averages they should;
-    - ``accelerator.clip_grad_norm_`` and ``clip_grad_value_`` clip each rank's gradients before they wait, where that
+    - the optimizer is bound: steps of AdamW and of momentum are adapted to sparse averages;
+    - ``accelerator.clip_grad_norm_`` and ``clip_grad_value_`` clip each rank's gradients before they wait, if that
       is better than to clip averages (``docs/training.md``);
-    - steps whose gradients are not finite on some rank are skipped on all;
+    - steps whose gradients are not finite on some rank are skipped on all ranks;
     - ``accelerator.save_state`` writes each rank's residuals into the checkpoint's folder, with a marker that is
-      written last, and ``accelerator.load_state`` lets the engine go on with them;
+      written last, and ``accelerator.load_state`` lets the engine continue with them;
     - ``accelerator.end_training`` closes the engine.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The strategies for Fabric of either Lightning package: what all of them share, and that of DDP.
+"""The strategies for Fabric of either Lightning package: their common base, and that of DDP.
 
 Fabric wraps each module in its own DDP, any number of them, and has no communication hooks: every module gets its own
 engine, bound to the optimizers that are set up. The classes translate between Fabric and the engines, and decide
@@ -84,7 +84,7 @@ class SparseFabricMixin(SparseStrategy, ParallelStrategy):
         return next((engine for ddp, engine in self._wrapped if module in (ddp, ddp.module)), None)
 
     def _end_before(self, module: Module) -> tuple[Left | None, dict[str, Any] | None, Totals]:
-        """Close the engine that a module had before; return what it leaves, its profile and its totals."""
+        """Close the engine that a module had before; return its state, its profile and its totals."""
         before = self.engine_of(module)
         if before is None:
             return None, None, Totals()

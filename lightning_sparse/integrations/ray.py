@@ -14,11 +14,11 @@ BY_RAY = {"timeout": "TorchConfig(timeout_s=600)", "process_group_backend": "Tor
 
 
 class RaySparseDDPStrategy(SparseDDPMixin, RayDDPStrategy):  # type: ignore[misc]  # without types
-    """``sparse_ddp`` in workers of Ray Train, as Ray's ``RayDDPStrategy`` is ``ddp`` there.
+    """``sparse_ddp`` in workers of Ray Train, in place of Ray's ``RayDDPStrategy``.
 
     Devices, ranks and the process group are Ray's. Every rank writes its residuals beside the checkpoint that *it*
-    saves: Ray collects the folders of all workers, also from nodes that do not see each other's disks. A worker that is
-    restarted goes on with the residuals in the folder that Ray hands out, on the same or another number of workers.
+    saves: Ray collects the folders of all workers, also from nodes without access to each other's disks. A restarted
+    worker continues with the residuals in the folder that Ray returns, on the same or another number of workers.
 
     All arguments are keywords: the settings of :class:`~lightning_sparse.engine.config.StrategyConfig`, and those of
     Lightning's ``DDPStrategy``.

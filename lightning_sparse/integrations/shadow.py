@@ -34,8 +34,8 @@ SECONDS = 2.0
 class Shadow:
     """Runs sparsifiers on copies of a training's gradients, without any effect on the training.
 
-    Each has its own error feedback (8 bytes for each float32 coordinate and sparsifier), and its messages travel
-    between the real ranks. Residuals have the gradients of the shadow's steps only.
+    Each has its own error feedback (8 bytes for each float32 coordinate and sparsifier), and sends its messages
+    between the real ranks. Residuals contain the gradients of the shadow's steps only.
 
     Args:
         parameters: by name.

@@ -1,4 +1,4 @@
-"""The strategies for the Trainer of either Lightning package: what all of them share, and that of DDP.
+"""The strategies for the Trainer of either Lightning package: their common base, and that of DDP.
 
 Lightning registers communication hooks on CUDA only; here the engine is attached on every device. The classes translate
 between Lightning and the engine and decide nothing.

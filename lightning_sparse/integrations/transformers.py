@@ -1,4 +1,4 @@
-"""The way in for ``transformers.Trainer``, as ``lightning_sparse.huggingface``."""
+"""Connects ``transformers.Trainer``, as ``lightning_sparse.huggingface``."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def prepare_trainer(trainer: Trainer, /, **keywords: Any) -> Trainer:
     The Trainer stays the object it is, of a subclass of its class. From then on,
 
     - ``train()`` attaches the engine to the model that Accelerate has wrapped, and binds the optimizer;
-    - ``max_grad_norm`` (1.0 by default) clips each rank's gradients before they wait, where that is better than to clip
+    - ``max_grad_norm`` (1.0 by default) clips each rank's gradients before they wait, if that is better than to clip
       averages (``docs/training.md``);
     - checkpoints hold every rank's residuals, with a marker that is written last, and
-      ``train(resume_from_checkpoint=...)`` goes on with them; not with ``save_only_model``;
-    - rows of the log with a loss have ``sparse/...`` beside it, in all that the Trainer reports to;
+      ``train(resume_from_checkpoint=...)`` continues with them; not with ``save_only_model``;
+    - rows of the log with a loss also have ``sparse/...``, in all loggers of the Trainer;
     - ``trainer.sparse_engine`` is the engine during and after training.
 
-    With ``push_to_hub``, folders are uploaded before residuals are in them: what comes from the hub resumes without.
+    With ``push_to_hub``, folders are uploaded before residuals are in them: a checkpoint from the hub resumes without.
 
     Returns:
         The given Trainer.
@@ -76,7 +76,7 @@ class SparseDDPCallback(TrainerCallback):  # type: ignore[misc]  # without types
         return self._attached.engine
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Attach to the wrapped model, bind the optimizer, and go on with the residuals of a checkpoint."""
+        """Attach to the wrapped model, bind the optimizer, and continue with the residuals of a checkpoint."""
         self._attached.accelerator = self._trainer.accelerator
         self._attached.attach(self._trainer.model_wrapped, [self._trainer.optimizer], args.max_grad_norm)
         resume, self.resume = self.resume, None
@@ -111,7 +111,7 @@ class SparseDDPCallback(TrainerCallback):  # type: ignore[misc]  # without types
 
 
 class _Prepared:
-    """Lets a Trainer's subclass tell its callback from where it resumes, and log what the callback measures."""
+    """Lets a Trainer's subclass tell its callback from where it resumes, and log the callback's quantities."""
 
     _sparse: SparseDDPCallback
 
@@ -121,7 +121,7 @@ class _Prepared:
         return self._sparse.engine
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as before; the residuals of a checkpoint go on with it."""
+        """Train as before, and continue with the residuals of a checkpoint."""
         self._sparse.resume = resume_from_checkpoint
         return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
 

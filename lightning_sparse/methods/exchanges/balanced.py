@@ -1,4 +1,4 @@
-"""Each rank adds up the picks of one region, and the largest sums go to everyone: Ok-Topk's split and reduce."""
+"""Each rank adds up the selected values of one region, and the largest sums go to all: Ok-Topk's split and reduce."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from lightning_sparse.ops import pad, spread
 @EXCHANGES.register
 @dataclass(frozen=True)
 class Balanced(Exchange):
-    """The k largest sums of what the ranks picked, with traffic that does not grow with the number of ranks.
+    """Send the k largest sums of selected values, with traffic that does not grow with the number of ranks.
 
-    1. The group is cut into n regions that hold about equally many picks: the j-th boundary is the mean over ranks of
-       the coordinate below which a rank has j/n of its picks, if it has any.
-    2. Each rank sends its picks in region j with their values to rank j, which adds them up in rank order.
-    3. Each rank sends the largest sums of its region to everyone, and all keep the k largest of them.
+    1. The group is cut into n regions with about equally many selected coordinates: the j-th boundary is the mean over
+       ranks of the coordinate below which a rank has j/n of its selection, if it has any.
+    2. Each rank sends its selected values in region j to rank j, which adds them up in rank order.
+    3. Each rank sends the largest sums of its region to all ranks, and all keep the k largest of them.
 
-    ``update = (1/n) topk(sum_i scatter(S_i, acc_i[S_i]))`` with k at the target density *for all ranks together*,
-    whatever the ranks picked. Rank i forgets those of its picks that are in the result. As one rank decides about a
-    coordinate for all, nothing is lost.
+    ``update = (1/n) topk(sum_i scatter(S_i, acc_i[S_i]))`` with k at the target density *for all ranks together*, for
+    selections of any size. Rank i removes those of its selected values that are in the result. As one rank decides
+    about a coordinate for all, no value is lost.
 
     Messages have a fixed size. A rank sends at most ``m = ceil(3 k / (2 n))`` pairs to each other one in step 2, and as
-    many in step 3. More than m picks in a region are thinned evenly, what is left out in turns; of more than m sums,
-    the largest go on. Either stays in the residuals. With 4-byte values a rank thus sends at most
+    many in step 3. More than m selected coordinates in a region are thinned evenly, others in each step; of more than m
+    sums, the largest are sent. The rest stays in the residuals. With 4-byte values a rank sends at most
     ``6 k (n - 1) / n`` words of 4 bytes, as the paper says, and 12 (n - 1) more for boundaries, counts and rounding up.
     (The paper sends 2 to 5 k/4 pairs without a limit, balances the lengths of the results, and finds both boundaries
-    and a threshold for the sums anew only every few dozen steps; an exchange has no memory, and here all ranks find the
-    exact k-th largest sum in what they have received.)
+    and a threshold for the sums anew only every few dozen steps. An exchange has no memory: here all ranks find the
+    exact k-th largest of the sums that they have received.)
 
     References:
         Li, Hoefler, Near-Optimal Sparse Allreduce for Distributed Deep Learning (Ok-Topk), PPoPP 2022,

@@ -1,9 +1,9 @@
 """Interface of exchanges, and the one message format that they share.
 
-An exchange decides what a group's ranks tell each other: it makes one update out of the ranks' selections and says what
-each rank has sent. It never sees the network, but yields :mod:`messages <lightning_sparse.core.messages>`. *Own
-release*: a rank forgets what it picked. *Union release*: every rank contributes, and forgets, its values at all
-coordinates that any rank picked. Which of the two it is, the exchange decides.
+An exchange makes one update out of the selections of a group's ranks, and returns the values that each rank has sent.
+It never sees the network, but yields :mod:`messages <lightning_sparse.core.messages>`. *Own release*: a rank removes
+the values that it selected. *Union release*: every rank sends and removes its values at all coordinates that any rank
+selected. The exchange decides which of the two applies.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Exchange(ABC):
 
         Args:
             acc: (numel + 1,) accumulator of this rank; the spare slot is zero. Read only: it is the live residual.
-            selection: what this rank picked.
+            selection: of this rank.
             ctx: the step.
 
         Returns:
-            A coroutine that asks for messages, and ends with the update: equal on all ranks but for what this rank has
-            sent. One that asks for nothing may return the update itself.
+            A coroutine that asks for messages, and ends with the update: equal on all ranks except for the values that
+            this rank has sent. One that asks for nothing may return the update itself.
         """
 
 
@@ -51,7 +51,7 @@ EXCHANGES: Registry[Exchange] = Registry("exchange", Exchange)  # type: ignore[t
 
 
 def as_exchange(exchange: Exchange | str | None, sparsifier: object, memory: object = None) -> Exchange:
-    """Resolve a name, or None to the sparsifier's natural exchange, and check that it goes with what it serves.
+    """Resolve a name, or None to the sparsifier's default, and check that the exchange fits sparsifier and memory.
 
     Args:
         exchange: an instance, a name such as ``"gather_pairs"``, or None.

@@ -1,4 +1,4 @@
-"""All-reduce of everything: what DDP does, with the residual flushed into it."""
+"""All-reduce of all coordinates, as in DDP, with the residual added."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from lightning_sparse.methods.exchanges.base import EXCHANGES, Exchange, reduce_
 @EXCHANGES.register
 @dataclass(frozen=True)
 class Dense(Exchange):
-    """``update = (1/n) sum_i acc_i`` at every coordinate; nothing is left in the residual.
+    """Average all coordinates: ``update = (1/n) sum_i acc_i``; the residual is empty afterwards.
 
-    Accepts every selection and ignores which coordinates it holds. Each rank moves ``2 (n - 1) / n * numel * w`` bytes.
+    It accepts every selection and ignores its coordinates. Each rank moves ``2 (n - 1) / n * numel * w`` bytes for
+    values of w bytes.
     """
 
     accepts: ClassVar[frozenset[Agreement]] = frozenset(Agreement)

@@ -15,14 +15,14 @@ from lightning_sparse.methods.exchanges.base import EXCHANGES, Exchange, reduce_
 @EXCHANGES.register
 @dataclass(frozen=True)
 class FollowLeader(Exchange):
-    """One rank's picks count for all: it tells them to the others, and all contribute their values there.
+    """Send the selection of one rank, the leader, to all, and average the values of all ranks there.
 
-    ``S = S_leader`` with ``leader = t mod n``, ``update[S] = (1/n) sum_i acc_i[S]``, and every rank forgets S. The
-    counts say that every rank picked the leader's k. Each rank moves ``(n - 1) / n 4 k`` bytes of indices (on average
-    over ranks) and ``2 (n - 1) / n k w`` bytes of values of w bytes: cheaper than dense up to a density of 2/3 (4-byte
-    values), whatever n is.
+    ``S = S_leader`` with ``leader = t mod n``, ``update[S] = (1/n) sum_i acc_i[S]``, and every rank removes its values
+    at S. The counts are the leader's k for every rank. Each rank moves ``(n - 1) / n 4 k`` bytes of indices (on average
+    over ranks) and ``2 (n - 1) / n k w`` bytes of values of w bytes. These are fewer bytes than dense up to a density
+    of 2/3 (4-byte values), for any n.
 
-    Selections must have equally many slots on all ranks; those of the followers are not looked at.
+    Selections must have equally many slots on all ranks; those of the other ranks are not read.
 
     References:
         Chen et al., ScaleCom: Scalable Sparsified Gradient Compression for Communication-Efficient Distributed

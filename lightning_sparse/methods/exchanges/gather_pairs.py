@@ -24,11 +24,12 @@ from lightning_sparse.ops import add_up, compiled
 @EXCHANGES.register
 @dataclass(frozen=True)
 class GatherPairs(Exchange):
-    """Every rank sends its own picks with their values; the update sums what was sent.
+    """Send the selected coordinates of every rank with their values; the update is the sum of the values over n.
 
-    ``update = (1/n) sum_i scatter(S_i, acc_i[S_i])`` and rank i forgets ``S_i``. One collective where all ranks pick
-    equally many (Top-k), else one more of 8 bytes. Each rank receives ``(n - 1) m (4 + w)`` bytes for the longest
-    selection m and values of w bytes: cheaper than dense only while ``density < 1/n`` (4-byte values, equal counts).
+    ``update = (1/n) sum_i scatter(S_i, acc_i[S_i])`` and rank i removes its values at ``S_i``. There is one collective
+    if all ranks select equally many (Top-k), else one more of 8 bytes. Each rank receives ``(n - 1) m (4 + w)`` bytes
+    for the longest selection m and values of w bytes. These are fewer bytes than dense only while ``density < 1/n``
+    (4-byte values, equal counts).
 
     The sums are formed in rank order, one rank after another, so that they are equal on all ranks bit for bit.
 

@@ -1,4 +1,4 @@
-"""The union of all picks in less than half the bytes: short indices, and 16-bit integers for values."""
+"""The union of all selections in less than half the bytes: short indices, and 16-bit integers for values."""
 
 from __future__ import annotations
 
@@ -49,36 +49,38 @@ CODE_ZERO = 128
 @EXCHANGES.register
 @dataclass(frozen=True)
 class PackedUnion(Exchange):
-    """The exchange of :class:`ReduceUnion`, with less than half the bytes for indices and half of those for values.
+    """Average the values of all ranks at the union, as :class:`ReduceUnion` does, in less than half the bytes.
 
     ``update[U_j] = (1/n) s_j sum_i q_ij``: at coordinate j all ranks round their values to multiples ``q_ij`` of one
-    step ``s_j``, with ``|q_ij| <= floor(32767 / n)``, and keep what rounding took away (``acc_i - q_i s``) in their
-    residuals, so that nothing is lost. Two such integers share a 32-bit word: n of them add up without overflow,
+    step ``s_j``, with ``|q_ij| <= floor(32767 / n)``. They keep rounding errors (``acc_i - q_i s``) in their
+    residuals, so that no value is lost. Two such integers share a 32-bit word: n of them add up without overflow,
     exactly and in any order, so that the result is equal on all ranks.
 
-    Picks of one step differ by orders of magnitude, and one step for all would round the small ones to zero for as long
-    as the large one is there. Therefore each rank tells, next to the coordinate, how large its pick is in one of eight
-    classes: class c reaches up to ``8**-c`` times its largest pick. The step ``s_j`` is a power of two, that of the
-    largest class that any rank has told for j. So that ranks with larger gradients can send what they have there
-    without having picked it, steps are raised towards the smallest class that all picks of some rank reach, by as much
-    as leaves each pick at least two levels. A rank's largest pick has more than half of the levels. A value beyond the
-    last level is sent as the last level; the rest follows later. Where a value is rounded to zero, that rank has sent
-    nothing. Sums are exact, and so is what stays behind, but for values beyond the last level.
+    Selected values differ by orders of magnitude. One step for all would round the small ones to zero as long as there
+    is a large one. Each coordinate is therefore sent with one of eight classes of magnitude: class c reaches up to
+    ``8**-c`` times the rank's largest selected value. The step ``s_j`` is a power of two, that of the largest class
+    that any rank has sent for j. Ranks with larger gradients also send their values there, although they have not
+    selected them. To leave room for these, steps are raised towards the smallest class that all selected values of some
+    rank reach, by as much as leaves each selected value at least two levels. A rank's largest selected value has more
+    than half of the levels. A value beyond the last level is sent as the last level; the rest follows later. If a value
+    is rounded to zero, that rank has sent nothing. Sums and residuals are exact, except for values beyond the last
+    level.
 
-    Indices travel in the coding of Elias and Fano (:class:`~lightning_sparse.ops.form.Form`): of each coordinate
-    the lowest l bits as they are, and the rest as marks, one bit for each pick and one for each ``2**l`` coordinates; l
-    is 8, 12, ... 28, whichever is shortest. For m picks of d coordinates these are ``l + 1 + 2**-l d / m`` bits each:
-    9.8 where one of 200 is picked, 13.5 where one of 2000 is; the entropy of a random choice is 9.1 and 12.4. Class
-    and :attr:`spare <lightning_sparse.core.step.Selection.spare>` take 4 bits. Together these are 1.7 to 2.2 bytes,
-    ``(n - 1) m`` times for the longest selection m, and ``4 (n - 1) / n |U|`` bytes of values, plus a few words.
+    Indices have the coding of Elias and Fano (:class:`~lightning_sparse.ops.form.Form`): of each coordinate
+    the lowest l bits as they are, and the rest as marks, one bit for each selected coordinate and one for each
+    ``2**l`` coordinates; l is the shortest of 8, 12, ... 28. For m selected of d coordinates these are
+    ``l + 1 + 2**-l d / m`` bits each: 9.8 for one of 200, 13.5 for one of 2000; the entropy of a random choice is 9.1
+    and 12.4. Class and :attr:`spare <lightning_sparse.core.step.Selection.spare>` take 4 bits. Together these are 1.7
+    to 2.2 bytes, ``(n - 1) m`` times for the longest selection m, and ``4 (n - 1) / n |U|`` bytes of values, plus a few
+    words.
 
-    With a single rank, and from 512 ranks on (too few levels), values travel unrounded.
+    With a single rank, and from 512 ranks on (too few levels), values are sent unrounded.
 
-    Where second values are averaged, too (:attr:`Context.second <lightning_sparse.core.step.Context.second>`), each
-    pick tells the power of two above its own one, in one byte, and at each coordinate all ranks round theirs to
-    multiples of a share of the largest that was told; what is larger than twice that counts as twice that. With up to
-    16 ranks these multiples take the low bits of the 16-bit integers, and values the others; with more ranks each
-    coordinate has 32.
+    If second values are averaged, too (:attr:`Context.second <lightning_sparse.core.step.Context.second>`), each
+    selected coordinate comes with the power of two above its second value, in one byte. At each coordinate all ranks
+    round their second values to multiples of a share of the largest power that was sent; a value above twice this power
+    counts as twice this power. With up to 16 ranks these multiples take the low bits of the 16-bit integers, and values
+    the others; with more ranks each coordinate has 32.
 
     References:
         Ours. Coding of indices: Elias, Efficient Storage and Retrieval by Content and Address of Static Files, Journal
@@ -109,7 +111,7 @@ class PackedUnion(Exchange):
 
 
 class Plain:
-    """The work of :class:`PackedUnion` on messages, in operations of torch, which say what the other forms compute.
+    """Do the work of :class:`PackedUnion` on messages, in operations of torch; the reference of the other forms.
 
     The others are :class:`InC`, and on a device :class:`.triton.packed.Packed`. All give the same bits, so that ranks
     may differ in which one they use.

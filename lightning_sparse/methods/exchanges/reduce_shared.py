@@ -1,4 +1,4 @@
-"""All-reduce of the values where all ranks picked the same: union release without indices on the wire."""
+"""All-reduce of the values at selections that are equal on all ranks: union release without sent indices."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from lightning_sparse.methods.exchanges.base import EXCHANGES, Exchange, own_pic
 @EXCHANGES.register
 @dataclass(frozen=True)
 class ReduceShared(Exchange):
-    """Every rank knows the picks of all, since they are its own: only values travel.
+    """Average the values at a selection that all ranks share; no indices are sent.
 
-    ``update[S] = (1/n) sum_i acc_i[S]`` for the common selection S, and every rank forgets S. One collective; each rank
-    moves ``2 (n - 1) / n k w`` bytes for k picks and values of w bytes: cheaper than dense at every density below 1.
+    ``update[S] = (1/n) sum_i acc_i[S]`` for the common selection S, and every rank removes its values at S. One
+    collective; each rank moves ``2 (n - 1) / n k w`` bytes for k coordinates and values of w bytes: fewer than dense at
+    every density below 1.
 
     References:
         Stich, Cordonnier, Jaggi, Sparsified SGD with Memory, NeurIPS 2018, arXiv 1809.07599 (rand-k).

@@ -17,12 +17,12 @@ from lightning_sparse.ops import distinct, static_shapes, unite, united
 @EXCHANGES.register
 @dataclass(frozen=True)
 class ReduceUnion(Exchange):
-    """Every rank learns what any rank picked, and all contribute their values there.
+    """Average the values of all ranks at every coordinate that any rank selected.
 
-    ``U = union of S_i``, ``update[U] = (1/n) sum_i acc_i[U]``, and every rank forgets U. Residuals stay smaller than
-    with own release, at the price of more values: each rank moves ``4 (n - 1) (m + 1)`` bytes of indices for the
-    longest selection m and ``2 (n - 1) / n |U| w`` bytes of values. With exclusive picks ``|U| = k`` whatever n is, and
-    this is cheaper than dense up to a density of 2/3 (4-byte values, equal counts).
+    ``U = union of S_i``, ``update[U] = (1/n) sum_i acc_i[U]``, and every rank removes its values at U. Residuals stay
+    smaller than with own release, but more values are sent: each rank moves ``4 (n - 1) (m + 1)`` bytes of indices for
+    the longest selection m and ``2 (n - 1) / n |U| w`` bytes of values of w bytes. With exclusive selections
+    ``|U| = k`` for any n, and these are fewer bytes than dense up to a density of 2/3 (4-byte values, equal counts).
 
     References:
         Yoon, Oh, MiCRO, arXiv 2310.00967; Preserving Near-Optimal Gradient Sparsification Cost (ExDyna),

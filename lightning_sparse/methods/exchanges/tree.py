@@ -1,4 +1,4 @@
-"""Merging picks in pairs of ranks up a tree, and a broadcast of what is left: gTop-k."""
+"""Merging selections in pairs of ranks up a tree, and a broadcast of the result: gTop-k."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from lightning_sparse.methods.exchanges.merging import add_up, masked, pack, str
 @EXCHANGES.register
 @dataclass(frozen=True)
 class Tree(Exchange):
-    """Ranks merge their picks in pairs, the largest k sums go on, and the root tells everyone.
+    """Merge selected values in pairs of ranks, keep the k largest sums, and broadcast the result of the root.
 
     In rounds of distance ``d = 1, 2, 4, ...`` each rank r that is a multiple of 2 d receives the sparse vector of rank
     ``r + d``, if there is one, adds it to its own, and keeps the k largest magnitudes (of equal ones the lower
-    coordinates). Rank 0 ends up with the result and broadcasts it: ``update = result / n``. k is the number of picks of
-    the rank that picked most. Any number of ranks will do.
+    coordinates). Rank 0 ends up with the result and broadcasts it: ``update = result / n``. k is the largest number of
+    coordinates that a rank has selected. The number of ranks is arbitrary.
 
-    Every rank forgets its picks, and what a merging rank drops, it adds to its own residual. Nothing is lost, at no
-    cost in traffic. (Published: a rank takes back those of its picks that are not in the result. What was dropped on
-    one branch while another brought the same coordinate to the root is then lost.)
+    Every rank removes its selected values, and a merging rank adds dropped values to its own residual. No value is
+    lost, without additional traffic. (Published: a rank takes back those of its selected values that are not in the
+    result. If one branch drops a coordinate and another brings it to the root, the dropped value is then lost.)
 
     A rank sends its k pairs once on the way up, ``k (4 + w)`` bytes for values of w bytes, and ``(n - 1) / n`` of that
-    in the broadcast, whatever n is, plus 8 bytes for the counts to each other rank. The way takes about
-    ``2 log2(n)`` messages one after the other.
+    in the broadcast, for any n, plus 8 bytes for the counts to each other rank. There are about ``2 log2(n)`` messages
+    one after the other.
 
     References:
         Shi et al., A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for Low Bandwidth Networks,

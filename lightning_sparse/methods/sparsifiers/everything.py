@@ -15,7 +15,7 @@ from lightning_sparse.methods.sparsifiers.base import SPARSIFIERS, Sparsifier
 @SPARSIFIERS.register
 @dataclass(frozen=True)
 class Everything(Sparsifier):
-    """All coordinates, as in plain DDP: the dense baseline, with the same code and metrics.
+    """Select all coordinates, as in plain DDP: the dense baseline, with the code and metrics of other methods.
 
     The density is ignored. Parameters that a plan keeps dense (``dense=["*.bias"]``) use this, too.
 

@@ -20,9 +20,10 @@ class SharedTopK(Sparsifier):
     """Each rank selects the ``k // n`` coordinates that are largest in magnitude in the whole group; all send there.
 
     ``S_i = argtop_(k//n) |acc_i|``, ``U`` the union of the ``S_i``, ``update[U] = (1/n) sum_i acc_i[U]``, and every
-    rank clears its residual at U. At most k coordinates travel for any n: no build-up, no threshold, no ranges, no
-    start-up phase, and messages of a size that is known beforehand and equal on all ranks. A coordinate that several
-    ranks select has the same sum each time it travels. If k is below n, k of the ranks select one each, in turns.
+    rank clears its residual at U. At most k coordinates are sent for any n: there is no build-up, no threshold, no
+    ranges, no start-up phase, and messages have a size that is known beforehand and equal on all ranks. A coordinate
+    that several ranks select has the same sum each time it is sent. If k is below n, k of the ranks select one each, in
+    turns.
 
     Unlike methods of exclusive ranges, each rank sends its largest coordinates at every step, not only when its turn
     at a range comes; unlike CLT-k, all ranks contribute at every step.
