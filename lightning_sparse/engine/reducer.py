@@ -117,6 +117,8 @@ class Reducer(Groups):
         self.direct_bytes = ring_all_reduce_bytes(sum(own(p).nbytes for p in parameters.values()), comm.world_size)
         """Bytes that this rank sends where DDP averages everything by itself."""
         self.loss_scale, self._before_exchange, self.aside = loss_scale, before_exchange, aside
+        self.networks = [network for network in (within, aside) if network is not None]
+        """The ranks that have other parts, if there are any, and those that have the same: they reach all ranks."""
         # Ranks of a node, of which each may use other parameters, exchange the mean of their gradients.
         self._usage = Usage(parameters, comm, within if self.parts else None) if watch_usage else None
         self._looking = refuse_sparse_gradients(parameters, self.failing_together)
@@ -408,12 +410,7 @@ class Reducer(Groups):
     @property
     def _networks(self) -> set[TorchCollective]:
         """All that this rank waits for others in."""
-        return {
-            self.comm,
-            self.aside,
-            self.within or self.comm,
-            self.comm if self._usage is None else self._usage.comm,
-        }
+        return {self.comm, *self.networks, *([] if self._usage is None else [self._usage.comm])}
 
     def _anywhere_within(self, flag: Tensor) -> Tensor:
         """Return the () flag that is set if that of a rank is which has another part."""

@@ -43,6 +43,8 @@ class EngineView:
         """Exchanges gradients, see :mod:`lightning_sparse.engine.sources`."""
         self.entrance = entrance_of(reducer)
         """Takes gradients from a source and gives averages back: the router, or what stands in front of it."""
+        self.networks = reducer.networks
+        """See :class:`.Reducer`."""
         self._record, self._skipped = reducer.record, reducer.skipped
 
     @property
@@ -251,11 +253,6 @@ class EngineView:
     def world_size(self) -> int:
         """Number of all ranks, also of those that have other parts."""
         return self.comm.world_size * self.ranks_of_a_replica
-
-    @property
-    def networks(self) -> list[TorchCollective]:
-        """The ranks that have other parts, if there are any, and those that have the same: they reach all ranks."""
-        return [network for network in (self.router.within, self.comm) if network is not None]
 
     @property
     def ranks_of_a_replica(self) -> int:

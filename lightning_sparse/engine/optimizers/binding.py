@@ -267,7 +267,7 @@ class OptimizerBinding:
         self._read = reducer.adoptions, decays
         if reducer.adoptions != adoptions:
             chosen = {"memory for the optimizers": reducer.settings.memory_in_use}
-            for network in (reducer.aside, reducer.within) if reducer.within else (reducer.aside,):
+            for network in reversed(reducer.networks):
                 check_equal_on_ranks(chosen, network, reducer.device)
             with reducer.record.changing(), reducer.on_stream.between_steps():
                 taken = [optimizer for optimizer in optimizers if self.takes(optimizer)]
