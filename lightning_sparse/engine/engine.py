@@ -290,12 +290,9 @@ class Engine(EngineView):
         Args:
             for_good: forget second moments and other values that only sparse steps need.
         """
-        simple = isinstance(self.settings.memory_in_use.for_dense(), NoMemory)
-        if not simple or self.entrance is not self.router or not all(group.plan.dense for group in self.groups):
-            return False
-        if self.router.clipping.chosen:  # in groups
-            return False
-        if not all(self.all_gather_object(all(group.sent for group in self.groups))):
+        simple = isinstance(self.settings.memory_in_use.for_dense(), NoMemory) and self.entrance is self.router
+        dense = all(group.plan.dense for group in self.groups) and not self.router.clipping.chosen  # in groups
+        if not (simple and dense and all(self.all_gather_object(all(group.sent for group in self.groups)))):
             return False
         self.router.regroup(self.plan, self.messages, direct=True, for_good=for_good)
         return True
