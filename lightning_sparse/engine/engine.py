@@ -19,10 +19,9 @@ from lightning_sparse.core.checks import expect
 from lightning_sparse.core.console import page, say
 from lightning_sparse.engine.agreement import Note, by_reason, check_equal_on_ranks
 from lightning_sparse.engine.config import SparsificationConfig
-from lightning_sparse.engine.flush import gradients_aside, take_pending
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.binding import OptimizerBinding, uninterrupted
-from lightning_sparse.engine.optimizers.kinds import check_is_optimizer, listed, refuse_closure
+from lightning_sparse.engine.optimizers.kinds import check_is_optimizer, gradients_aside, listed, refuse_closure
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.regrouping import check_covers
 from lightning_sparse.engine.sources.comm_hook import BucketSource
@@ -426,7 +425,7 @@ class Engine(EngineView):
             RuntimeError: within a step.
         """
         self._check_between_steps("Residuals can only be taken")
-        return take_pending(self.router, self.entrance.put_together)
+        return self.router.take_pending(self.entrance.put_together)
 
     def _parts_of(self, plan: Sequence[Group]) -> list[Group]:
         """Return groups with the sizes of what this rank has of their parameters."""

@@ -29,9 +29,8 @@ from lightning_sparse.core.layout import flattened, own
 from lightning_sparse.core.messages import AllGather, Steps, ring_all_reduce_bytes, started
 from lightning_sparse.core.step import Context
 from lightning_sparse.engine.config import SparsificationConfig
-from lightning_sparse.engine.delivery import Lengths
 from lightning_sparse.engine.executor import held, make_executor
-from lightning_sparse.engine.metrics import Stamp, Totals
+from lightning_sparse.engine.metrics import Stamp
 from lightning_sparse.engine.network import TorchCollective, drive_together
 from lightning_sparse.engine.optimizers.clipping import GradientClipping, Limit
 from lightning_sparse.engine.parts import Parts
@@ -100,16 +99,12 @@ class Reducer(Groups):
             numels = {name: p.numel() for name, p in parameters.items()}
             self.parts = Parts(numels, within.rank, within.world_size)
         self.clipping = GradientClipping(parameters)
-        self.lengths = Lengths()
-        """Of averages, as optimizers got them."""
         self.flush_asked = False
         """True if everything is sent in a step that has not begun yet."""
         self.flush_at: int | None = None
         """The step in which everything is sent; until it counts."""
         self.exposed_ms: Callable[[], float | None] = lambda: 0.0
         """Milliseconds that backward stood still in the latest step, if they are known; may wait for the device."""
-        self.totals = Totals()
-        """Bytes and times of all steps so far."""
         self.shared_bytes = 0.0
         """Bytes sent in the latest step for no single group: its header, and which parameters it used."""
         self._asked_bytes = 0.0

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparse.core.checks import TINY
@@ -107,6 +108,21 @@ def with_settings(optimizer: Optimizer, settings: Sequence[Mapping[str, Any]]) -
     finally:
         for (group, _), others in zip(pairs, before, strict=True):
             group.update(others)
+
+
+@contextmanager
+def gradients_aside(optimizers: Iterable[Optimizer], more: Iterable[Tensor]) -> Iterator[None]:
+    """Let parameters, also those of optimizers, have no gradients within the block; then those of before again."""
+    held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    parameters = list({id(p): p for p in (*held, *more)}.values())
+    before = [parameter.grad for parameter in parameters]
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, grad in zip(parameters, before, strict=True):
+            parameter.grad = grad
 
 
 def ids_of(optimizer: Optimizer) -> set[int]:
