@@ -236,11 +236,7 @@ class Reducer(Groups):
 
         self._executor.submit(run)
 
-    def finish(
-        self,
-        gradients: Iterable[tuple[str, Tensor]],
-        deliver: Callable[[], None] | None = None,
-    ) -> None:
+    def finish(self, gradients: Iterable[tuple[str, Tensor]], deliver: Callable[[], None] | None = None) -> None:
         """Take the last gradients of a backward; averages are in their places when this returns.
 
         Signals wait while the last jobs of the step are submitted: a handler may wait for the step to settle then, as

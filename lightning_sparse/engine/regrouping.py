@@ -74,11 +74,7 @@ class Groups:
         return self.record.counts.step
 
     def form(
-        self,
-        group: Group,
-        flush: bool = False,
-        step: int | None = None,
-        settings: SparsificationConfig | None = None,
+        self, group: Group, flush: bool = False, step: int | None = None, settings: SparsificationConfig | None = None
     ) -> GroupReducer:
         """Return a group with nothing remembered.
 

@@ -83,11 +83,7 @@ class EngineState:
     """
 
     def __init__(
-        self,
-        reducer: Reducer,
-        binding: OptimizerBinding,
-        frozen: Mapping[str, Parameter],
-        shards: Mapping[str, Shard],
+        self, reducer: Reducer, binding: OptimizerBinding, frozen: Mapping[str, Parameter], shards: Mapping[str, Shard]
     ) -> None:
         self.loads = 0
         """Number of states that were loaded."""
