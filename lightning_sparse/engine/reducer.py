@@ -368,7 +368,7 @@ class Reducer(Groups):
         names = {name for name, p in self.parameters.items() if p.numel()}
         stream = None if self.on_stream.host_knows else torch.cuda.current_stream(self.device)
         decision = Decision(void, stream, self.comm.wait_until)
-        self.record.settle(decision, dict.fromkeys(names))
+        self.record.settle(Kept(decision, None, frozenset(), dict.fromkeys(names)))
         self.hand_over(names)
         self.totals.add(self.direct_bytes, self.direct_bytes)
         self.exposed_ms = lambda: None
@@ -542,7 +542,7 @@ class Reducer(Groups):
             with self.record.changing():
                 averages = {name: each for group in self.groups for name, each in group.averages.items()}
                 sent = [gone for group in self.groups if (gone := group.settle(skipped)) is not None]
-                self.record.settle(decision, averages, skipped, self.clipping.beginning, sent)
+                self.record.settle(Kept(decision, skipped, self.clipping.beginning, averages, sent))
                 self.in_flight = False
                 if at_once:
                     self.hand_over(averages.keys())
