@@ -152,10 +152,10 @@ def made_for(parameters: Collection[int]) -> list[Optimizer]:
 
 def holds(optimizer: Optimizer, parameters: Collection[int]) -> bool:
     """Return True if an optimizer holds some of these parameters, given by their ids."""
-    return any(_groups(optimizer, parameters))
+    return any(groups_with(optimizer, parameters))
 
 
-def _groups(optimizer: Optimizer, parameters: Collection[int]) -> Iterator[dict[str, Any]]:
+def groups_with(optimizer: Optimizer, parameters: Collection[int]) -> Iterator[dict[str, Any]]:
     """Return its groups that hold some of these parameters."""
     return (group for group in optimizer.param_groups if any(id(p) in parameters for p in group["params"]))
 
@@ -170,7 +170,7 @@ def refusal(optimizer: Optimizer, parameters: Collection[int]) -> str | None:
     kind = type(stepping(optimizer))
     if not is_adam(kind):
         return f"{kind.__name__} is none of torch's Adam and AdamW"
-    for group in _groups(optimizer, parameters):
+    for group in groups_with(optimizer, parameters):
         if not group.get("eps", 0.0) >= TINY:
             return f"eps has to be at least {TINY:.2g}"
         for option in ("amsgrad", "differentiable"):
@@ -196,7 +196,7 @@ def settings_of(optimizers: Iterable[Optimizer], parameters: Collection[int]) ->
     return {
         (float(group["betas"][1]), float(group["eps"]))
         for optimizer in optimizers
-        for group in _groups(optimizer, parameters)
+        for group in groups_with(optimizer, parameters)
     }
 
 
