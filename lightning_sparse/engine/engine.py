@@ -525,7 +525,7 @@ class Engine(EngineView):
             skipped; ``absorbed``: parameters of which a gradient was absorbed that is not exchanged; ``groups``: what
             sparsifiers and schedules have learned;
             ``rates``: latest learning rates; ``surplus``: what changes of them have left in residuals; ``clippings``:
-            what gradients are clipped to in place of their averages; ``lengths``: see
+            what gradients are clipped to in place of their averages; ``squares``: see
             :class:`~lightning_sparse.engine.delivery.Lengths`.
 
         Raises:
