@@ -90,8 +90,8 @@ class Reducer(Groups):
         within: TorchCollective | None = None,
     ) -> None:
         super().__init__(parameters, settings, comm, device)
-        self.within = within
-        """Ranks that hold the other parts of what this rank holds."""
+        self.within = within or TorchCollective.of_one()
+        """Ranks that hold the other parts of what this rank holds; this one alone, where it holds all."""
         self.parts: Parts | None = None
         """Which part of each parameter is exchanged, where this rank has whole parameters and exchanges a part of them;
         None: it exchanges all that it has."""
@@ -158,7 +158,7 @@ class Reducer(Groups):
     @property
     def speaks(self) -> bool:
         """True on the first rank; where ranks hold parts, on that with the first part."""
-        return self.comm.rank == 0 and (self.within is None or self.within.rank == 0)
+        return self.rank == 0
 
     @property
     def sparsified(self) -> set[str]:
@@ -395,8 +395,7 @@ class Reducer(Groups):
     @property
     def rank(self) -> int:
         """Number of this rank among all, also those that have other parts: in order, those of a node or replica."""
-        within = self.within
-        return self.comm.rank if within is None else self.comm.rank * within.world_size + within.rank
+        return self.comm.rank * self.within.world_size + self.within.rank
 
     @property
     def _networks(self) -> set[TorchCollective]:
@@ -405,12 +404,12 @@ class Reducer(Groups):
 
     def _anywhere_within(self, flag: Tensor) -> Tensor:
         """Return the () flag that is set if that of a rank is which has another part."""
-        return flag if self.within is None else self.within.all_reduce(flag.float()) > 0
+        return flag if self.within.world_size == 1 else self.within.all_reduce(flag.float()) > 0
 
     def _norm_of(self, pieces: Sequence[Tensor]) -> Tensor:
         """Return the () norm of gradients, given the pieces that this rank has of them."""
         norm = joint_norm(pieces) if pieces else torch.zeros((), dtype=torch.float64, device=self.device)
-        return norm if self.within is None else self.within.all_reduce(norm.square()).sqrt()
+        return norm if self.within.world_size == 1 else self.within.all_reduce(norm.square()).sqrt()
 
     def _submit(self, group: GroupReducer) -> None:
         """Let a group travel with the next batch, now that all its gradients are here."""
@@ -590,6 +589,5 @@ class Reducer(Groups):
             handle.remove()
         if self._usage is not None:
             self._usage.close()
-        if self.within is not None:
-            self.within.close()
+        self.within.close()
         self.comm.close()

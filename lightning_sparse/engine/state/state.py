@@ -147,7 +147,7 @@ class EngineState:
             "void_steps": record.counts.void,
             "rank": rank,
             "world_size": self._comm.world_size,
-            "part": [] if reducer.within is None else [reducer.within.rank, reducer.within.world_size],
+            "part": [reducer.within.rank, reducer.within.world_size] if self._shards else [],
             "settings": reducer.settings.algorithm,
             "parameters": {name: parameters[name] for name in self._names} | self._parked["parameters"],
             "counters": {name: counters[name] for name in self._names} | self._parked["counters"],
@@ -216,8 +216,8 @@ class EngineState:
         trouble = by_reason([note for note, *_ in on_ranks])
         if not trouble and len({note.fact for note, *_ in on_ranks}) > 1:
             trouble = "the states of the ranks do not belong together"
-        if (within := self._reducer.within) is not None:  # ranks that have other parts load theirs, or none does
-            trouble = next(filter(None, within.all_gather_object(trouble, self._device)), "")
+        # Ranks that have other parts load theirs, or none does.
+        trouble = next(filter(None, self._reducer.within.all_gather_object(trouble, self._device)), "")
         if trouble or plan is None:
             raise ValueError(f"The state cannot be loaded, and no rank has loaded it: {trouble}")
         for number, (group, known) in enumerate(zip(plan.groups, plan.learned, strict=True)):
