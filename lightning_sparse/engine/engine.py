@@ -377,7 +377,7 @@ class Engine(EngineView):
                     "DDP do so by themselves, between two steps.)"
                 )
             self._binding.begin_step()
-            if self.direct and self.router.clipping.chosen:  # DDP's own averages are clipped nowhere
+            if self.router.direct and self.router.clipping.chosen:  # DDP's own averages are clipped nowhere
                 self.router.regroup(self.plan, self.messages)
             if not self._compared_kernels:
                 self._compare_kernels()
