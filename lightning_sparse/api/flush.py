@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 
 from lightning_sparse.core.layout import own
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.flush import gradients_aside
 from lightning_sparse.engine.optimizers.binding import uninterrupted
-from lightning_sparse.engine.optimizers.kinds import ids_of, listed, refuse_closure
+from lightning_sparse.engine.optimizers.kinds import gradients_aside, ids_of, listed, refuse_closure
 
 
 def flush(what: Any, optimizers: Optimizer | Iterable[Optimizer] | None = None) -> float:

@@ -141,7 +141,8 @@ def _run(
         if not proposed[0].void:
             density.observe(counted, Gradient([grads[0]]))
             counted += 1
-        yield _trace(number, ctx, grads[0], states, proposed, memory, sparsifier)
+        norms = [norm_of(memory.residual(state.memory)) for state in states]
+        yield _trace(number, ctx, grads[0], proposed, norms, sparsifier.ranges(numel, states[0].selector, ctx))
 
 
 def _check_rows(
@@ -164,25 +165,18 @@ def _check_rows(
 
 
 def _trace(
-    number: int,
-    ctx: Context,
-    update: Tensor,
-    states: Sequence[GroupState],
-    proposed: Sequence[Proposed],
-    memory: Memory,
-    sparsifier: Sparsifier,
+    step: int, ctx: Context, update: Tensor, proposed: Sequence[Proposed], norms: Sequence[float], ranges: Tensor | None
 ) -> StepTrace:
     statistics = [one.statistics for one in proposed]
     first, numel = statistics[0], update.numel()
     indices = torch.arange(numel, device="cpu") if first.indices is None else torch.unique(first.indices.cpu())
     indices = indices[indices < numel]
     thresholds = [s.threshold for s in statistics if s.threshold is not None]
-    norms = [norm_of(memory.residual(state.memory)) for state in states]
     pairs = zip(statistics, norms, strict=True)
     steps = [Step([one._replace(indices=None)], [norm], exposed_ms=0.0) for one, norm in pairs]
     own = torch.tensor([list(local(step).values()) for step in steps], dtype=torch.float64, device="cpu")
     return StepTrace(
-        step=number,
+        step=step,
         target_density=ctx.density,
         counts=first.counts.cpu(),
         indices=indices,
@@ -192,6 +186,6 @@ def _trace(
         residual_norm=torch.tensor(norms, dtype=torch.float64, device="cpu"),
         quantities=summarize(steps[0], lambda _: own.mean(0)),
         bytes_sent=torch.tensor([s.bytes_sent for s in statistics], dtype=torch.float64, device="cpu"),
-        partition=sparsifier.ranges(numel, states[0].selector, ctx),
+        partition=ranges,
         ranks=tuple(steps),
     )

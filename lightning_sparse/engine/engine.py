@@ -19,10 +19,9 @@ from lightning_sparse.core.checks import expect
 from lightning_sparse.core.console import page, say
 from lightning_sparse.engine.agreement import Note, by_reason, check_equal_on_ranks
 from lightning_sparse.engine.config import SparsificationConfig
-from lightning_sparse.engine.flush import gradients_aside, take_pending
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.binding import OptimizerBinding, uninterrupted
-from lightning_sparse.engine.optimizers.kinds import check_is_optimizer, listed, refuse_closure
+from lightning_sparse.engine.optimizers.kinds import check_is_optimizer, gradients_aside, listed, refuse_closure
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.regrouping import check_covers
 from lightning_sparse.engine.sources.comm_hook import BucketSource
@@ -290,12 +289,9 @@ class Engine(EngineView):
         Args:
             for_good: forget second moments and other values that only sparse steps need.
         """
-        simple = isinstance(self.settings.memory_in_use.for_dense(), NoMemory)
-        if not simple or self.entrance is not self.router or not all(group.plan.dense for group in self.groups):
-            return False
-        if self.router.clipping.chosen:  # in groups
-            return False
-        if not all(self.all_gather_object(all(group.sent for group in self.groups))):
+        simple = isinstance(self.settings.memory_in_use.for_dense(), NoMemory) and self.entrance is self.router
+        dense = all(group.plan.dense for group in self.groups) and not self.router.clipping.chosen  # in groups
+        if not (simple and dense and all(self.all_gather_object(all(group.sent for group in self.groups)))):
             return False
         self.router.regroup(self.plan, self.messages, direct=True, for_good=for_good)
         return True
@@ -381,7 +377,7 @@ class Engine(EngineView):
                     "DDP do so by themselves, between two steps.)"
                 )
             self._binding.begin_step()
-            if self.direct and self.router.clipping.chosen:  # DDP's own averages are clipped nowhere
+            if self.router.direct and self.router.clipping.chosen:  # DDP's own averages are clipped nowhere
                 self.router.regroup(self.plan, self.messages)
             if not self._compared_kernels:
                 self._compare_kernels()
@@ -429,7 +425,7 @@ class Engine(EngineView):
             RuntimeError: within a step.
         """
         self._check_between_steps("Residuals can only be taken")
-        return take_pending(self.router, self.entrance.put_together)
+        return self.router.take_pending(self.entrance.put_together)
 
     def _parts_of(self, plan: Sequence[Group]) -> list[Group]:
         """Return groups with the sizes of what this rank has of their parameters."""
@@ -529,7 +525,7 @@ class Engine(EngineView):
             skipped; ``absorbed``: parameters of which a gradient was absorbed that is not exchanged; ``groups``: what
             sparsifiers and schedules have learned;
             ``rates``: latest learning rates; ``surplus``: what changes of them have left in residuals; ``clippings``:
-            what gradients are clipped to in place of their averages; ``lengths``: see
+            what gradients are clipped to in place of their averages; ``squares``: see
             :class:`~lightning_sparse.engine.delivery.Lengths`.
 
         Raises:

@@ -98,6 +98,13 @@ class TorchCollective:
         its own. Where several share one of several hosts, a ring crosses a host's card less often."""
 
     @classmethod
+    def of_one(cls) -> TorchCollective:
+        """Return a collective of this rank alone, whatever others there are."""
+        made = cls()
+        made.rank, made.world_size = 0, 1
+        return made
+
+    @classmethod
     def over(
         cls,
         group: dist.ProcessGroup | None,

@@ -286,9 +286,7 @@ def _raise_alarm(acc: Tensor, selection: Selection, finite: Tensor) -> Selection
         if selection.spare is not None:
             selection.spare[:1].masked_fill_(alone, False)
         return selection._replace(count=selection.count + alone)
-    if finite:
-        return selection
-    if selection.count > 0:
+    if finite or selection.count > 0:
         return selection
     indices = selection.indices if selection.indices.numel() else selection.indices.new_zeros(1)
     indices = torch.full_like(indices, acc.numel() - 1)

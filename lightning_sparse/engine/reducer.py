@@ -29,9 +29,8 @@ from lightning_sparse.core.layout import flattened, own
 from lightning_sparse.core.messages import AllGather, Steps, ring_all_reduce_bytes, started
 from lightning_sparse.core.step import Context
 from lightning_sparse.engine.config import SparsificationConfig
-from lightning_sparse.engine.delivery import Lengths
 from lightning_sparse.engine.executor import held, make_executor
-from lightning_sparse.engine.metrics import Stamp, Totals
+from lightning_sparse.engine.metrics import Stamp
 from lightning_sparse.engine.network import TorchCollective, drive_together
 from lightning_sparse.engine.optimizers.clipping import GradientClipping, Limit
 from lightning_sparse.engine.parts import Parts
@@ -91,8 +90,8 @@ class Reducer(Groups):
         within: TorchCollective | None = None,
     ) -> None:
         super().__init__(parameters, settings, comm, device)
-        self.within = within
-        """Ranks that hold the other parts of what this rank holds."""
+        self.within = within or TorchCollective.of_one()
+        """Ranks that hold the other parts of what this rank holds; this one alone, where it holds all."""
         self.parts: Parts | None = None
         """Which part of each parameter is exchanged, where this rank has whole parameters and exchanges a part of them;
         None: it exchanges all that it has."""
@@ -100,16 +99,12 @@ class Reducer(Groups):
             numels = {name: p.numel() for name, p in parameters.items()}
             self.parts = Parts(numels, within.rank, within.world_size)
         self.clipping = GradientClipping(parameters)
-        self.lengths = Lengths()
-        """Of averages, as optimizers got them."""
         self.flush_asked = False
         """True if everything is sent in a step that has not begun yet."""
         self.flush_at: int | None = None
         """The step in which everything is sent; until it counts."""
         self.exposed_ms: Callable[[], float | None] = lambda: 0.0
         """Milliseconds that backward stood still in the latest step, if they are known; may wait for the device."""
-        self.totals = Totals()
-        """Bytes and times of all steps so far."""
         self.shared_bytes = 0.0
         """Bytes sent in the latest step for no single group: its header, and which parameters it used."""
         self._asked_bytes = 0.0
@@ -117,6 +112,8 @@ class Reducer(Groups):
         self.direct_bytes = ring_all_reduce_bytes(sum(own(p).nbytes for p in parameters.values()), comm.world_size)
         """Bytes that this rank sends where DDP averages everything by itself."""
         self.loss_scale, self._before_exchange, self.aside = loss_scale, before_exchange, aside
+        self.networks = [network for network in (within, aside) if network is not None]
+        """The ranks that have other parts, if there are any, and those that have the same: they reach all ranks."""
         # Ranks of a node, of which each may use other parameters, exchange the mean of their gradients.
         self._usage = Usage(parameters, comm, within if self.parts else None) if watch_usage else None
         self._looking = refuse_sparse_gradients(parameters, self.failing_together)
@@ -161,7 +158,7 @@ class Reducer(Groups):
     @property
     def speaks(self) -> bool:
         """True on the first rank; where ranks hold parts, on that with the first part."""
-        return self.comm.rank == 0 and (self.within is None or self.within.rank == 0)
+        return self.rank == 0
 
     @property
     def sparsified(self) -> set[str]:
@@ -239,11 +236,7 @@ class Reducer(Groups):
 
         self._executor.submit(run)
 
-    def finish(
-        self,
-        gradients: Iterable[tuple[str, Tensor]],
-        deliver: Callable[[], None] | None = None,
-    ) -> None:
+    def finish(self, gradients: Iterable[tuple[str, Tensor]], deliver: Callable[[], None] | None = None) -> None:
         """Take the last gradients of a backward; averages are in their places when this returns.
 
         Signals wait while the last jobs of the step are submitted: a handler may wait for the step to settle then, as
@@ -375,7 +368,7 @@ class Reducer(Groups):
         names = {name for name, p in self.parameters.items() if p.numel()}
         stream = None if self.on_stream.host_knows else torch.cuda.current_stream(self.device)
         decision = Decision(void, stream, self.comm.wait_until)
-        self.record.settle(decision, dict.fromkeys(names))
+        self.record.settle(Kept(decision, None, frozenset(), dict.fromkeys(names)))
         self.hand_over(names)
         self.totals.add(self.direct_bytes, self.direct_bytes)
         self.exposed_ms = lambda: None
@@ -402,27 +395,21 @@ class Reducer(Groups):
     @property
     def rank(self) -> int:
         """Number of this rank among all, also those that have other parts: in order, those of a node or replica."""
-        within = self.within
-        return self.comm.rank if within is None else self.comm.rank * within.world_size + within.rank
+        return self.comm.rank * self.within.world_size + self.within.rank
 
     @property
     def _networks(self) -> set[TorchCollective]:
         """All that this rank waits for others in."""
-        return {
-            self.comm,
-            self.aside,
-            self.within or self.comm,
-            self.comm if self._usage is None else self._usage.comm,
-        }
+        return {self.comm, *self.networks, *([] if self._usage is None else [self._usage.comm])}
 
     def _anywhere_within(self, flag: Tensor) -> Tensor:
         """Return the () flag that is set if that of a rank is which has another part."""
-        return flag if self.within is None else self.within.all_reduce(flag.float()) > 0
+        return flag if self.within.world_size == 1 else self.within.all_reduce(flag.float()) > 0
 
     def _norm_of(self, pieces: Sequence[Tensor]) -> Tensor:
         """Return the () norm of gradients, given the pieces that this rank has of them."""
         norm = joint_norm(pieces) if pieces else torch.zeros((), dtype=torch.float64, device=self.device)
-        return norm if self.within is None else self.within.all_reduce(norm.square()).sqrt()
+        return norm if self.within.world_size == 1 else self.within.all_reduce(norm.square()).sqrt()
 
     def _submit(self, group: GroupReducer) -> None:
         """Let a group travel with the next batch, now that all its gradients are here."""
@@ -554,7 +541,7 @@ class Reducer(Groups):
             with self.record.changing():
                 averages = {name: each for group in self.groups for name, each in group.averages.items()}
                 sent = [gone for group in self.groups if (gone := group.settle(skipped)) is not None]
-                self.record.settle(decision, averages, skipped, self.clipping.beginning, sent)
+                self.record.settle(Kept(decision, skipped, self.clipping.beginning, averages, sent))
                 self.in_flight = False
                 if at_once:
                     self.hand_over(averages.keys())
@@ -602,6 +589,5 @@ class Reducer(Groups):
             handle.remove()
         if self._usage is not None:
             self._usage.close()
-        if self.within is not None:
-            self.within.close()
+        self.within.close()
         self.comm.close()

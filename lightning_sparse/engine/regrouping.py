@@ -1,23 +1,28 @@
-"""The groups at work, and how others take their place between two steps without losing what is remembered."""
+"""The groups at work, and what is done to them between two steps: others take their place, and residuals are taken."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_sparse.core.checks import expect
+from lightning_sparse.core.layout import own, shaped, sharded_as
+from lightning_sparse.core.messages import AllGather, AllReduce, Message
 from lightning_sparse.core.step import Agreement, Context
 from lightning_sparse.engine.config import SparsificationConfig
+from lightning_sparse.engine.delivery import Lengths
 from lightning_sparse.engine.executor import ExchangeStream
-from lightning_sparse.engine.network import TorchCollective
+from lightning_sparse.engine.metrics import Totals
+from lightning_sparse.engine.network import TorchCollective, send
 from lightning_sparse.engine.optimizers.kinds import LearningRates
 from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.skip import SkippedSteps, digest_of
-from lightning_sparse.engine.state.record import Counts, Record
+from lightning_sparse.engine.state.record import Averages, Counts, Record
 from lightning_sparse.methods.grouping import Group, Messages
 from lightning_sparse.methods.memory import Memory
 
@@ -55,6 +60,10 @@ class Groups:
         self.record = Record(parameters, self.names)
         self.skipped = SkippedSteps(self.names)
         self.on_stream = ExchangeStream(device)
+        self.lengths = Lengths()
+        """Of averages, as optimizers got them."""
+        self.totals = Totals()
+        """Bytes and times of all steps so far."""
         self.parameters, self.comm, self.device = parameters, comm, device
         self._number = 0
         """Number of the step that is running, or of the next one."""
@@ -65,11 +74,7 @@ class Groups:
         return self.record.counts.step
 
     def form(
-        self,
-        group: Group,
-        flush: bool = False,
-        step: int | None = None,
-        settings: SparsificationConfig | None = None,
+        self, group: Group, flush: bool = False, step: int | None = None, settings: SparsificationConfig | None = None
     ) -> GroupReducer:
         """Return a group with nothing remembered.
 
@@ -156,6 +161,65 @@ class Groups:
             for name, averages in self.record.left().items():
                 if name in factors:
                     averages.scale_(name, factors[name])
+
+    def take_pending(self, put_together: Callable[[Sequence[Averages]], Sequence[Averages]]) -> dict[str, Tensor]:
+        """Return the average of each parameter that has a residual on any rank, and forget the residuals; collective.
+
+        Between two steps. The averages are ``(1/n) sum_i residual_i``, in the parameter's shape and dtype. See
+        :meth:`.Engine.take_pending`.
+
+        Args:
+            put_together: gives averages as optimizers get them, given those of what this rank exchanges.
+        """
+        comm, record, sent = self.comm, self.record, 0.0
+
+        def answer(message: Message) -> Tensor:
+            nonlocal sent
+            sent += message.bytes_sent(comm.world_size)
+            return send(message, comm)
+
+        def mean(x: Tensor) -> Tensor:
+            return answer(AllReduce(x.clone())) / comm.world_size
+
+        self.skipped.resolve()
+        if self.settings.lr_aware and self.rates.known:
+            self.rescale()
+        with self.on_stream.between_steps():
+            groups, made, rounded = self.groups, list[Averages](), list[tuple[Tensor, Tensor]]()
+            have = torch.tensor([group.residual is not None for group in groups], dtype=torch.uint8, device=self.device)
+            anywhere = answer(AllGather(have)).amax(0).tolist()
+            for group in (group for group, wanted in zip(groups, anywhere, strict=True) if wanted):
+                residual = group.residual
+                kept = residual is not None
+                if residual is None:
+                    residual = torch.zeros(group.plan.numel, device=self.device, dtype=group.wide)
+                average = mean(residual)
+                if kept and group.dtype != group.wide:  # each rank keeps the rounding error of the mean
+                    rounded.append((residual, average - average.to(group.dtype)))
+                by = group.memory.divide_all(group.state.memory, average, mean, group.density(self.step))
+                whole = group.statistics is not None and group.statistics.indices is None
+                delivery = group.delivery(None, by, comm.world_size, whole)
+                made.append(Averages(group.spans, None, average.to(group.dtype), delivery))
+            self.totals.add(sent, 0.0)
+            given = _by_name(put_together(made))
+            with record.changing():
+                self.lengths.begin_step()
+                for group in groups:
+                    group.scale({name: 0.0 for each in made for name in each.spans})
+                for residual, error in rounded:
+                    residual.add_(error)
+                record.flush(_by_name(made), {name: one.delivery for name, one in given.items()})
+        return {name: _shaped(one, name, self.parameters[name]) for name, one in given.items()}
+
+
+def _by_name(averages: Sequence[Averages]) -> dict[str, Averages]:
+    return {name: each for each in averages for name in each.spans}
+
+
+def _shaped(averages: Averages, name: str, parameter: Tensor) -> Tensor:
+    """Return the averages of a parameter, of all its coordinates here, in its shape."""
+    assert averages.values is not None
+    return sharded_as(shaped(averages.values[averages.spans[name]], own(parameter)), parameter)
 
 
 def check_covers(plan: Sequence[Group], parameters: Mapping[str, Parameter]) -> None:

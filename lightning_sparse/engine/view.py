@@ -43,6 +43,8 @@ class EngineView:
         """Exchanges gradients, see :mod:`lightning_sparse.engine.sources`."""
         self.entrance = entrance_of(reducer)
         """Takes gradients from a source and gives averages back: the router, or what stands in front of it."""
+        self.networks = reducer.networks
+        """See :class:`.Reducer`."""
         self._record, self._skipped = reducer.record, reducer.skipped
 
     @property
@@ -223,9 +225,9 @@ class EngineView:
             raise RuntimeError(
                 "The engine is closed: ask for summaries before the end of fit, in on_train_end at the latest."
             )
-        mean = self.comm.all_reduce(x.to(self.device)) / self.comm.world_size
-        within = self.router.within
-        return (mean if within is None else within.all_reduce(mean) / within.world_size).cpu()
+        for network in reversed(self.networks):
+            x = network.all_reduce(x.to(self.device)) / network.world_size
+        return x.cpu()
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
@@ -253,14 +255,9 @@ class EngineView:
         return self.comm.world_size * self.ranks_of_a_replica
 
     @property
-    def networks(self) -> list[TorchCollective]:
-        """The ranks that have other parts, if there are any, and those that have the same: they reach all ranks."""
-        return [network for network in (self.router.within, self.comm) if network is not None]
-
-    @property
     def ranks_of_a_replica(self) -> int:
         """Number of ranks that exchange the parts of a replica or of a node's mean; 1 where each exchanges all."""
-        return 1 if self.router.within is None else self.router.within.world_size
+        return self.router.within.world_size
 
     @property
     def exchanging(self) -> int:
@@ -269,8 +266,8 @@ class EngineView:
 
     def sum_within(self, x: Tensor) -> Tensor:
         """Return the sum of a small vector on the CPU over the ranks that hold the parts of a replica; collective."""
-        within = self.router.within
-        return x if within is None or self.router.parts is not None else within.all_reduce(x.to(self.device)).cpu()
+        whole = self.router.parts is not None or self.router.within.world_size == 1
+        return x if whole else self.router.within.all_reduce(x.to(self.device)).cpu()
 
 
 def _length_changes(groups: Sequence[GroupReducer]) -> LengthChanges | None:

@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import IO, Any
@@ -54,7 +54,8 @@ class Accelerated:
         self._ddp: Any = None
         self._optimizers: list[Optimizer] = []
         self._files = SideFiles()
-        self._undo: list[Callable[[], None]] = []
+        self.undo = ExitStack()
+        """What is undone when the engine ends."""
         self._logged_step = 0
         self._place = 0
         """Number among the models of this Accelerator, for files of its own."""
@@ -147,19 +148,14 @@ class Accelerated:
             else:
                 own[name] = before
 
-        self.until_end(undo)
-
-    def until_end(self, undo: Callable[[], None]) -> None:
-        """Call a function when the engine ends."""
-        self._undo.append(undo)
+        self.undo.callback(undo)
 
     def end(self) -> None:
         """Close the engine, and leave the Accelerator as it was, without references to models that outlive it."""
         if self.engine is not None:
             self.engine.close()
-        for undo in reversed(self._undo):
-            undo()
-        self._undo, self.engine, self._ddp = [], None, None
+        self.undo.close()
+        self.engine = self._ddp = None
 
     def _clip(
         self, original: Callable[..., Any], algorithm: str, parameters: Any, limit: Any, norm_type: Any = 2.0
@@ -375,7 +371,7 @@ def _add_files(attached: Accelerated) -> None:
         folders.clear()
         return result
 
-    attached.until_end(accelerator.register_save_state_pre_hook(remove_marker).remove)
-    attached.until_end(accelerator.register_load_state_pre_hook(note).remove)
+    attached.undo.callback(accelerator.register_save_state_pre_hook(remove_marker).remove)
+    attached.undo.callback(accelerator.register_load_state_pre_hook(note).remove)
     attached.redirect("save_state", partial(then, accelerator.save_state, attached.save))
     attached.redirect("load_state", partial(then, accelerator.load_state, attached.load))

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from functools import partial
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module, Parameter
 
 from lightning_sparse.core.layout import flattened, own
 from lightning_sparse.engine import Engine
+from lightning_sparse.engine.sources.gradient_hooks import on_gradients
 from lightning_sparse.integrations import packages
 
 if TYPE_CHECKING:
@@ -78,19 +78,16 @@ class LocalGradients:
     def __init__(self, parameters: Mapping[str, Parameter]) -> None:
         self._parameters = parameters
         self._found: dict[str, Tensor] = {}
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._hooks: ExitStack | None = None
 
     @property
     def started(self) -> bool:
         """True if gradients are being copied."""
-        return bool(self._hooks)
+        return self._hooks is not None
 
     def start(self) -> None:
         """Copy the gradients of the next backward."""
-        self._hooks = self._hooks or [
-            p.register_post_accumulate_grad_hook(partial(self._copy, name))  # type: ignore[no-untyped-call]
-            for name, p in self._parameters.items()
-        ]
+        self._hooks = self._hooks or on_gradients(self._parameters, self._copy)
 
     def _copy(self, name: str, parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -102,9 +99,9 @@ class LocalGradients:
         Args:
             scale: () factor of the loss, to be divided out.
         """
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, found, self._found = [], self._found, {}
+        if self._hooks is not None:
+            self._hooks.close()
+        self._hooks, found, self._found = None, self._found, {}
         return found if scale is None else {name: gradient.div_(scale) for name, gradient in found.items()}
 
 

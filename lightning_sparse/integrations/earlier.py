@@ -72,9 +72,8 @@ def _taken_over(engine: Engine, left: Left | None) -> str:
     now = {id(p) for p in parameters_of(engine).values()}
     here = {} if left is None else {name: p for name, p in left.parameters.items() if id(p) in now}
     changed = set() if left is None else set(left.changed) & here.keys()
-    found = [(left is None or left.broken, sorted(here), sorted(changed))]
-    if (within := engine.router.within) is not None:  # of other parts of the same parameters
-        found = within.all_gather_object(found[0], engine.device)
+    own_part = left is None or left.broken, sorted(here), sorted(changed)
+    found = engine.router.within.all_gather_object(own_part, engine.device)
     known = {name for _, names, _ in found for name in names}
     changed_anywhere = {name for _, _, names in found for name in names}
     outline = checksum([[broken for broken, *_ in found], sorted(known), sorted(changed_anywhere)])

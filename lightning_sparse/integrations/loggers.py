@@ -110,12 +110,7 @@ def log_table(logger: Any, name: str, table: Table, step: int) -> None:
 
 
 def log_figure(
-    logger: Any,
-    name: str,
-    data: Mapping[str, Any],
-    draw: Callable[[], Any],
-    step: int,
-    histogram: Tensor | None = None,
+    logger: Any, name: str, data: Mapping[str, Any], draw: Callable[[], Any], step: int, histogram: Tensor | None = None
 ) -> None:
     """Log an image if the logger shows images and matplotlib is installed; else the data as a JSON file.
 

@@ -22,7 +22,7 @@ from lightning_sparse.methods.grouping import DDP_BUCKET_MB, ParameterSize, make
 from lightning_sparse.methods.grouping.groupings import MIB
 from lightning_sparse.methods.sparsifiers import SPARSIFIERS, Sparsifier
 from lightning_sparse.tuning.performance import Network
-from lightning_sparse.tuning.performance.microbenchmark import Recorder
+from lightning_sparse.tuning.performance.microbenchmark import Recorder, Sent
 from lightning_sparse.tuning.performance.network import measure_network
 
 DENSE = "dense"
@@ -88,7 +88,7 @@ class Shadow:
             most = sum(p.nbytes for p in self._parameters.values())
             dtype = next(iter(self._parameters.values())).dtype
             self._network = measure_network(self._comm, self._device, dtype, most, SECONDS)
-        rows = {name: self._run(*method, gradients, self._network) for name, method in self._methods.items()}
+        rows = {name: self._run(*method, gradients) for name, method in self._methods.items()}
         if None in rows.values():  # not finite: skipped for all of them, on all ranks
             return
         self._steps += 1
@@ -98,11 +98,12 @@ class Shadow:
         self.quantities = {}
         for (name, row), of_ranks in zip(found.items(), ranks.unbind(1), strict=True):
             before, after, sent, _ = of_ranks.mean(0).tolist()
+            on_network = sum(self._network.line(message.operation)(message.nbytes) for message in row.messages)
             numbers = {
                 **row.of_all_ranks,
                 "energy": 1 - after / before if before else 1.0,
                 "sent_mb": sent / MB,
-                "predicted_ms": 1e3 * (float(of_ranks[:, 3].max()) + row.network_seconds),
+                "predicted_ms": 1e3 * (float(of_ranks[:, 3].max()) + on_network),
             }
             self.quantities |= {f"{name}/{quantity}": number for quantity, number in numbers.items()}
         most, whole = int(DDP_BUCKET_MB * MIB), sum(p.nbytes for p in self._parameters.values())
@@ -113,11 +114,7 @@ class Shadow:
         }
 
     def _run(
-        self,
-        config: SparsificationConfig,
-        groups: list[GroupReducer],
-        gradients: Mapping[str, Tensor],
-        network: Network,
+        self, config: SparsificationConfig, groups: list[GroupReducer], gradients: Mapping[str, Tensor]
     ) -> _Row | None:
         """Run a method on a step's gradients and return its numbers; None if the step is skipped."""
         comm, sparse = self._comm, [group for group in groups if not group.plan.dense]
@@ -149,14 +146,14 @@ class Shadow:
         left, sent = sum(group.residual_norm() ** 2 for group in sparse), sum(one.bytes_sent for one in step.groups)
         return _Row(
             {"density": step.union / step.numel, "threshold_error": abs(selected / step.k - 1)},
-            sum(network.line(message.operation)(message.nbytes) for message in recorder.messages),
+            recorder.messages,
             (before, left, sent, seconds),
         )
 
 
 class _Row(NamedTuple):
     of_all_ranks: dict[str, float]
-    network_seconds: float
+    messages: Sequence[Sent]
     of_this_rank: tuple[float, float, float, float]
     """Squared norm of residual and gradient before and after, bytes sent, seconds of local work."""
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import ASGD, SGD, Optimizer
 
 from lightning_sparse.core.console import page
-from lightning_sparse.engine.optimizers.kinds import holds, stepping
+from lightning_sparse.engine.optimizers.kinds import groups_with, holds, stepping
 
 ADAM = (
     "torch's AdamW or lightning_sparse.AdamW with a sparsifier whose exchange carries second moments, such as "
@@ -107,9 +107,7 @@ def unsuited(optimizer: Optimizer, parameters: Collection[int]) -> Unsuited | No
         if any(re.search(f"{kind.title()}|{kind.upper()}|^{kind}|_{kind}", one) for one in names):
             return Unsuited(name, kind)
     understood = False
-    for group in optimizer.param_groups:
-        if not any(id(parameter) in parameters for parameter in group["params"]):
-            continue
+    for group in groups_with(optimizer, parameters):
         beta1, beta2, momentum = _averaging(group, name.lower())
         if beta1:
             return Unsuited(name, "first moment", beta1, beta2)

@@ -29,7 +29,7 @@ from lightning_sparse.core.console import page, say
 from lightning_sparse.engine.agreement import check_equal_on_ranks
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.executor import Hold
-from lightning_sparse.engine.optimizers.clipping import Clipping
+from lightning_sparse.engine.optimizers.clipping import Clipping, Limit
 from lightning_sparse.engine.optimizers.kinds import (
     check_pair,
     decays_of,
@@ -267,12 +267,10 @@ class OptimizerBinding:
         self._read = reducer.adoptions, decays
         if reducer.adoptions != adoptions:
             chosen = {"memory for the optimizers": reducer.settings.memory_in_use}
-            for network in (reducer.aside, reducer.within) if reducer.within else (reducer.aside,):
+            for network in reversed(reducer.networks):
                 check_equal_on_ranks(chosen, network, reducer.device)
             with reducer.record.changing(), reducer.on_stream.between_steps():
-                taken = [optimizer for optimizer in optimizers if self.takes(optimizer)]
-                device = reducer.device
-                go_on_from_dense(reducer.groups, taken, self._parameters, reducer.aside, device, reducer.parts)
+                go_on_from_dense(reducer, [optimizer for optimizer in optimizers if self.takes(optimizer)])
 
     def suit(self, optimizers: Sequence[Optimizer], begins: bool = False) -> None:
         """Choose the memory that suits optimizers, where that was left open; between two steps.
@@ -370,7 +368,7 @@ class OptimizerBinding:
         key, clipping = None if optimizer is None else id(optimizer), self._reducer.clipping
         bound = set(map(id, self.optimizers))
         replaced = clipping.limits.keys() - {None, *bound} if key in bound else frozenset()
-        clipping.set(Clipping(limit, algorithm), held, key, in_place, replaced)
+        clipping.set(Limit(Clipping(limit, algorithm), held, in_place), key, replaced)
 
     def clip_in_place_of_averages(
         self, limit: float, algorithm: str, optimizer: Optimizer, known: bool = False

@@ -103,33 +103,24 @@ class GradientClipping:
         """True if averages are clipped for the last time: gradients are, from the next step on."""
         return any(self.acting.isdisjoint(limit.names) for limit in self.in_place.values())
 
-    def set(
-        self,
-        clipping: Clipping,
-        names: Set[str],
-        key: int | None,
-        in_place: bool = False,
-        replaced: Set[int | None] = frozenset(),
-    ) -> None:
-        """Clip the gradients of these parameters together, from the next step on.
+    def set(self, limit: Limit, key: int | None, replaced: Set[int | None] = frozenset()) -> None:
+        """Clip gradients to a limit, from the next step on.
 
         Args:
-            clipping: to what.
-            names: of parameters; those without coordinates are left out.
+            limit: of parameters; those without coordinates are left out.
             key: id of the optimizer that holds them; None: all parameters.
-            in_place: whether this is in place of clipping averages.
             replaced: keys of limits that end for these parameters.
 
         Raises:
             ValueError: for a limit or an algorithm that cannot be.
         """
-        check_positive(clipping.limit, "limit", infinite=True)
-        expect(clipping.algorithm in ALGORITHMS, "algorithm", "'norm' or 'value'", clipping.algorithm)
-        if names := self._with_coordinates(names):
-            for old, limit in list(self.limits.items()):
-                if old in replaced or (None not in (old, key) and limit.names == names):
-                    self._hold(old, limit.names - names)  # another optimizer holds them now
-            self.limits[key] = Limit(clipping, names, in_place)
+        check_positive(limit.clipping.limit, "limit", infinite=True)
+        expect(limit.clipping.algorithm in ALGORITHMS, "algorithm", "'norm' or 'value'", limit.clipping.algorithm)
+        if names := self._with_coordinates(limit.names):
+            for old, other in list(self.limits.items()):
+                if old in replaced or (None not in (old, key) and other.names == names):
+                    self._hold(old, other.names - names)  # another optimizer holds them now
+            self.limits[key] = limit._replace(names=names)
 
     def follow(self, key: int, names: Set[str]) -> None:
         """Let the limit of an optimizer, given its id, be one of the parameters that it holds now; if it has one."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparse.core.checks import TINY
@@ -109,6 +110,21 @@ def with_settings(optimizer: Optimizer, settings: Sequence[Mapping[str, Any]]) -
             group.update(others)
 
 
+@contextmanager
+def gradients_aside(optimizers: Iterable[Optimizer], more: Iterable[Tensor]) -> Iterator[None]:
+    """Let parameters, also those of optimizers, have no gradients within the block; then those of before again."""
+    held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    parameters = list({id(p): p for p in (*held, *more)}.values())
+    before = [parameter.grad for parameter in parameters]
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, grad in zip(parameters, before, strict=True):
+            parameter.grad = grad
+
+
 def ids_of(optimizer: Optimizer) -> set[int]:
     """Return the ids of the parameters that an optimizer holds."""
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -136,10 +152,10 @@ def made_for(parameters: Collection[int]) -> list[Optimizer]:
 
 def holds(optimizer: Optimizer, parameters: Collection[int]) -> bool:
     """Return True if an optimizer holds some of these parameters, given by their ids."""
-    return any(_groups(optimizer, parameters))
+    return any(groups_with(optimizer, parameters))
 
 
-def _groups(optimizer: Optimizer, parameters: Collection[int]) -> Iterator[dict[str, Any]]:
+def groups_with(optimizer: Optimizer, parameters: Collection[int]) -> Iterator[dict[str, Any]]:
     """Return its groups that hold some of these parameters."""
     return (group for group in optimizer.param_groups if any(id(p) in parameters for p in group["params"]))
 
@@ -154,7 +170,7 @@ def refusal(optimizer: Optimizer, parameters: Collection[int]) -> str | None:
     kind = type(stepping(optimizer))
     if not is_adam(kind):
         return f"{kind.__name__} is none of torch's Adam and AdamW"
-    for group in _groups(optimizer, parameters):
+    for group in groups_with(optimizer, parameters):
         if not group.get("eps", 0.0) >= TINY:
             return f"eps has to be at least {TINY:.2g}"
         for option in ("amsgrad", "differentiable"):
@@ -180,7 +196,7 @@ def settings_of(optimizers: Iterable[Optimizer], parameters: Collection[int]) ->
     return {
         (float(group["betas"][1]), float(group["eps"]))
         for optimizer in optimizers
-        for group in _groups(optimizer, parameters)
+        for group in groups_with(optimizer, parameters)
     }
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from lightning_sparse.core.layout import fills_memory, flattened, in_pieces, sum_dtype
+from lightning_sparse.engine.optimizers.kinds import groups_with
 from lightning_sparse.ops import static_shapes, take
 from lightning_sparse.ops.addresses import DTYPES, Addresses, takes
 from lightning_sparse.ops.host import reaching
@@ -100,10 +101,7 @@ class Stepped(NamedTuple):
 
 def has_velocities(optimizer: Optimizer, parameters: Collection[int]) -> bool:
     """Return True for ``torch.optim.SGD`` with momentum for some parameters, given by their ids."""
-    return type(optimizer) is SGD and any(
-        Momentum.of(group) is not None and any(id(parameter) in parameters for parameter in group["params"])
-        for group in optimizer.param_groups
-    )
+    return type(optimizer) is SGD and any(map(Momentum.of, groups_with(optimizer, parameters)))
 
 
 class Spending:

@@ -15,11 +15,10 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_sparse.core.layout import flattened, laid_out, own, shaped
 from lightning_sparse.engine.delivery import MANY, Delivery, Lengths, advice, factors_of
-from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.kinds import holds, refusal, settings_of, stepping
 from lightning_sparse.engine.optimizers.momentum import Momentum, Spending, Stepped
-from lightning_sparse.engine.parts import Parts
 from lightning_sparse.engine.pipeline import GroupReducer
+from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.methods.memory import SecondMoment
 from lightning_sparse.ops.adam import Moved, Step, Steps
 from lightning_sparse.ops.length import DECAY
@@ -215,46 +214,36 @@ class Formed(NamedTuple):
     steps: float
 
 
-def go_on_from_dense(
-    groups: Sequence[GroupReducer],
-    optimizers: Iterable[Optimizer],
-    parameters: Mapping[str, Parameter],
-    comm: TorchCollective,
-    device: torch.device,
-    parts: Parts | None = None,
-) -> None:
+def go_on_from_dense(reducer: Reducer, optimizers: Iterable[Optimizer]) -> None:
     """Start second moments where none are known yet, in a step that has just begun; collective.
 
     An optimizer's v holds squares of averages over n ranks, a rank's own the noise of one gradient, n times as much. So
     they start from n times the optimizer's: with ``sqrt(n)`` in the step, first steps are as long as those of
     dense training. The shortest history of a group counts for all of it, and one step where there is none: as Adam's
-    do, second moments without a history start from the first gradients then.
+    do, second moments without a history start from the first gradients then. Where ranks hold states of different
+    parameters, as in ``ZeroRedundancyOptimizer``, all of them start from what any of them holds.
 
     Args:
-        groups: all of them.
+        reducer: of the groups.
         optimizers: that step parameters.
-        parameters: by name.
-        comm: the ranks. Where they hold states of different parameters, as in ``ZeroRedundancyOptimizer``, all of them
-            start from what any of them holds.
-        device: where gradients live.
-        parts: which coordinates of each parameter groups have; None: all that this rank has.
     """
+    groups, parameters, comm, parts = reducer.groups, reducer.parameters, reducer.aside, reducer.parts
     served = {name: group for group in groups if group.memory.needs_second for name in group.spans}
     if not served:
         return
     here = _formed(optimizers, {id(parameters[name]): name for name in served})
-    found = comm.all_gather_object({name: formed.steps for name, formed in here.items()}, device)
+    found = comm.all_gather_object({name: formed.steps for name, formed in here.items()}, reducer.device)
     holders = {name: rank for rank, each in reversed(list(enumerate(found))) for name in each}
     if not holders:
         return
     known = {name: group.memory.vectors(group.state.memory)["second"] for name, group in served.items()}
     unknown = {name for name in holders if not bool(known[name][served[name].spans[name]].any())}
-    fresh = set.intersection(*comm.all_gather_object(unknown, device))
+    fresh = set.intersection(*comm.all_gather_object(unknown, reducer.device))
     for group in groups:
         names = [name for name in group.spans if name in fresh]
         if not names:
             continue
-        start = torch.zeros(group.plan.numel, device=device, dtype=group.wide)
+        start = torch.zeros(group.plan.numel, device=reducer.device, dtype=group.wide)
         for name in names:
             if holders[name] == comm.rank:
                 parameter, span = own(parameters[name]), group.spans[name]

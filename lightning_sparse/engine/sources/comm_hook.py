@@ -19,8 +19,8 @@ def entrance_of(router: Reducer) -> Entrance:
     """Return the router, or what stands in front of it."""
     if router.settings.delay:
         return OneStepLate(router)
-    if router.parts is not None and router.within is not None:
-        return WithinANode(router, router.parts, router.within)
+    if router.parts is not None:
+        return WithinANode(router, router.parts)
     return router
 
 

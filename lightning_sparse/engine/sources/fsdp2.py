@@ -17,6 +17,7 @@ from torch.nn import Module, Parameter
 from lightning_sparse.core.layout import flattened, own, sharded_as
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.reducer import Reducer
+from lightning_sparse.engine.sources.gradient_hooks import on_gradients
 
 AVERAGE = "_lightning_sparse_average"
 """Attribute of a gradient that holds averages."""
@@ -44,10 +45,7 @@ class ShardSource:
         """FSDP's own notes about a backward, one for each root."""
         self._backward = -1
         """Id of the backward at whose end gradients are exchanged."""
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
-            for p in self._parameters.values()
-        ]
+        self._hooks = on_gradients(self._parameters, self._note)
 
     @property
     def closed(self) -> bool:
@@ -62,10 +60,9 @@ class ShardSource:
 
     def release(self) -> None:
         """Remove the hooks: another engine takes over, or nobody."""
-        for hook in self._hooks:
-            hook.remove()
+        self._hooks.close()
 
-    def _note(self, _: Tensor) -> None:
+    def _note(self, name: str, _: Tensor) -> None:
         """Let gradients be exchanged at the end of this backward: FSDP has reduced some."""
         if self._engine.closed:
             raise RuntimeError("The engine is closed, and replicas would drift apart. Attach a new one to train on.")

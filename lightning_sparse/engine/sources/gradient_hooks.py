@@ -1,9 +1,9 @@
-"""Hooks on gradients of single parameters: they tell which were used, and refuse sparse tensors."""
+"""Hooks on gradients of single parameters: all that look at them begin here; which were used, and sparse tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 
 import torch
@@ -13,6 +13,23 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_sparse.core.layout import own
 from lightning_sparse.engine.network import TorchCollective
+
+
+def on_gradients(parameters: Mapping[str, Parameter], act: Callable[[str, Tensor], None]) -> ExitStack:
+    """Call a function whenever a backward has finished the gradient of a parameter, before DDP sees it.
+
+    Args:
+        parameters: by name.
+        act: is given a name, and the parameter.
+
+    Returns:
+        Removes the hooks when it is closed.
+    """
+    hooks = ExitStack()
+    for name, p in parameters.items():
+        hook = p.register_post_accumulate_grad_hook(partial(act, name))  # type: ignore[no-untyped-call]
+        hooks.callback(hook.remove)
+    return hooks
 
 
 class Usage:
@@ -36,10 +53,7 @@ class Usage:
         def note(name: str, _: Tensor) -> None:  # keeps no more than the set alive
             used.add(name)
 
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(partial(note, name))  # type: ignore[no-untyped-call]
-            for name, p in parameters.items()
-        ]
+        self._hooks = on_gradients(parameters, note)
 
     def here(self, names: Iterable[str]) -> list[bool]:
         """Return for each of these if it was used on this rank since the last synchronised backward."""
@@ -65,8 +79,7 @@ class Usage:
 
     def close(self) -> None:
         """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
+        self._hooks.close()
         self.comm.close()
         if self.within is not None:
             self.within.close()

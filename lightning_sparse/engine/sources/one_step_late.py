@@ -14,12 +14,12 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from lightning_sparse.core.layout import own, shaped, sharded_as
 from lightning_sparse.engine.executor import ExchangeStream, held
 from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.reducer import Reducer
+from lightning_sparse.engine.sources.gradient_hooks import on_gradients
 from lightning_sparse.engine.state.record import place
 
 
@@ -54,11 +54,9 @@ class OneStepLate:
         """Names of the parameters whose gradients were cleared since averages took their places."""
         self._meets: set[str] = set()
         """Names of the parameters whose new gradient would be added to an average."""
-        self._looking: list[RemovableHandle] = []
+        self._looking = on_gradients(router.parameters, self._refuse)
         for name, p in router.parameters.items():
-            looks = partial(self._look, name), partial(self._refuse, name)
-            self._looking += [p.register_hook(looks[0])]  # type: ignore[no-untyped-call]
-            self._looking += [p.register_post_accumulate_grad_hook(looks[1])]  # type: ignore[no-untyped-call]
+            self._looking.callback(p.register_hook(partial(self._look, name)).remove)  # type: ignore[no-untyped-call]
 
     def begin_step(self) -> None:
         """Do nothing: a step begins when the one before has settled, in :meth:`finish`."""
@@ -120,8 +118,7 @@ class OneStepLate:
 
     def close(self) -> None:
         """Stop looking at gradients."""
-        for handle in self._looking:
-            handle.remove()
+        self._looking.close()
 
     def _copied(self, places: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copy gradients to where their groups will work on them."""

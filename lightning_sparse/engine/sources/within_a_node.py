@@ -36,15 +36,14 @@ class WithinANode:
     Args:
         router: of the engine, which exchanges the parts.
         parts: its.
-        within: the ranks of this node; the router's.
     """
 
     direct = False
     """False: parts are exchanged, also where all is dense."""
 
-    def __init__(self, router: Reducer, parts: Parts, within: TorchCollective) -> None:
-        self._router, self._parts, self._within = router, parts, within
-        self._hosts = within.between_hosts()
+    def __init__(self, router: Reducer, parts: Parts) -> None:
+        self._router, self._parts, self._within = router, parts, router.within
+        self._hosts = router.within.between_hosts()
         self._digest = -1, -1, 0
         """Of settings and groups, and of which ones it is."""
         self.names = router.names

@@ -357,11 +357,10 @@ def _exchanging(marker: dict[str, Any]) -> int:
 def _read_state(path: Path, marker: dict[str, Any], engine: Engine, load: Callable[[str], Any]) -> State:
     """Read this rank's own state; join those of its node if parts were others; merge all if nodes were."""
     nodes, size = _nodes_of(marker)
-    if _exchanging(marker) != engine.exchanging:
-        return merge_states(_read(path, marker, rank, load) for rank in range(marker["world_size"]))
-    if (nodes, size) == (engine.comm.world_size, engine.ranks_of_a_replica):
+    alike = (nodes, _exchanging(marker)) == (engine.comm.world_size, engine.exchanging)
+    if alike and size == engine.ranks_of_a_replica:
         return _read(path, marker, engine.rank, load)
-    if nodes == engine.comm.world_size:
+    if alike:
         first = engine.comm.rank * size
         return {**join_parts(_read(path, marker, rank, load) for rank in range(first, first + size)), "groups": []}
     return merge_states(_read(path, marker, rank, load) for rank in range(marker["world_size"]))

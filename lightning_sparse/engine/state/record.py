@@ -106,7 +106,7 @@ class Kept(NamedTuple):
     """() the same as a flag where gradients live; None: it counted."""
     clipped: Set[str]
     """Names of the parameters whose gradients were clipped before it, see :class:`.GradientClipping`."""
-    averages: dict[str, Averages | None]
+    averages: Mapping[str, Averages | None]
     """By parameter; None: nobody can take them back, or ask where they arrived."""
     sent: Sequence[Averages] = ()
     """Averages that have left this rank's residuals, as it has sent them."""
@@ -314,20 +314,13 @@ class Record:
         for handout in self._earlier:
             handout.absorb(names, self.held)
 
-    def settle(
-        self,
-        decision: Decision,
-        averages: Mapping[str, Averages | None],
-        skipped: Tensor | None = None,
-        clipped: Set[str] = frozenset(),
-        sent: Sequence[Averages] = (),
-    ) -> None:
-        """Count an exchange that has settled, and keep its averages, within :meth:`changing`. See :class:`Kept`."""
+    def settle(self, settled: Kept) -> None:
+        """Count an exchange that has settled, and keep its averages, within :meth:`changing`."""
         for handout in self._earlier:
-            handout.replace(self.absorbed | averages.keys())
-        self.start, self.decision, self.absorbed = self.counts, decision, frozenset()
-        self._latest = Kept(decision, skipped, clipped, dict(averages), sent)
-        self.keep(self._latest)
+            handout.replace(self.absorbed | settled.averages.keys())
+        self.start, self.decision, self.absorbed = self.counts, settled.decision, frozenset()
+        self._latest = settled
+        self.keep(settled)
 
     def keep(self, kept: Kept) -> None:
         """Keep averages until they are handed over; also those of a state that was loaded."""

@@ -131,7 +131,7 @@ def save_sharded(engine: Engine, folder: str | Path, save: str = "") -> State:
     with engine.failing_together():
         state = with_pending(engine.state_dict(newest.cpu()), engine.comm.world_size)
         rest = {**{name: value for name, value in state.items() if name not in APART}, "save": save}
-        content[f"ranks{engine.comm.rank}.{_place(engine)}"] = _bytes_of(rest)
+        content[f"ranks{engine.comm.rank}.{engine.router.within.rank}"] = _bytes_of(rest)
         for name, parameter in _known(engine).items():
             for key, vector in state["parameters"].get(name, {}).items():
                 content[f"replica{engine.comm.rank}/{name}/{key}"] = _as_parameter(vector, parameter)
@@ -197,11 +197,6 @@ def _known(engine: Engine) -> dict[str, Parameter]:
     return {name: p for name, p in {**engine.parameters, **engine.frozen}.items() if name in engine.shards}
 
 
-def _place(engine: Engine) -> int:
-    """Return the number of this rank within its replica."""
-    return 0 if engine.router.within is None else engine.router.within.rank
-
-
 def _bytes_of(plain: State) -> Tensor:
     """Return plain data as a vector of bytes, which is read back without running any code."""
     buffer = io.BytesIO()
@@ -245,7 +240,7 @@ def _state_for(engine: Engine, saved: Saved, resize: Resize, notes: list[str]) -
     comm = engine.comm
     alike = saved.replicas == comm.world_size
     same = alike and saved.ranks == engine.ranks_of_a_replica
-    rest = saved.rest(*((comm.rank, _place(engine)) if same else (0, 0)))
+    rest = saved.rest(*((comm.rank, engine.router.within.rank) if same else (0, 0)))
     spans = {name: list(part) for name, part in engine.shards.items()}
     state: State = {**rest, "parameters": {name: {} for name in spans}, "spans": spans}
     if not same:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_sparse.core.layout import layout_of, own
+from lightning_sparse.core.step import GroupState
 from lightning_sparse.engine.agreement import Note, by_reason, name_ranks, reason
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.delivery import Delivery, bounds_of
@@ -49,13 +50,8 @@ class Shard(NamedTuple):
         return cls(0, numel, numel)
 
 
-class Learned(NamedTuple):
-    """Knowledge about a group, but for its vectors."""
-
-    selector: Any
-    counts: Tensor | None
-    union: Tensor | None
-    density: GroupDensity
+Learned = tuple[GroupState, GroupDensity]
+"""The state of a group and its density, with what was learned about it."""
 
 
 class LoadPlan(NamedTuple):
@@ -87,11 +83,7 @@ class EngineState:
     """
 
     def __init__(
-        self,
-        reducer: Reducer,
-        binding: OptimizerBinding,
-        frozen: Mapping[str, Parameter],
-        shards: Mapping[str, Shard],
+        self, reducer: Reducer, binding: OptimizerBinding, frozen: Mapping[str, Parameter], shards: Mapping[str, Shard]
     ) -> None:
         self.loads = 0
         """Number of states that were loaded."""
@@ -155,7 +147,7 @@ class EngineState:
             "void_steps": record.counts.void,
             "rank": rank,
             "world_size": self._comm.world_size,
-            "part": [] if reducer.within is None else [reducer.within.rank, reducer.within.world_size],
+            "part": [reducer.within.rank, reducer.within.world_size] if self._shards else [],
             "settings": reducer.settings.algorithm,
             "parameters": {name: parameters[name] for name in self._names} | self._parked["parameters"],
             "counters": {name: counters[name] for name in self._names} | self._parked["counters"],
@@ -211,9 +203,8 @@ class EngineState:
         except Exception as error:  # whatever a damaged state makes of a check
             note = Note("", reason(error, ValueError))
         # All ranks must form groups alike: averages of different memories are messages of different lengths.
-        filled = filled.union(*self._comm.all_gather_object(filled, self._device))
-        if (within := self._reducer.within) is not None:
-            filled = filled.union(*within.all_gather_object(filled, self._device))
+        for network in reversed(self._reducer.networks):
+            filled = filled.union(*network.all_gather_object(filled, self._device))
         try:
             plan = None if state is None else self._plan(state, filled)
         except Exception as error:  # whatever a damaged state makes of a memory
@@ -225,8 +216,8 @@ class EngineState:
         trouble = by_reason([note for note, *_ in on_ranks])
         if not trouble and len({note.fact for note, *_ in on_ranks}) > 1:
             trouble = "the states of the ranks do not belong together"
-        if within is not None:  # ranks that have other parts load theirs, or none does
-            trouble = next(filter(None, within.all_gather_object(trouble, self._device)), "")
+        # Ranks that have other parts load theirs, or none does.
+        trouble = next(filter(None, self._reducer.within.all_gather_object(trouble, self._device)), "")
         if trouble or plan is None:
             raise ValueError(f"The state cannot be loaded, and no rank has loaded it: {trouble}")
         for number, (group, known) in enumerate(zip(plan.groups, plan.learned, strict=True)):
@@ -234,8 +225,7 @@ class EngineState:
             if known is not None and others:
                 plan.misfits.append(f"{_anew(group)}, because it does not fit on {name_ranks(others)}.")
             elif known is not None:
-                group.state = group.state._replace(selector=known.selector, counts=known.counts, union=known.union)
-                group.density = known.density
+                group.state, group.density = known
         late = plan.state["late"]
         if len({late_of for _, _, (*_, late_of) in on_ranks}) > 1:  # others may know more than the weights of rank 0
             late = self._comm.broadcast_object(late, 0, self._device)
@@ -432,4 +422,4 @@ def _understand(group: GroupReducer, learned: Mapping[str, Any], world_size: int
         counts, union = from_plain(counts, like), from_plain(union, like[0])
     density = group.density.schedule.for_group()
     density.load_state_dict(state["density"], group.plan.numel, group.device)
-    return Learned(selector, counts, union, density)
+    return group.state._replace(selector=selector, counts=counts, union=union), density

@@ -459,22 +459,17 @@ def differing(engine: Engine, sums: Tensor) -> Tensor:
             compares its part with that of the first replica.
         sums: (ranks of ``engine.comm``, parameters) checksums.
     """
-    within = engine.router.within
-    if within is None:
-        return (sums != sums[0]).cpu()
-    every = within.all_gather(sums)
+    every = engine.router.within.all_gather(sums)
     first = every[:, :1] if engine.router.parts is None else every[:1, :1]
     return (every != first).transpose(0, 1).flatten(0, 1).cpu()
 
 
 def distance(engine: Engine, name: str) -> float:
     """Return the largest difference of a parameter between rank 0 and another rank; collective."""
-    within, here = engine.router.within, own(engine.parameters[name]).detach()
+    here = own(engine.parameters[name]).detach()
     theirs = here.clone(memory_format=torch.contiguous_format)
-    if within is not None and engine.router.parts is not None:
-        theirs = within.broadcast(theirs, 0)
+    if engine.router.parts is not None:
+        theirs = engine.router.within.broadcast(theirs, 0)
     theirs = engine.comm.broadcast(theirs, 0)
     furthest = (here.double() - theirs.double()).abs().amax() if here.numel() else here.new_zeros(()).double()
-    for network in engine.networks:
-        furthest = network.all_gather(furthest).amax()
-    return float(furthest)
+    return float(engine.comm.all_gather(engine.router.within.all_gather(furthest)).amax())

@@ -52,11 +52,7 @@ class Links(NamedTuple):
 
 
 def measure_links(
-    device: torch.device,
-    density: float,
-    group: Any = None,
-    seconds: float = 8.0,
-    numel: int = 1 << 22,
+    device: torch.device, density: float, group: Any = None, seconds: float = 8.0, numel: int = 1 << 22
 ) -> Links:
     """Measure the links between ranks, collectives, and the default's exchange; collective, takes some ten seconds.
 

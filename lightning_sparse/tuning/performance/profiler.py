@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Sequence
-from functools import partial
+from contextlib import ExitStack
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.metrics import Stamp
 from lightning_sparse.engine.network import TorchCollective
+from lightning_sparse.engine.sources.gradient_hooks import on_gradients
 from lightning_sparse.methods.grouping import ParameterSize, bucket_numels
 from lightning_sparse.methods.grouping.groupings import MIB
 from lightning_sparse.tuning.performance.microbenchmark import measure_group, sizes_up_to
@@ -48,9 +49,8 @@ class BackwardTimer:
         self._held_up = held_up
         self._marks: Marks = []
         self._steps: list[Marks] = []
-        self._hooks: list[Any] = [module.register_forward_hook(self._forward_ends)]
-        for name, p in parameters.items():
-            self._hooks.append(p.register_post_accumulate_grad_hook(partial(self._note, name)))  # type: ignore[no-untyped-call]
+        self._hooks: ExitStack | None = on_gradients(parameters, self._note)
+        self._hooks.callback(module.register_forward_hook(self._forward_ends).remove)
 
     def keep(self) -> None:
         """Keep the times of the latest forward's backward, also of its rest; not of those that only accumulate."""
@@ -58,9 +58,9 @@ class BackwardTimer:
 
     def close(self) -> None:
         """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        if self._hooks is not None:
+            self._hooks.close()
+        self._hooks = None
 
     def result(self, comm: TorchCollective) -> tuple[list[LayerTime], float]:
         """Return the median times of the kept steps, averaged over ranks, in rank 0's order; collective.
@@ -101,10 +101,10 @@ class BackwardTimer:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return an empty state: copies of the module need no timer."""
-        return {"_hooks": []}
+        return {"_hooks": None}
 
     def _forward_ends(self, *_: Any) -> None:
-        if self._hooks and torch.is_grad_enabled():
+        if self._hooks is not None and torch.is_grad_enabled():
             self._marks = [("", Stamp.now(self._device), self._held_up())]
 
     def _note(self, name: str, _: Tensor) -> None:
