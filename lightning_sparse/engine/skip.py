@@ -176,7 +176,7 @@ class SkippedSteps:
 
     def note(self, decision: Decision, names: Set[str]) -> None:
         """Note that a step has ended which gave these parameters a gradient; the one before is resolved."""
-        self._decision, self._latest = decision, names
+        self._decision, self._latest = decision, frozenset(names)  # a view of a mapping would keep its averages
 
     def resolve(self) -> None:
         """Note which gradients are invalid since the latest step; waits for its flag."""

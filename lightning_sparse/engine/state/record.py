@@ -245,7 +245,7 @@ class Record:
         self._earlier: Sequence[Handout] = ()
         """Those of :attr:`_handouts` that there were when the latest exchange began."""
         self._latest: Kept | None = None
-        """The exchange that has settled last."""
+        """The exchange that has settled last, if this rank knows what it has sent."""
         self.kept: Sequence[Kept] = ()
         """Exchanges with averages that optimizers have not been given."""
         self._unstepped: dict[str, tuple[int, Decision]] = {}
@@ -319,7 +319,7 @@ class Record:
         for handout in self._earlier:
             handout.replace(self.absorbed | settled.averages.keys())
         self.start, self.decision, self.absorbed = self.counts, settled.decision, frozenset()
-        self._latest = settled
+        self._latest = settled if settled.sent else None  # else its averages would stay until the next exchange
         self.keep(settled)
 
     def keep(self, kept: Kept) -> None:
@@ -378,7 +378,7 @@ class Record:
         May wait for the device.
         """
         latest = self._latest
-        return None if latest is None or latest.decision or not latest.sent else latest
+        return None if latest is None or latest.decision else latest
 
     @property
     def revocable(self) -> Kept | None:
