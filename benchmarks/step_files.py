@@ -42,7 +42,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
 }
-HOOK = "api/attach.py", "_hook"
+HOOK = "engine/sources/comm_hook.py", "_hook"
 """DDP calls it: noting begins there."""
 
 Entered = dict[str, Counter[str]]

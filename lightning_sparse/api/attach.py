@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
@@ -20,6 +19,7 @@ from lightning_sparse.engine import Engine, StepObserver, check_equal_on_ranks, 
 from lightning_sparse.engine.config import SparsificationConfig, StrategyConfig, from_keywords, keywords_of
 from lightning_sparse.engine.engine import can_observe
 from lightning_sparse.engine.network import TorchCollective
+from lightning_sparse.engine.sources.comm_hook import AllRanksDivide, register
 from lightning_sparse.engine.state.state import Shard
 from lightning_sparse.methods.grouping import Group, ParameterSize, Rules, dense_plan, make_plan
 from lightning_sparse.methods.grouping.groupings import CUDA_BUCKET_MB, MIB
@@ -151,7 +151,7 @@ def attach_config(
             undo.callback(engine.close)
             if scaler is not None:
                 engine.loss_scale = partial(getattr, scaler, "_scale", None)  # public get_scale() waits for the device
-            engine.add_observer(_AllRanksDivide(ddp))
+            engine.add_observer(AllRanksDivide(ddp))
             look_on(engine, config, stays_dense)
             planner = None
             if Planner.wanted(config) and not stays_dense:
@@ -161,7 +161,7 @@ def attach_config(
                 engine.add_observer(DenseFallback(sizes, cap, planner))
             for observer in observers:
                 engine.add_observer(observer)
-            _register(ddp, engine)  # last: it cannot be undone
+            register(ddp, engine)  # last: it cannot be undone
         undo.pop_all()
     return engine
 
@@ -179,28 +179,6 @@ def refuse_to_wait(config: SparsificationConfig, device: torch.device, ranks: in
             "Expected executor='auto' or 'thread' with delay=1 on CPUs, but got 'inline', where the exchange would end "
             "before the backward that begins it."
         )
-
-
-class _AllRanksDivide:
-    """Observer that refuses ``join(divide_by_initial_world_size=False)``, which DDP hides from communication hooks.
-
-    Args:
-        ddp: the model; kept as a weak reference.
-    """
-
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        self._ddp = weakref.ref(ddp)
-
-    def before_step(self, engine: Engine) -> None:
-        """Raise in the first step in which averages would differ from DDP's, also on ranks that have joined."""
-        if not getattr(self._ddp(), "_divide_by_initial_world_size", True):
-            raise ValueError(
-                "join(divide_by_initial_world_size=False) divides by the ranks that still have data, and the "
-                "sparsified exchange by all ranks. Leave it at True."
-            )
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 def _check_ddp(ddp: DistributedDataParallel) -> None:
@@ -264,16 +242,6 @@ def trained_and_frozen(known: Mapping[str, Parameter]) -> tuple[dict[str, Parame
     return trained, frozen
 
 
-def _register(ddp: DistributedDataParallel, engine: Engine) -> None:
-    try:
-        ddp.register_comm_hook(engine, _hook)
-    except RuntimeError as error:
-        raise RuntimeError(
-            "This DistributedDataParallel model has a communication hook already: of another attach(), of your own, or "
-            f"of mixed_precision=... or an optimizer in backward. Wrap the model again, without it. ({error})"
-        ) from error
-
-
 def sizes_of(parameters: dict[str, Parameter]) -> list[ParameterSize]:
     """Return the sizes of parameters, for plans."""
     return [ParameterSize.of(name, p) for name, p in parameters.items()]
@@ -316,8 +284,3 @@ def refuse_two_orders(module: Module, executor: str, device: torch.device) -> No
                 "messages and those of a communication thread would start in an order that differs between ranks, and "
                 "NCCL may then wait for ever."
             )
-
-
-# Without annotations: DDP compares them by identity, and here they would be strings.
-def _hook(engine, bucket):  # type: ignore[no-untyped-def]
-    return engine.receive(bucket)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from torch import Tensor
 from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.sources.one_step_late import OneStepLate
@@ -79,3 +81,45 @@ class BucketSource:
             averages, self._pending = self._pending, []
             router.pass_by(averages)
         return average
+
+
+class AllRanksDivide:
+    """Observer that refuses ``join(divide_by_initial_world_size=False)``, which DDP hides from communication hooks.
+
+    Args:
+        ddp: the model; kept as a weak reference.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp = weakref.ref(ddp)
+
+    def before_step(self, engine: Any) -> None:
+        """Raise in the first step in which averages would differ from DDP's, also on ranks that have joined."""
+        if not getattr(self._ddp(), "_divide_by_initial_world_size", True):
+            raise ValueError(
+                "join(divide_by_initial_world_size=False) divides by the ranks that still have data, and the "
+                "sparsified exchange by all ranks. Leave it at True."
+            )
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def register(ddp: DistributedDataParallel, engine: Any) -> None:
+    """Make an engine the communication hook of a model; this cannot be undone.
+
+    Raises:
+        RuntimeError: if the model has a hook already.
+    """
+    try:
+        ddp.register_comm_hook(engine, _hook)
+    except RuntimeError as error:
+        raise RuntimeError(
+            "This DistributedDataParallel model has a communication hook already: of another attach(), of your own, or "
+            f"of mixed_precision=... or an optimizer in backward. Wrap the model again, without it. ({error})"
+        ) from error
+
+
+# Without annotations: DDP compares them by identity, and here they would be strings.
+def _hook(engine, bucket):  # type: ignore[no-untyped-def]
+    return engine.receive(bucket)
