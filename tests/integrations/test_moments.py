@@ -136,7 +136,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
             ((*pair, n) for n in (2, 1) for pair in in_turns(list(SETTINGS), ["inline", "thread"])),
             together=1,
         ),
-        2,
+        1,
     ),
 )
 def test_what_is_saved_in_a_hook_holds_what_was_absorbed_and_so_do_those_who_load_it(

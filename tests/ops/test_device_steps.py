@@ -124,7 +124,15 @@ def test_where_kernels_do_not_work_training_goes_on_in_torch(trouble: str, monke
 
 @pytest.mark.parametrize(
     ("sparsifier", "memory"),
-    [("shared_topk", RESIDUAL), ("topk", ADAM), ("micro", ls.Residual(0.9)), ("union_topk", ls.ClipByNorm(1.0, ADAM))],
+    by_default(
+        [
+            ("micro", ls.Residual(0.9)),
+            ("union_topk", ls.ClipByNorm(1.0, ADAM)),
+            ("topk", ADAM),
+            ("shared_topk", RESIDUAL),
+        ],
+        2,
+    ),
 )
 def test_other_parts_use_the_kernels_that_fit(sparsifier: str, memory: ls.Memory) -> None:
     parts = {"sparsifier": ls.SPARSIFIERS.resolve(sparsifier), "memory": memory}
@@ -149,7 +157,7 @@ def test_scores_of_narrow_gradients_are_let_go_before_messages() -> None:
         assert not grad.rooms
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", by_default([torch.float64, torch.bfloat16]))
 def test_a_default_dtype_changes_nothing(dtype: torch.dtype) -> None:
     before = torch.get_default_dtype()
     with in_triton() as chosen, ExactRoots():

@@ -32,6 +32,7 @@ def follow(name: str, sparsifier: ls.Sparsifier, density: float) -> list[ls.Step
     return list(ls.simulate(stream(name), sparsifier=sparsifier, density=density))
 
 
+@pytest.mark.thorough
 def test_the_recorded_stream_is_one_whose_scale_moves() -> None:
     norms = [float(rows.norm()) for rows in stream("digits")]
     assert max(norms) > 3 * min(norms)

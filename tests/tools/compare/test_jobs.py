@@ -170,6 +170,7 @@ def train_on(said: Connection, alive: Connection) -> None:
     execute(Job("digits", 2, 1.0, "dense", 0, 10**6))
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("warm_spawn")
 def test_a_training_ends_with_the_process_that_wants_it() -> None:
     heard, alive = multiprocessing.Pipe(duplex=False)
