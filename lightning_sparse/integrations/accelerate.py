@@ -55,7 +55,7 @@ class Accelerated:
         self._optimizers: list[Optimizer] = []
         self._files = SideFiles()
         self.undo = ExitStack()
-        """What is undone when the engine ends."""
+        """Callbacks that undo changes of the Accelerator, when the engine ends."""
         self._logged_step = 0
         self._place = 0
         """Number among the models of this Accelerator, for files of its own."""

@@ -258,8 +258,9 @@ class OptimizerBinding:
         Second moments of groups that are new go on from those of the optimizers, where they know none.
         """
         reducer, (adoptions, _) = self._reducer, self._read
-        for optimizer in self.optimizers if reducer.clipping.limits else ():
-            reducer.clipping.follow(id(optimizer), reducer.record.hold(optimizer))
+        for optimizer in self.optimizers:
+            if id(optimizer) in reducer.clipping.limits:
+                reducer.clipping.follow(id(optimizer), reducer.record.hold(optimizer))
         optimizers = self.optimizers or made_for({id(p) for p in self._parameters.values()})
         decays = decays_of(optimizers)
         if (reducer.adoptions, decays) != self._read or not self.optimizers:

@@ -123,9 +123,8 @@ class GradientClipping:
             self.limits[key] = limit._replace(names=names)
 
     def follow(self, key: int, names: Set[str]) -> None:
-        """Let the limit of an optimizer, given its id, be one of the parameters that it holds now; if it has one."""
-        if key in self.limits:
-            self._hold(key, self._with_coordinates(names))
+        """Let the limit of an optimizer, given its id, be one of the parameters that it holds now."""
+        self._hold(key, self._with_coordinates(names))
 
     def _hold(self, key: int | None, names: Set[str]) -> None:
         if names:

@@ -73,7 +73,7 @@ def test_a_state_says_what_the_next_step_clips(two_ranks: Ranks) -> None:
 
 
 def past_the_groups() -> list[tuple[bool, float]]:
-    """Whether DDP averages by itself, and how long averages are: without a limit, with one, and without again."""
+    """Return whether DDP averages by itself, and the length of averages: without a limit, with one, without again."""
     training = Training(memory=None)
     engine, found = training.engine, []
     engine.regroup(plan_of(engine, "model", rules=ls.Rules(dense=["*"])))
