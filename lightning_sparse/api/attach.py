@@ -60,7 +60,7 @@ def attach(ddp: DistributedDataParallel, **keywords: Any) -> Engine:
     """Replace the gradient all-reduce of a ``DistributedDataParallel`` model. All ranks must call this.
 
     ``ddp`` is the wrapped model, before its first backward, without a communication hook of its own. All other
-    arguments are keywords: the settings of :class:`~lightning_sparse.SparsificationConfig`, and ``scaler``, ``profile``
+    arguments are keywords: the settings of :class:`.SparsificationConfig`, and ``scaler``, ``profile``
     and ``observers``.
 
     Then call ``engine.bind([optimizer])``: it lets the engine take the steps of torch's Adam and AdamW, gives
@@ -72,7 +72,7 @@ def attach(ddp: DistributedDataParallel, **keywords: Any) -> Engine:
         The engine, for statistics and for :meth:`Engine.close`.
 
     Raises:
-        ValueError: for settings that cannot work, see :class:`~lightning_sparse.SparsificationConfig` and
+        ValueError: for settings that cannot work, see :class:`.SparsificationConfig` and
             :func:`~lightning_sparse.methods.grouping.make_plan`.
         TypeError: for a model that is not wrapped, or a keyword that it does not know.
         RuntimeError: on all ranks, if the ranks' settings or models differ; if the model has a communication hook
@@ -111,7 +111,7 @@ def attach_config(
         parameters, frozen = _parameters_of(ddp)
         sizes = sizes_of(parameters)
         cap = ddp.bucket_bytes_cap / MIB if config.bucket_cap_mb is None else float(config.bucket_cap_mb)
-        if config.bucket_cap_mb is None and config.fallback is None and device.type == "cuda":
+        if config.bucket_cap_mb is None and not config.fallback and device.type == "cuda":
             cap = max(cap, CUDA_BUCKET_MB)
         config = replace(config, bucket_cap_mb=cap)  # None means this size
         plan = make_plan(sizes, config.grouping, config.rules, cap, frozen=frozen)  # which checks rules, too
@@ -157,7 +157,7 @@ def attach_config(
             if Planner.wanted(config) and not stays_dense:
                 planner = Planner(ddp, engine, sizes, profile)
                 engine.add_observer(planner)
-            if config.fallback is not None and not stays_dense:
+            if config.fallback and not stays_dense:
                 engine.add_observer(DenseFallback(sizes, cap, planner))
             for observer in observers:
                 engine.add_observer(observer)
@@ -252,7 +252,7 @@ def look_on(engine: Engine, config: SparsificationConfig, stays_dense: bool) -> 
     if config.watch is not None:
         engine.add_observer(Watchdog(config.watch))
     if stays_dense:
-        engine.go_direct()
+        engine._go_direct()
         engine.add_observer(StayDense())  # a loaded state may hold residuals, which are sent first
 
 

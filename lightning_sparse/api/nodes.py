@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
 from lightning_sparse.core.layout import even_part
@@ -49,7 +48,7 @@ class Nodes(NamedTuple):
         return found
 
 
-def nodes_of(size: int | str | DeviceMesh | None, ranks: TorchCollective, device: torch.device) -> Nodes:
+def nodes_of(size: int | str | None, ranks: TorchCollective, device: torch.device) -> Nodes:
     """Return the nodes of a process group; collective.
 
     Args:
@@ -58,21 +57,13 @@ def nodes_of(size: int | str | DeviceMesh | None, ranks: TorchCollective, device
         device: for the messages.
 
     Raises:
-        ValueError: on all ranks, if nodes have different numbers of ranks, or a mesh is of other ranks.
+        ValueError: on all ranks, if nodes have different numbers of ranks.
         RuntimeError: on all ranks, if their settings differ.
     """
     check_equal_on_ranks({"node_size": size}, ranks, device)
     numbers = dist.get_process_group_ranks(ranks.group) if dist.is_initialized() else [0]
     if size is None:
         return Nodes([[number] for number in numbers])
-    if isinstance(size, DeviceMesh):
-        rows: list[list[int]] = size.mesh.tolist()
-        found = sorted(number for row in rows for number in row)
-        if found != sorted(numbers):
-            raise ValueError(
-                f"Expected node_size to be a mesh of the model's ranks, {numbers}, but got one of {found}."
-            )
-        return Nodes(rows)
     if size == "auto":
         return Nodes(_by_host(numbers, ranks.all_gather_object(platform.node(), device)))
     length = min(int(size), len(numbers))
@@ -94,7 +85,7 @@ def _by_host(numbers: Sequence[int], hosts: Sequence[str]) -> list[list[int]]:
     if len({host for host, _ in rows}) < len(rows):
         raise ValueError(
             f"Expected node_size='auto' to find the ranks of a host one after another, but found {told}. Start ranks "
-            "host by host, or give a DeviceMesh."
+            "host by host."
         )
     if len({len(row) for _, row in rows}) > 1:
         raise ValueError(

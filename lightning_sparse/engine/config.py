@@ -223,7 +223,7 @@ class Watch:
     - *Dead threshold*: nothing at all is selected in a group, although its residual is not empty.
     - *Saturation*: far more is selected than the density asks for.
     - *Shortage*: far less is selected than the density asks for, although the residual is not empty.
-    - *Void steps*: many steps in a row were skipped, because a gradient was not finite on some rank.
+    - *Skipped steps*: many steps in a row were skipped, because a gradient was not finite on some rank.
     - *Parameters without an optimizer*: their gradients compete for the density, and no optimizer steps them.
     - *Unsuited optimizers*: one keeps a first moment or momentum of sparsified parameters, divides by second moments of
       averages (RMSprop), steps by signs (Lion) or orthogonal matrices (Muon), or is of an unknown class that keeps
@@ -242,7 +242,7 @@ class Watch:
     rank: it was not used.
 
     A check is one all-gather of a few bytes per parameter, and on a device the only time that the host waits. The first
-    check is at the second exchange. Void steps are counted at every step. Optimizers are looked at in the first
+    check is at the second exchange. Skipped steps are counted at every step. Optimizers are looked at in the first
     exchange after they were set up, or at their own first step if the engine was not told of them.
 
     Args:
@@ -253,7 +253,7 @@ class Watch:
         excess: factor by which the number of selected coordinates may differ from the density's, up or down, above 1;
             at three checks in a row. It is that of the rank with most picks for methods whose ranks select by
             themselves, and the size of the union for all others.
-        voids: void steps in a row, at least 1.
+        skips: skipped steps in a row, at least 1.
         adam: whether to warn of optimizers, also where one rank rehearses.
 
     Raises:
@@ -272,7 +272,7 @@ class Watch:
     growth: float = 10.0
     missed: int = 200
     excess: float = 3.0
-    voids: int = 20
+    skips: int = 20
     adam: bool = True
 
     def __post_init__(self) -> None:
@@ -295,7 +295,7 @@ class SparsificationConfig:
         ValueError: for a setting that cannot work, or settings that do not go together.
 
     Example:
-        >>> config = SparsificationConfig(sparsifier="topk", density=0.05)
+        >>> config = SparsificationConfig(sparsifier="top_k", density=0.05)
         >>> config.exchange
         GatherPairs()
         >>> config.as_dict()["density"], config.as_dict()["sparsifier"]
@@ -306,8 +306,8 @@ class SparsificationConfig:
         ValueError: Expected executor to be one of 'auto', 'inline', 'thread', but got 'tread'. Did you mean 'thread'?
     """
 
-    sparsifier: Resolved[Sparsifier | str, Sparsifier] = Resolved("union_topk", SPARSIFIERS.resolve)
-    """Selects the coordinates to send: an instance such as ``ExDyna(alpha=1.1)`` or a name such as "topk"."""
+    sparsifier: Resolved[Sparsifier | str, Sparsifier] = Resolved("union_top_k", SPARSIFIERS.resolve)
+    """Selects the coordinates to send: an instance such as ``ExDyna(alpha=1.1)`` or a name such as "top_k"."""
     density: Resolved[float | DensitySchedule, DensitySchedule] = Resolved(0.01, as_schedule)
     """Share of coordinates to send, in (0, 1], or a schedule such as ``Warmup(0.25, 0.01, steps=500)`` over backward
     passes with an exchange."""
@@ -345,13 +345,13 @@ class SparsificationConfig:
     wait for it only where it takes longer; for slow networks between regions, see docs/late.md. It costs 4 bytes a
     parameter. At the end of training, ``engine.drain()`` applies the last averages; the strategy for the Trainer does
     so by itself."""
-    node_size: Any = None
+    node_size: int | Literal["auto"] | None = None
     """Number of ranks of a node, whose links are fast: gradients are averaged densely within a node and exchanged
-    sparsely between nodes, by each rank a part of them, see docs/nodes.md. "auto": ranks of a host, by its name; a
-    ``DeviceMesh`` of two dimensions, nodes first; None or 1: each rank exchanges its own gradients."""
-    fallback: Literal["dense"] | None = None
-    """"dense" times some sparse and some dense steps at the start, and again when the step time changes by much, and
-    continues with the faster ones."""
+    sparsely between nodes, by each rank a part of them, see docs/nodes.md. "auto": ranks of a host, by its name; None
+    or 1: each rank exchanges its own gradients."""
+    fallback: bool = False
+    """True: time some sparse and some dense steps at the start, and again when the step time changes by much, and
+    continue with the faster ones."""
     single_device: Literal["dense", "sparse"] = "dense"
     """Way to train with one rank only: "dense" trains as plain DDP does, "sparse" selects coordinates and keeps
     residuals as with several ranks, to try a method."""
@@ -371,8 +371,9 @@ class SparsificationConfig:
     default) in strategies; on CUDA without a fallback at least 100. Strategies also make DDP's own buckets smaller if
     exchanges run beside backward, unless this setting or ``fallback`` is given."""
     timeout: timedelta | None = None
-    """Time that ranks wait for each other before they end with an error. None: 10 minutes in strategies, that of the
-    model's process group in ``attach``. Inside hooks on CUDA, exchanges go through DDP's group, with its timeout."""
+    """Time that ranks wait for each other before they end with an error. None: Lightning's default in strategies,
+    that of the model's process group in ``attach``. Inside hooks on CUDA, exchanges go through DDP's group, with its
+    timeout."""
 
     def __post_init__(self) -> None:
         vars(self)["exchange"] = as_exchange(self.exchange, self.sparsifier, self.memory)
@@ -393,10 +394,10 @@ class SparsificationConfig:
                 "Expected messages='step' or 'auto' with delay=1, but got messages='group', in which groups are "
                 f"exchanged while their own backward goes on{why}: one step late, all of them have the whole next step."
             )
-        if self.delay and self.fallback is not None:
+        if self.delay and self.fallback:
             raise ValueError(
-                f"Expected fallback=None with delay=1, but got {self.fallback!r}: DDP averages in time, so that sparse "
-                "steps, which are late, could not take turns with its steps."
+                f"Expected fallback=False with delay=1, but got {self.fallback!r}: DDP averages in time, so that "
+                "sparse steps, which are late, could not take turns with its steps."
             )
         self._check_nodes()
         watch, size, timeout = self.watch, self.bucket_cap_mb, self.timeout
@@ -417,11 +418,10 @@ class SparsificationConfig:
         if size is None or size == 1:
             vars(self)["node_size"] = None
             return
-        mesh = hasattr(size, "mesh_dim_names") and size.ndim == 2
-        fits = mesh or size == "auto" or (is_integer(size) and size >= 1)
-        expect(fits, "node_size", "'auto', an integer from 1 on, a DeviceMesh of two dimensions or None", size)
+        fits = size == "auto" or (is_integer(size) and int(size) >= 1)
+        expect(fits, "node_size", "'auto', an integer from 1 on or None", size)
         expect(not self.delay, "delay", "0 with node_size, which puts averages together in time", self.delay)
-        expect(self.fallback is None, "fallback", "None with node_size: DDP's own steps are not timed", self.fallback)
+        expect(not self.fallback, "fallback", "False with node_size: DDP's own steps are not timed", self.fallback)
         for name in ("grouping", "density"):
             chosen = getattr(self, name)
             expect(not chosen.needs_profile, name, "one without a profile of the first steps with node_size", chosen)
@@ -471,6 +471,8 @@ class StrategyConfig(SparsificationConfig):  # type: ignore[misc]
 def _check_choice(name: str, given: Any, hint: Any) -> None:
     """Raise unless this is one of what a ``bool`` or a ``Literal`` allows; other types are for their own checks."""
     literals = [part for part in (hint, *get_args(hint)) if get_origin(part) is Literal]
+    if int in get_args(hint):
+        return
     allowed: list[Any] = [True, False] if hint is bool else [option for part in literals for option in get_args(part)]
     if literals and type(None) in get_args(hint):
         allowed.append(None)

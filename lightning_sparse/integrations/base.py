@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from functools import partial
-from itertools import product
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -22,23 +20,20 @@ from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.kinds import ids_of
 from lightning_sparse.engine.state.checkpoint import SideFiles, restore
 from lightning_sparse.methods.grouping.groupings import CUDA_BUCKET_MB, DDP_BUCKET_MB, MIB, Bucket
-from lightning_sparse.methods.sparsifiers import SPARSIFIERS
 from lightning_sparse.tuning.controllers import Planner
 
 NAME = "sparse_ddp"
 """The strategy's name, and the prefix of its variants' names."""
+UNUSED = "find_unused_parameters"
+"""The flag that variants of Lightning's ``ddp`` set."""
 HSDP_NAME = "sparse_hsdp"
 """The name of the strategy of sharded replicas."""
 CHECKPOINT_KEY = "lightning_sparse"
 """Key of this package's entry in checkpoints."""
 DELIVERIES = 32
 """DDP's buckets of a large model if exchanges overlap with backward: more of them cost more calls."""
-TIMEOUT = timedelta(minutes=10)
-"""PyTorch's default for NCCL; Lightning's is half an hour."""
 TWINS = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
 """The two packages for which each strategy exists."""
-METHODS: list[dict[str, str]] = [{}, *({"sparsifier": name} for name, _ in SPARSIFIERS.items())]
-"""Settings of the strategies that are registered by name: the defaults, and each sparsifier."""
 OTHERS = " Other keywords of DistributedDataParallel would be ignored or conflict with the sparsified exchange."
 
 
@@ -77,7 +72,7 @@ class StrategyArguments(StrategyConfig):  # type: ignore[misc]  # see StrategyCo
         ours = {field.name for field in fields(StrategyConfig)} - {"bucket_cap_mb"}
         given = [(field, getattr(self, field.name)) for field in fields(self) if field.name not in ours]
         told = {field.name: value for field, value in given if value != field.default}
-        return {**told, "timeout": self.timeout or TIMEOUT}
+        return told if self.timeout is None else {**told, "timeout": self.timeout}
 
 
 class SparseStrategy:
@@ -162,7 +157,7 @@ class SparseStrategy:
     def _default_bucket_mb(self) -> float:
         """Size in MiB of groups that are cut by bucket. A fallback to dense exchanges DDP's own buckets."""
         on_cuda = self.root_device.type == "cuda"
-        return CUDA_BUCKET_MB if on_cuda and self.config.fallback is None else DDP_BUCKET_MB
+        return CUDA_BUCKET_MB if on_cuda and not self.config.fallback else DDP_BUCKET_MB
 
     @contextmanager
     def _small_deliveries(self, model: Any) -> Iterator[None]:
@@ -173,7 +168,7 @@ class SparseStrategy:
         given = self._ddp_kwargs
         beside = self.config.executor != "inline" or self.root_device.type == "cuda"
         # A fallback to dense exchanges DDP's buckets: large ones are faster then.
-        if beside and self.config.bucket_cap_mb is None and self.config.fallback is None:
+        if beside and self.config.bucket_cap_mb is None and not self.config.fallback:
             size = sum(p.nbytes for p in model.parameters() if p.requires_grad) / MIB
             cap = min(DDP_BUCKET_MB, max(1.0, size / DELIVERIES))
             if self._default_bucket_mb == CUDA_BUCKET_MB and isinstance(self.config.grouping, Bucket):
@@ -201,7 +196,7 @@ class SparseStrategy:
         engines = [engine for engine in self.engines if any(id(p) in held for p in engine.parameters.values())]
         if len(engines) != 1:
             return False
-        return engines[0].clip_in_place_of_averages(float(limit or 0.0), algorithm, optimizer, known)
+        return engines[0]._clip_in_place_of_averages(float(limit or 0.0), algorithm, optimizer, known)
 
     def _mean_over_ranks(self, numbers: Mapping[str, float]) -> dict[str, float]:
         comm, own = TorchCollective(), torch.tensor(list(numbers.values()), dtype=torch.float64, device="cpu")
@@ -220,7 +215,7 @@ class SparseStrategy:
         load = partial(self.checkpoint_io.load_checkpoint, weights_only=True)
         restore(engine, path, marker, load, config.resize, config.strict_resume, dense=own is None)
 
-    def _skip_void(self, optimizer: Any, precision: Any, *, drop: bool = False) -> None:
+    def _ignore_skipped(self, optimizer: Any, precision: Any, *, drop: bool = False) -> None:
         """Let the optimizer skip a step with non-finite gradients, if no loss scaler does so.
 
         Args:
@@ -232,7 +227,7 @@ class SparseStrategy:
         if self.config.nonfinite != "skip" or (scaler is not None and scaler.is_enabled()):
             return
         for engine in self.engines:
-            (engine.drop_void if drop else engine.skip_void)(optimizer)
+            (engine.drop_skipped if drop else engine.ignore_skipped)(optimizer)
 
 
 def planner_of(engine: Engine | None) -> Planner | None:
@@ -246,52 +241,24 @@ def profile_of(engine: Engine | None) -> dict[str, Any] | None:
     return None if planner is None else planner.saved
 
 
-class Names(list[str]):
-    """The names in a Lightning registry; Lightning refuses other names of strategies."""
-
-    def __contains__(self, name: object) -> bool:
-        """Return True if the name is known.
-
-        Raises:
-            ValueError: that of Lightning, for an unknown name that is close to one of ours.
-        """
-        known = super().__contains__(name)
-        close = difflib.get_close_matches(name, self, n=1) if isinstance(name, str) and not known else []
-        if close and close[0].startswith((NAME, HSDP_NAME)):
-            raise ValueError(f"You selected an invalid strategy name: `strategy={name!r}`. Did you mean {close[0]!r}?")
-        return known
-
-
 def register(registry: Any, strategy: type) -> None:
-    """Register the strategy by name, in all variants that DDP has.
+    """Register the strategy by name, in all variants that Lightning has for ``ddp``.
 
-    ``sparse_ddp`` and ``sparse_ddp_<sparsifier>``, each with ``_spawn``, ``_fork`` or ``_notebook`` and with
-    ``_find_unused_parameters_true`` or ``_false``.
+    ``sparse_ddp``, with ``_spawn``, ``_fork`` or ``_notebook``, and with ``_find_unused_parameters_true`` or
+    ``_false``.
 
     Args:
         registry: a Lightning package's StrategyRegistry.
         strategy: that package's class.
     """
-    launches = [("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")]
-    flags: list[dict[str, Any]] = [{}, {"find_unused_parameters": False}, {"find_unused_parameters": True}]
-    for method, (launch, start_method), flag in product(METHODS, launches, flags):
-        ending = "".join(f"_{name}_{value}".lower() for name, value in flag.items())
-        name = "_".join([NAME, *method.values()]) + launch + ending
-        description = f"DDP with a sparsified gradient exchange ({name})"
-        given = {**method, **flag, "start_method": start_method}
-        registry.register(name, strategy, description=description, override=True, **given)
-    listed = type(registry).available_strategies
-    registry.available_strategies = lambda: Names(listed(registry))
+    for launch, start_method in {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}.items():
+        for ending, flag in {"": {}, "_true": {UNUSED: True}, "_false": {UNUSED: False}}.items():
+            name = NAME + launch + (f"_{UNUSED}{ending}" if ending else "")
+            description = f"DDP with a sparsified gradient exchange ({name})"
+            registry.register(name, strategy, description=description, override=True, start_method=start_method, **flag)
 
 
 def register_hsdp(registry: Any, strategy: type) -> None:
-    """Register the strategy of sharded replicas by name: ``sparse_hsdp`` and ``sparse_hsdp_<sparsifier>``.
-
-    Args:
-        registry: the StrategyRegistry of a Lightning package's Trainer.
-        strategy: that package's class.
-    """
-    for method in METHODS:
-        name = "_".join([HSDP_NAME, *method.values()])
-        description = f"FSDP2 within replicas, a sparsified exchange between them ({name})"
-        registry.register(name, strategy, description=description, override=True, **method)
+    """Register the strategy of sharded replicas, ``sparse_hsdp``, in the StrategyRegistry of a Lightning package."""
+    description = "FSDP2 within replicas, a sparsified exchange between them"
+    registry.register(HSDP_NAME, strategy, description=description, override=True)

@@ -23,7 +23,7 @@ from lightning_sparse.engine.config import StrategyConfig, keywords_of, with_key
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.state.schema import NOTHING
 from lightning_sparse.engine.state.sharded import load_sharded, remove_others, save_sharded
-from lightning_sparse.integrations.base import CHECKPOINT_KEY, TIMEOUT, SparseStrategy
+from lightning_sparse.integrations.base import CHECKPOINT_KEY, SparseStrategy
 from lightning_sparse.integrations.earlier import go_on
 from lightning_sparse.integrations.fabric import SparseFabricMixin, check_has_room
 from lightning_sparse.integrations.trainer import SparseTrainerMixin
@@ -68,11 +68,11 @@ class HSDPArguments(StrategyConfig):  # type: ignore[misc]  # see StrategyConfig
 
     def for_lightning(self) -> dict[str, Any]:
         """Return keywords for Lightning's strategy."""
-        return {
+        told: dict[str, Any] = {
             "save_distributed_checkpoint": self.save_distributed_checkpoint,
             "process_group_backend": self.process_group_backend,
-            "timeout": self.timeout or TIMEOUT,
         }
+        return told if self.timeout is None else {**told, "timeout": self.timeout}
 
 
 class HSDPStrategy(SparseStrategy):

@@ -16,6 +16,7 @@ from lightning_sparse.integrations.averages import BuildUp, DensityError, Paddin
 from lightning_sparse.integrations.callback import Callback, trained_parameters
 from lightning_sparse.integrations.loggers import define_axes, log_settings, log_table
 from lightning_sparse.integrations.shadow import Shadow
+from lightning_sparse.methods.density import as_schedule
 from lightning_sparse.methods.sparsifiers import SPARSIFIERS, Sparsifier
 
 LONGEST = 40
@@ -41,9 +42,9 @@ class SparsityMonitor(Callback):
         groups: also log every group, as ``sparse/group/<name>/<quantity>``.
         table: print the table of groups at the start.
         shadow: sparsifiers to run on copies, names or instances.
-        every: steps from one of their steps to the next, at least 1; each costs the local work and the messages of all
-            of them. Their residuals have the gradients of these steps only.
-        density: of the shadow, in (0, 1] or a schedule; groups and rules are those of the strategy, if it sparsifies.
+        shadow_every: steps from one of their steps to the next, at least 1; each costs the local work and the messages
+            of all of them. Their residuals have the gradients of these steps only.
+        shadow_density: theirs, in (0, 1] or a schedule; groups and rules are those of the strategy, if it sparsifies.
 
     Raises:
         ValueError: for an unknown sparsifier, a number outside its range, or a flag that is not True or False.
@@ -54,7 +55,7 @@ class SparsityMonitor(Callback):
         >>> trainer = Trainer(strategy="sparse_ddp", devices=2, accelerator="cpu", logger=False,
         ...                   callbacks=[ls.SparsityMonitor(groups=True)], enable_model_summary=False)
         >>> dense = Trainer(strategy="ddp", devices=1, accelerator="cpu", logger=False,
-        ...                 callbacks=[ls.SparsityMonitor(shadow=["topk", "exdyna"])], enable_model_summary=False)
+        ...                 callbacks=[ls.SparsityMonitor(shadow=["top_k", "exdyna"])], enable_model_summary=False)
     """
 
     def __init__(
@@ -62,18 +63,18 @@ class SparsityMonitor(Callback):
         groups: bool = False,
         table: bool = True,
         shadow: Sequence[Sparsifier | str] | Sparsifier | str = (),
-        every: int = 10,
-        density: Any = 0.01,
+        shadow_every: int = 10,
+        shadow_density: Any = 0.01,
     ) -> None:
-        check_integer(every, "every")
+        check_integer(shadow_every, "shadow_every")
         for name, given in (("groups", groups), ("table", table)):
             expect(isinstance(given, bool), name, "True or False", given)
         self.groups = groups
         self.table = table
         named = shadow if isinstance(shadow, Iterable) and not isinstance(shadow, str) else [shadow]
         self.shadow = [SPARSIFIERS.resolve(one) for one in named]
-        self.every = every
-        self.density = SparsificationConfig(density=density).density
+        self.shadow_every = shadow_every
+        self.shadow_density = as_schedule(shadow_density, "shadow_density")
         self.metrics = {"density_error": DensityError(), "padding_ratio": PaddingRatio(), "build_up": BuildUp()}
         """Means over the logged steps of this fit: ``monitor.metrics["padding_ratio"].compute()``, or ``.plot()``."""
         self.traffic = Traffic()
@@ -93,7 +94,7 @@ class SparsityMonitor(Callback):
             define_axes(logger)
         if engine is None:
             if not self.shadow:
-                also = ", let sparsifiers look on with SparsityMonitor(shadow=['topk']),"
+                also = ", let sparsifiers look on with SparsityMonitor(shadow=['top_k']),"
                 self.warn_that_nothing_is_sparse(trainer, "log", also)
             return
         self._logged_step, self._plan = engine.step, []
@@ -111,7 +112,7 @@ class SparsityMonitor(Callback):
 
     def on_train_batch_start(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         """Start to copy gradients for the shadow, if it runs in this step."""
-        if self._shadow is not None and self._steps % self.every == 0:
+        if self._shadow is not None and self._steps % self.shadow_every == 0:
             self._shadow.gradients.start()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
@@ -133,7 +134,7 @@ class SparsityMonitor(Callback):
         step = engine.latest_step()
         if step is None:  # no parameter was used, or groups have just been replaced
             return
-        summary = summarize(step, engine.mean_over_ranks)
+        summary = summarize(step, engine._mean_over_ranks)
         summary |= {name: float(metric(step)) for name, metric in self.metrics.items()}
         self.traffic.update(step)
         self.log_numbers(pl_module, {"density": summary.pop("density")}, prog_bar=True)
@@ -159,14 +160,18 @@ class SparsityMonitor(Callback):
             return
         used = getattr(trainer.strategy, "config", None) or SparsificationConfig()
         settings = SparsificationConfig(
-            density=self.density, grouping=used.grouping, rules=used.rules, bucket_cap_mb=used.bucket_cap_mb
+            density=self.shadow_density, grouping=used.grouping, rules=used.rules, bucket_cap_mb=used.bucket_cap_mb
         )
         model = trainer.lightning_module
         frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
         self._shadow = Shadow(trained_parameters(model), self.shadow, settings, TorchCollective(), frozen)
         for logger in trainer.loggers if trainer.is_global_zero else ():
             names = [SPARSIFIERS.name_of(one) for one in self.shadow]
-            chosen = {"sparsifiers": ",".join(names), "density": settings.as_dict()["density"], "every": self.every}
+            chosen = {
+                "sparsifiers": ",".join(names),
+                "density": settings.as_dict()["density"],
+                "every": self.shadow_every,
+            }
             log_settings(logger, {"sparse_shadow": chosen})
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from lightning_sparse import FabricSparseDDPStrategy
 from lightning_sparse.core.checks import check_number, check_positive, expect
 from lightning_sparse.core.console import Table, plain
-from lightning_sparse.methods.density import check_density
+from lightning_sparse.density import check_density
 from lightning_sparse.tools.advisor.prediction import MARGIN, Method, Scenario, scenarios
 from lightning_sparse.tuning.performance import Links, measure_links
 
@@ -149,7 +149,7 @@ def expect_on(
     """
     check_numbers(parameters, rtt)
     known = links.network.ranks
-    method = Method("union_topk", density, links.sparse, second_moments=True)
+    method = Method("union_top_k", density, links.sparse, second_moments=True)
     for n, rate in scenarios(known, ranks, gbit):
         near = links.network if (n, rate) == (known, None) else links.network.between(n, rate and rate * 1e9)
         cost = links.sparse if near is links.network else method.between(known, n, near).cost

@@ -121,7 +121,7 @@ class GroupDensity:
         self,
         step: int,
         update: Gradient,
-        void: Tensor | None = None,
+        skipped: Tensor | None = None,
         places: Tensor | None = None,
         scale: Tensor | None = None,
     ) -> None:
@@ -130,7 +130,7 @@ class GroupDensity:
         Args:
             step: its number.
             update: the average in the gradient's place, NaN throughout if this group's gradient was not finite.
-            void: () True if the step is skipped; None: only if the update is NaN.
+            skipped: () True if the step is skipped; None: only if the update is NaN.
             places: coordinates of the update, which is zero elsewhere; None: all.
             scale: () that the loss, and with it the update, is multiplied by; None: 1.
         """
@@ -213,10 +213,10 @@ class Warmup(DensitySchedule):
         return float(self.start * (self.end / self.start) ** (step / self.steps))
 
 
-def as_schedule(density: float | DensitySchedule) -> DensitySchedule:
+def as_schedule(density: float | DensitySchedule, name: str = "density") -> DensitySchedule:
     """Turn a number into a :class:`Constant`; leave schedules as they are.
 
     Raises:
         ValueError: unless it is a number in (0, 1] or a :class:`DensitySchedule`.
     """
-    return density if isinstance(density, DensitySchedule) else Constant(check_density(density))
+    return density if isinstance(density, DensitySchedule) else Constant(check_density(density, name))

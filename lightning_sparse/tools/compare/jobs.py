@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lightning_sparse.core.registry import unknown
-from lightning_sparse.methods.density import check_density
+from lightning_sparse.density import check_density
 from lightning_sparse.tools.compare.methods import DENSE, Method
 from lightning_sparse.tools.compare.tasks import TASKS, check, label
 

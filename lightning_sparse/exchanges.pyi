@@ -1,0 +1,1 @@
+from lightning_sparse.methods.exchanges import *
