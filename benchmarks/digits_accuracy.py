@@ -58,14 +58,14 @@ from lightning_sparse.core.messages import ring_all_reduce_bytes  # noqa: E402
 NUM_RANKS = 2
 METHODS = {
     "dense": "dense DDP",
-    "union_top_k": "sparse_ddp_union_top_k",
+    "union_top_k": "union_top_k",
     "late": "union_top_k, one step late",
-    "exdyna": "sparse_ddp_exdyna",
-    "top_k": "sparse_ddp_top_k",
-    "micro": "sparse_ddp_micro",
-    "hard_threshold": "sparse_ddp_hard_threshold",
-    "shared_top_k": "sparse_ddp_shared_top_k",
-    "striped_top_k": "sparse_ddp_striped_top_k",
+    "exdyna": "exdyna",
+    "top_k": "top_k",
+    "micro": "micro",
+    "hard_threshold": "hard_threshold",
+    "shared_top_k": "shared_top_k",
+    "striped_top_k": "striped_top_k",
 }
 CLAIMED = ("union_top_k", "exdyna", "top_k")
 TOLERANCE = 1.0  # points of accuracy

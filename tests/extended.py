@@ -24,7 +24,9 @@ def test_the_strategy_trains_and_logs_the_quantity(tmp_path: Path) -> None:
     from pytorch_lightning.loggers import CSVLogger
 
     module, logger = make_module(PACKAGE), CSVLogger(tmp_path)
-    named = make_trainer(PACKAGE, strategy="sparse_ddp_leader_blocks", devices=1).strategy.config.sparsifier
+    named = make_trainer(
+        PACKAGE, strategy=ls.SparseDDPStrategy(sparsifier="leader_blocks"), devices=1
+    ).strategy.config.sparsifier
     trainer = make_trainer(
         PACKAGE,
         strategy=ls.SparseDDPStrategy(sparsifier=named, single_device="sparse"),

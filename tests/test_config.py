@@ -164,7 +164,7 @@ def test_loggers_take_settings_as_they_are(tmp_path: Path) -> None:
     from pytorch_lightning.loggers import CSVLogger
 
     logger = CSVLogger(tmp_path)
-    trainer = Trainer(strategy="sparse_ddp_top_k", accelerator="cpu", devices=1, logger=logger)
+    trainer = Trainer(strategy=ls.SparseDDPStrategy(sparsifier="top_k"), accelerator="cpu", devices=1, logger=logger)
     plain = trainer.strategy.config.as_dict()  # type: ignore[attr-defined]
     logger.log_hyperparams(plain)
     logger.save()

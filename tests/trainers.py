@@ -78,7 +78,10 @@ def make_data(samples: int = 48) -> DataLoader[Any]:
 
 
 def make_trainer(package: str, **options: Any) -> Any:
-    """A silent Trainer on the CPU; two devices unless told otherwise."""
+    """A silent Trainer on the CPU; two devices unless told otherwise. A dict is for SparseDDPStrategy."""
+    if isinstance(settings := options.get("strategy"), dict):
+        ours = importlib.import_module(f"lightning_sparse.integrations.{package.partition('.')[0]}")
+        options["strategy"] = ours.SparseDDPStrategy(**settings)
     quiet = {
         "logger": False,
         "enable_checkpointing": False,

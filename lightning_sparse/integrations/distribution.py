@@ -48,7 +48,8 @@ class GradientDistribution(Callback):
     Example:
         >>> import lightning_sparse as ls
         >>> from pytorch_lightning import Trainer
-        >>> trainer = Trainer(strategy="sparse_ddp_sidco_e", devices=2, accelerator="cpu", logger=False,
+        >>> strategy = ls.SparseDDPStrategy(sparsifier="sidco_e")
+        >>> trainer = Trainer(strategy=strategy, devices=2, accelerator="cpu", logger=False,
         ...                   callbacks=[ls.GradientDistribution(every=200)], enable_model_summary=False)
     """
 

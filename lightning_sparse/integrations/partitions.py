@@ -44,7 +44,8 @@ class PartitionMap(Callback):
     Example:
         >>> import lightning_sparse as ls
         >>> from pytorch_lightning import Trainer
-        >>> trainer = Trainer(strategy="sparse_ddp_exdyna", devices=2, accelerator="cpu", logger=False,
+        >>> strategy = ls.SparseDDPStrategy(sparsifier="exdyna")
+        >>> trainer = Trainer(strategy=strategy, devices=2, accelerator="cpu", logger=False,
         ...                   callbacks=[ls.PartitionMap(every=10)], enable_model_summary=False)
     """
 
@@ -63,7 +64,8 @@ class PartitionMap(Callback):
         if engine is None or not has_ranges(engine):
             rank_zero_warn(
                 "PartitionMap has nothing to record: only sparsifiers that give ranks ranges of coordinates have a "
-                "partition, such as 'exdyna' and 'micro'. Use strategy='sparse_ddp_exdyna' or remove the callback."
+                "partition, such as 'exdyna' and 'micro'. Use SparseDDPStrategy(sparsifier='exdyna'), or remove the "
+                "callback."
             )
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:

@@ -130,7 +130,7 @@ def test_a_checkpoint_of_one_file_has_residuals_beside_it(four_ranks: Ranks, tmp
 def by_name(package: str) -> tuple[str, bool, dict[str, Any]]:
     """A run by the strategy's name alone: on one node there is one replica, of all ranks."""
     module = module_of(package, "adamw")
-    trainer = make_trainer(package, devices=4, strategy="sparse_hsdp_top_k", max_epochs=1)
+    trainer = make_trainer(package, devices=4, strategy="sparse_hsdp", max_epochs=1)
     trainer.fit(module, make_data(64))
     return (
         type(trainer.strategy).__module__,

@@ -26,8 +26,9 @@ import torch
 import lightning_sparse
 from tests.trainers import flat, make_data, make_module
 
-trainer = pl.Trainer(strategy="sparse_ddp_top_k", accelerator="cpu", num_nodes=2, devices=1, max_epochs=1, logger=False,
-                     enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+trainer = pl.Trainer(strategy=lightning_sparse.SparseDDPStrategy(sparsifier="top_k"), accelerator="cpu", num_nodes=2,
+                     devices=1, max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+                     enable_model_summary=False)
 module = make_module("pytorch_lightning")
 trainer.fit(module, make_data(96), make_data(16))
 engine = trainer.strategy.engine
@@ -212,7 +213,7 @@ class Linear(pl.LightningModule):
 def test_spawned_processes() -> None:
     module = Linear()
     before = flat(module)
-    trainer = make_trainer("pytorch_lightning", strategy="sparse_ddp_exdyna_spawn", max_epochs=1)
+    trainer = make_trainer("pytorch_lightning", strategy="sparse_ddp_spawn", max_epochs=1)
     trainer.fit(module, make_data(96))
     assert isinstance(trainer.strategy, ls.SparseDDPStrategy)
     assert not torch.equal(flat(module), before)

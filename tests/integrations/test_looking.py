@@ -181,7 +181,7 @@ def once() -> int:
         warnings.simplefilter("ignore")
         trainer = make_trainer(
             "pytorch_lightning",
-            strategy="sparse_ddp_micro",
+            strategy={"sparsifier": "micro"},
             fast_dev_run=True,
             callbacks=[*everything, ls.PartitionMap()],
             logger=True,

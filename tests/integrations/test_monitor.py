@@ -46,7 +46,7 @@ def warner(package: str) -> Any:
     return Warner()
 
 
-def train(package: str, folder: str, strategy: str, wandb: bool, options: dict[str, Any]) -> dict[str, Any]:
+def train(package: str, folder: str, strategy: Any, wandb: bool, options: dict[str, Any]) -> dict[str, Any]:
     loggers = importlib.import_module(package + ".loggers")
     chosen = [loggers.CSVLogger(folder, name="csv", version=0)]
     if wandb:
@@ -55,7 +55,7 @@ def train(package: str, folder: str, strategy: str, wandb: bool, options: dict[s
         package,
         strategy=strategy,
         logger=chosen,
-        callbacks=[monitor(package, groups=True), *([warner(package)] if strategy.startswith("sparse") else [])],
+        callbacks=[monitor(package, groups=True), *([warner(package)] if strategy != "ddp" else [])],
         log_every_n_steps=2,
         max_epochs=1,
         **options,
@@ -113,7 +113,7 @@ def check_settings(logged: dict[str, Any], config: dict[str, Any], sparsifier: s
 
 @pytest.mark.parametrize("package", by_default(PACKAGES[::-1]))
 def test_every_quantity_is_logged_on_logging_steps_only(two_ranks: Ranks, tmp_path: Path, package: str) -> None:
-    result = two_ranks(train, package, str(tmp_path), "sparse_ddp_exdyna", False, {})
+    result = two_ranks(train, package, str(tmp_path), {"sparsifier": "exdyna"}, False, {})
     folder = tmp_path / "csv" / "version_0"
     written = yaml.safe_load((folder / "hparams.yaml").read_text())
     assert written.keys() == {"density", "sparse_ddp"}
@@ -158,7 +158,7 @@ def fit_and_flush(package: str, folder: str, flush: bool) -> tuple[float, list[s
     with Lines() as lines:
         trainer = make_trainer(
             package,
-            strategy="sparse_ddp_top_k",
+            strategy={"sparsifier": "top_k"},
             logger=csv_logger,
             callbacks=[ls.SparsityMonitor(table=False), *([ls.FlushResidual()] if flush else [])],
             log_every_n_steps=2,
@@ -184,7 +184,7 @@ def test_the_last_row_has_the_totals_of_the_run(two_ranks: Ranks, tmp_path: Path
 
 def test_accumulated_batches_count_as_one_step(two_ranks: Ranks, tmp_path: Path) -> None:
     result = two_ranks(
-        train, "pytorch_lightning", str(tmp_path), "sparse_ddp_top_k", False, {"accumulate_grad_batches": 3}
+        train, "pytorch_lightning", str(tmp_path), {"sparsifier": "top_k"}, False, {"accumulate_grad_batches": 3}
     )
     assert result[0]["steps"] == 6
     assert list(sparse_rows(tmp_path)) == [1, 3, 5]
@@ -192,7 +192,7 @@ def test_accumulated_batches_count_as_one_step(two_ranks: Ranks, tmp_path: Path)
 
 def test_wandb_offline_holds_the_same_rows(two_ranks: Ranks, tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="W&B is not installed")
-    [result, _] = two_ranks(train, "pytorch_lightning", str(tmp_path), "sparse_ddp_micro", True, {})
+    [result, _] = two_ranks(train, "pytorch_lightning", str(tmp_path), {"sparsifier": "micro"}, True, {})
     [file] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     history: dict[int, dict[str, float]] = {}
     metrics: dict[str, Any] = {}

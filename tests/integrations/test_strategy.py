@@ -160,7 +160,7 @@ def fit_with_everything_else(package: str) -> tuple[bool, int, int, list[int]]:
     """Two fits with one strategy, and test, validate and predict around them."""
     warnings.filterwarnings("ignore", message="Using `DistributedSampler`")  # Lightning's advice on evaluation
     data, module = make_data(), make_module(package)
-    trainer = make_trainer(package, strategy="sparse_ddp_top_k", limit_val_batches=1)
+    trainer = make_trainer(package, strategy={"sparsifier": "top_k"}, limit_val_batches=1)
     trainer.validate(module, data, verbose=False)
     without_fit = trainer.strategy.engine is None
     trainer.fit(module, data, data)
@@ -196,23 +196,27 @@ def test_one_device_rehearses_without_communication(package: str) -> None:
     assert engine.summary()["density"] == pytest.approx(0.01, rel=0.2)  # 4 of 423 coordinates
 
 
+DDP_NAMES = [
+    "ddp" + launch + flag
+    for launch in ("", "_spawn", "_fork", "_notebook")
+    for flag in ("", "_find_unused_parameters_true", "_find_unused_parameters_false")
+]
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_all_names_are_registered(package: str) -> None:
     registry = importlib.import_module(package + ".strategies").StrategyRegistry
-    for method in ("", "_top_k", "_hard_threshold", "_micro", "_exdyna"):
-        for launch, start in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
-            for ending in ("", "_find_unused_parameters_true", "_find_unused_parameters_false"):
-                strategy = registry.get(f"sparse_ddp{method}{launch}{ending}")
-                assert type(strategy) is strategy_class(package)
-                assert strategy._start_method == start
-                assert strategy._ddp_kwargs.get("find_unused_parameters", False) == ending.endswith("true")
-                expected = {
-                    "": ls.sparsifiers.UnionTopK,
-                    "_top_k": ls.sparsifiers.TopK,
-                    "_hard_threshold": ls.sparsifiers.HardThreshold,
-                    "_micro": ls.sparsifiers.MiCRO,
-                }
-                assert type(strategy.config.sparsifier) is expected.get(method, ls.sparsifiers.ExDyna)
+    ours = {name for name in registry.available_strategies() if "sparse" in name}
+    assert ours == {*(f"sparse_{name}" for name in DDP_NAMES), "sparse_hsdp"}
+    for name in sorted(ours - {"sparse_hsdp"}):
+        strategy, plain = registry.get(name), registry.get(name.removeprefix("sparse_"))
+        assert type(strategy) is strategy_class(package)
+        assert strategy._start_method == plain._start_method
+        flags = [one._ddp_kwargs.get("find_unused_parameters", False) for one in (strategy, plain)]
+        assert flags[0] == flags[1]
+        assert type(strategy.config.sparsifier) is ls.sparsifiers.UnionTopK
+    assert "x" not in registry.available_strategies()
+    assert "sparse_ddp_x" not in registry.available_strategies()
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
@@ -274,7 +278,7 @@ def test_a_strategy_for_the_other_package_says_which_import_is_meant(package: st
     with pytest.raises(ValueError, match=rf"a {other}.Trainer needs .* lightning_sparse.integrations.{right}>"):
         make_trainer(other, strategy=strategy_class(package)())
     with pytest.raises(ValueError, match="invalid strategy name"):
-        make_trainer(package, strategy="sparse_ddp_exdina")
+        make_trainer(package, strategy="sparse_ddp_exdyna")
 
 
 @pytest.mark.parametrize(
@@ -282,7 +286,7 @@ def test_a_strategy_for_the_other_package_says_which_import_is_meant(package: st
     by_default(covering(in_turns(["bf16-mixed", "bf16-true", "64-true"], ["exdyna", "top_k"]), together=1), 2),
 )
 def test_other_precisions_train_alike_on_all_ranks(two_ranks: Ranks, precision: str, method: str) -> None:
-    results = two_ranks(fit, "pytorch_lightning", f"sparse_ddp_{method}", "plain", {"precision": precision})
+    results = two_ranks(fit, "pytorch_lightning", {"sparsifier": method}, "plain", {"precision": precision})
     assert torch.equal(results[0][0], results[1][0])
     assert results[0][0].isfinite().all()
     assert results[0][0].dtype == {"bf16-true": torch.bfloat16, "64-true": torch.float64}.get(precision, torch.float32)

@@ -53,16 +53,16 @@ def fit(package: str, strategy: Any, **options: Any) -> tuple[list[str], Any]:
 
 
 def two_lines(package: str) -> tuple[list[str], list[str], list[str]]:
-    said, trainer = fit(package, "sparse_ddp_top_k")
+    said, trainer = fit(package, {"sparsifier": "top_k"})
     sent = trainer.strategy.engine.totals.sent_bytes
     assert sent > 0
     ours = logging.getLogger("lightning_sparse")
     ours.setLevel(logging.WARNING)
     try:
-        silent, _ = fit(package, "sparse_ddp_top_k")
+        silent, _ = fit(package, {"sparsifier": "top_k"})
     finally:
         ours.setLevel(logging.NOTSET)
-    watched, _ = fit(package, "sparse_ddp_top_k", callbacks=[ls.SparsityMonitor(table=False)])
+    watched, _ = fit(package, {"sparsifier": "top_k"}, callbacks=[ls.SparsityMonitor(table=False)])
     return said, silent, watched
 
 
@@ -196,7 +196,7 @@ def test_that_steps_of_adam_are_taken_is_said_once(two_ranks: Ranks) -> None:
 
 def totals_of_resumed_runs(folder: str) -> tuple[list[float], list[float], list[float], list[str]]:
     def run(max_epochs: int, load: str | None, trainer: Any = None) -> Any:
-        trainer = trainer or make_trainer("pytorch_lightning", strategy="sparse_ddp_top_k", max_epochs=max_epochs)
+        trainer = trainer or make_trainer("pytorch_lightning", strategy={"sparsifier": "top_k"}, max_epochs=max_epochs)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`")
             trainer.fit(make_module("pytorch_lightning"), make_data(), make_data(16), ckpt_path=load)
@@ -209,7 +209,11 @@ def totals_of_resumed_runs(folder: str) -> tuple[list[float], list[float], list[
     whole = run(2, None)
     saving = importlib.import_module("pytorch_lightning.callbacks").ModelCheckpoint(dirpath=folder, filename="one")
     half = make_trainer(
-        "pytorch_lightning", strategy="sparse_ddp_top_k", max_epochs=1, callbacks=[saving], enable_checkpointing=True
+        "pytorch_lightning",
+        strategy={"sparsifier": "top_k"},
+        max_epochs=1,
+        callbacks=[saving],
+        enable_checkpointing=True,
     )
     run(1, None, half)
     with Lines() as lines:

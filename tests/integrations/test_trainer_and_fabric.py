@@ -100,30 +100,6 @@ def test_what_is_wrong_on_one_rank_is_heard_of_on_all(two_ranks: Ranks, package:
         assert first == second
 
 
-# Names
-
-
-def make(package: str, **options: Any) -> Any:
-    """A Trainer or a Fabric of one device."""
-    if package in PACKAGES:
-        return make_trainer(package, devices=1, **options)
-    return importlib.import_module(package).Fabric(accelerator="cpu", devices=1, **options)
-
-
-@pytest.mark.parametrize("package", [*PACKAGES, *FABRICS])
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [("sparse_dpp", "sparse_ddp"), ("Sparse-DDP", "sparse_ddp"), ("sparse_topk", "sparse_ddp_top_k"),
-     ("sparse_ddp_exdina_spawn", "sparse_ddp_exdyna_spawn"), ("dpp", None), ("deepspeed_stage_4", None)],
-)  # fmt: skip
-def test_a_name_that_is_close_to_one_of_ours_is_answered_with_it(package: str, name: str, meant: str | None) -> None:
-    with pytest.raises(ValueError, match="invalid strategy name") as raised:
-        make(package, strategy=name)
-    hint = f"You selected an invalid strategy name: `strategy={name.lower()!r}`. Did you mean {meant!r}?"
-    assert (str(raised.value) == hint) == (meant is not None)
-    assert ("Did you mean" in str(raised.value)) == (meant is not None)
-
-
 # Layers that torch cannot compute on CPUs
 
 

@@ -189,7 +189,7 @@ def test_settings_of_strategies() -> None:
         ("ddp_find_unused_parameters_true", unused),
         ("ddp_spawn", {"start_method": "spawn"}),
         ("ddp_notebook_find_unused_parameters_true", unused | {"start_method": "fork"}),
-        ("sparse_ddp_top_k_spawn", {"start_method": "spawn"}),
+        ("sparse_ddp_spawn", {"start_method": "spawn"}),
         ({"class_path": "DDPStrategy"}, {}),
         ({"class_path": "DDPStrategy", "init_args": None}, {}),
         ({"class_path": "DDPStrategy", "init_args": {"start_method": "popen", "static_graph": False}}, {}),

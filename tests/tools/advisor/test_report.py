@@ -207,7 +207,7 @@ def test_a_configuration_for_each_network(tmp_path: Path) -> None:
         assert path.read_text().startswith(f"# {found.verdict(scenario)}\n")
 
 
-@pytest.mark.parametrize("before", [None, "ddp", "auto", "sparse_ddp_dgc", {"class_path": "DDPStrategy"}])
+@pytest.mark.parametrize("before", [None, "ddp", "auto", "sparse_ddp_fork", {"class_path": "DDPStrategy"}])
 def test_where_dense_wins_the_configuration_is_plain_ddp(before: Any) -> None:
     assert strategy_config(advice([predicted("top_k", 1.5)]), given=before) == "ddp"
     assert strategy_config(advice([predicted("bf16", 0.5)]), given=before) == "ddp"  # Lightning has hooks on CUDA only
@@ -220,7 +220,7 @@ STATIC = {"static_graph": True, "gradient_as_bucket_view": True, "broadcast_buff
 TOLD: list[tuple[Any, dict[str, Any]]] = [
     ("ddp_find_unused_parameters_true", UNUSED),
     ("ddp_spawn_find_unused_parameters_true", UNUSED | {"start_method": "spawn"}),
-    ("sparse_ddp_top_k_fork_find_unused_parameters_false", {"start_method": "fork"}),
+    ("sparse_ddp_fork_find_unused_parameters_false", {"start_method": "fork"}),
     ({"class_path": "DDPStrategy", "init_args": STATIC | {"bucket_cap_mb": 3}}, STATIC),
     ({"class_path": "DDPStrategy", "dict_kwargs": UNUSED}, UNUSED),
     (

@@ -55,7 +55,7 @@ def test_a_dense_run_is_placed_only_where_the_others_agree_on_dense_traffic(runs
     "settings",
     [
         {"sparse_ddp/density": "0.01"},
-        {"trainer/strategy": "sparse_ddp_top_k"},
+        {"trainer/strategy": "sparse_ddp"},
         {"trainer/strategy/class_path": "lightning_sparse.SparseDDPStrategy"},
         {"sparsifier": "union_top_k"},
         {"sparsifier/class": "UnionTopK"},
