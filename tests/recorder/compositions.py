@@ -13,6 +13,7 @@ from itertools import combinations
 from typing import Any
 
 import lightning_sparse as ls
+from tests.recorder import inside
 
 Composition = dict[str, str]
 """A choice on each axis."""
@@ -90,7 +91,7 @@ def _carries(exchange: str, memory: str) -> bool:
 
 def made(text: str) -> Any:
     """An object of text."""
-    return eval(text, dict(vars(ls)))
+    return eval(text, inside.public_names())
 
 
 def keywords(one: Composition) -> dict[str, Any]:

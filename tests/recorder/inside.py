@@ -18,6 +18,8 @@ OFF = ("numpy", "reference")
 """What the switch is set to where the C library is to be left alone; the first one that the tree knows."""
 UNTIMED = ("format", "settings", "spans", "pending", "absorbed", "moment")
 """Of states: how they are written, and not what they hold."""
+RENAMED = {"void_steps": "skipped_steps", "sparse/steps/void": "sparse/steps/skipped", "steps/void": "steps/skipped"}
+"""Names of earlier trees, of what states and logs hold."""
 TIMES = "time/"
 """Begins the names of logged quantities that are times."""
 
@@ -48,6 +50,16 @@ def pin_digest() -> None:
             module.digest_of = lambda *_: 0x0123_4567_89AB_CDEF >> 2  # type: ignore[attr-defined]
 
 
+def public_names() -> dict[str, Any]:
+    """All public names of the tree, those of its modules of methods included."""
+    import lightning_sparse as ls
+
+    found = dict(vars(ls))
+    for module in ("sparsifiers", "exchanges", "memories", "density", "grouping"):
+        found |= vars(found[module]) if module in found else {}
+    return {"CLTK": found.get("CLTk"), **found}
+
+
 def watch_picks(note: Callable[[Any], None]) -> Callable[[], None]:
     """Call ``note`` with the ascending coordinates of every selection of a registered sparsifier, without padding.
 
@@ -56,9 +68,8 @@ def watch_picks(note: Callable[[Any], None]) -> Callable[[], None]:
     Returns:
         What ends that.
     """
-    import lightning_sparse as ls
-
-    classes = [cls for _, cls in ls.sparsifiers.SPARSIFIERS.items() if cls is not ls.sparsifiers.Everything]
+    known = public_names()
+    classes = [cls for _, cls in known["SPARSIFIERS"].items() if cls is not known["Everything"]]
     chosen = {cls: cls.select for cls in classes}
     own = {cls: "select" in vars(cls) for cls in classes}
 
@@ -97,9 +108,10 @@ def indices_of(picks: Any) -> Any:
 
 def state_of(engine: Any) -> dict[str, Any]:
     """What an engine would save, but for how that is written."""
-    return {name: value for name, value in engine.state_dict().items() if name not in UNTIMED}
+    return {RENAMED.get(name, name): value for name, value in engine.state_dict().items() if name not in UNTIMED}
 
 
 def logged_by(engine: Any) -> dict[str, float]:
     """What a Trainer would log, but for times; collective."""
-    return {name: value for name, value in engine.summary().items() if not name.startswith(TIMES)}
+    found = {name: value for name, value in engine.summary().items() if not name.startswith(TIMES)}
+    return {RENAMED.get(name, name): value for name, value in found.items()}
