@@ -71,7 +71,7 @@ def test_what_travels_together_is_left_open_only_where_a_profile_decides(given: 
     [
         ({"executor": "tread"}, "one of 'auto', 'inline', 'thread', but got 'tread'. Did you mean 'thread'?"),
         ({"messages": "steps"}, "one of 'auto', 'step', 'group', but got 'steps'. Did you mean 'step'?"),
-        ({"fallback": "Dense"}, "Expected fallback to be 'dense' or None, but got 'Dense'. Did you mean 'dense'?"),
+        ({"fallback": "dense"}, "Expected fallback to be True or False, but got 'dense'."),
         ({"nonfinite": None}, "Expected nonfinite to be 'skip' or 'nan', but got None."),
         ({"lr_aware": 1}, "Expected lr_aware to be True or False, but got 1."),
         (
@@ -145,7 +145,7 @@ def test_settings_are_plain_values_for_loggers() -> None:
     assert json.loads(json.dumps(plain)) == plain
     assert plain["density"] == {"class": "Warmup", "start": 0.25, "end": 0.01, "steps": 100}
     assert plain["memory"] == {"class": "ClipByNorm", "max_norm": 1.0, "memory": {"class": "Residual", "decay": 0.5}}
-    assert (plain["timeout"], plain["executor"], plain["lr_aware"], plain["fallback"]) == (60.0, "auto", False, None)
+    assert (plain["timeout"], plain["executor"], plain["lr_aware"], plain["fallback"]) == (60.0, "auto", False, False)
     assert (plain["sparsifier"]["class"], plain["sparsifier"]["alpha"]) == ("ExDyna", ls.sparsifiers.ExDyna().alpha)
     assert (plain["dense"], plain["rules"]["dense"], plain["rules"]["densities"]) == (
         ["*.bias"],

@@ -120,8 +120,8 @@ def test_extras_are_used_and_would_be_seen() -> None:
     assert set(imported_at_once(ast.parse(nested).body)) == {"rich", "sklearn"}
 
 
-PUBLIC = {"core.checks", "core.console", "core.registry", "core.step", "engine.optimizers.momentum", "engine.traffic"}
-PUBLIC |= {"integrations.packages", "methods.density", "methods.grouping", "ops", "tuning.performance"}
+PUBLIC = {"api.simulation", "core.checks", "core.console", "core.registry", "core.step", "engine.config"}
+PUBLIC |= {"engine.optimizers.momentum", "engine.traffic", "integrations.packages", "ops", "tuning.performance"}
 PUBLIC |= {"tuning.unsuited"}
 """Modules that tools may import from, next to the package itself; as docs/design.md names them."""
 

@@ -371,9 +371,8 @@ class SparsificationConfig:
     default) in strategies; on CUDA without a fallback at least 100. Strategies also make DDP's own buckets smaller if
     exchanges run beside backward, unless this setting or ``fallback`` is given."""
     timeout: timedelta | None = None
-    """Time that ranks wait for each other before they end with an error. None: Lightning's default in strategies,
-    that of the model's process group in ``attach``. Inside hooks on CUDA, exchanges go through DDP's group, with its
-    timeout."""
+    """Time that ranks wait for each other before they end with an error. None: that of Lightning in strategies, of the
+    model's process group in ``attach``. Inside hooks on CUDA, exchanges go through DDP's group, with its timeout."""
 
     def __post_init__(self) -> None:
         vars(self)["exchange"] = as_exchange(self.exchange, self.sparsifier, self.memory)

@@ -22,10 +22,6 @@ from lightning_sparse.engine.state.checkpoint import SideFiles, restore
 from lightning_sparse.methods.grouping.groupings import CUDA_BUCKET_MB, DDP_BUCKET_MB, MIB, Bucket
 from lightning_sparse.tuning.controllers import Planner
 
-NAME = "sparse_ddp"
-"""The strategy's name, and the prefix of its variants' names."""
-UNUSED = "find_unused_parameters"
-"""The flag that variants of Lightning's ``ddp`` set."""
 HSDP_NAME = "sparse_hsdp"
 """The name of the strategy of sharded replicas."""
 CHECKPOINT_KEY = "lightning_sparse"
@@ -242,20 +238,16 @@ def profile_of(engine: Engine | None) -> dict[str, Any] | None:
 
 
 def register(registry: Any, strategy: type) -> None:
-    """Register the strategy by name, in all variants that Lightning has for ``ddp``.
-
-    ``sparse_ddp``, with ``_spawn``, ``_fork`` or ``_notebook``, and with ``_find_unused_parameters_true`` or
-    ``_false``.
+    """Register the strategy under each name that Lightning has for ``ddp``, with ``sparse_`` in front of it.
 
     Args:
         registry: a Lightning package's StrategyRegistry.
-        strategy: that package's class.
+        strategy: that package's class, derived from its ``DDPStrategy``.
     """
-    for launch, start_method in {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}.items():
-        for ending, flag in {"": {}, "_true": {UNUSED: True}, "_false": {UNUSED: False}}.items():
-            name = NAME + launch + (f"_{UNUSED}{ending}" if ending else "")
-            description = f"DDP with a sparsified gradient exchange ({name})"
-            registry.register(name, strategy, description=description, override=True, start_method=start_method, **flag)
+    for name, known in list(registry.items()):
+        if known["strategy"] in strategy.__mro__[1:]:
+            description = f"DDP with a sparsified gradient exchange, launched as {name}"
+            registry.register(f"sparse_{name}", strategy, description, override=True, **known["init_params"])
 
 
 def register_hsdp(registry: Any, strategy: type) -> None:

@@ -114,11 +114,11 @@ def law(replicas: int, ranks: int, steps: int, skipped: int) -> list[dict[str, A
             mean = torch.stack([one[name.partition(".")[0]] for one in mine]).mean(0)
             absorbed[name] += distribute_tensor(mean, p.device_mesh, p.placements).to_local()
         lost = [_lost(engine, model, absorbed, mesh)]
-        skipped = engine.skipped
+        counted = not engine.skipped
         engine.ignore_skipped(optimizer)
         optimizer.step()
         lost.append(_lost(engine, model, absorbed, mesh))
-        looks.append({"skipped": skipped, "weights": weights(model), "lost": lost})
+        looks.append({"skipped": not counted, "weights": weights(model), "lost": lost})
     engine.close()
     return looks
 

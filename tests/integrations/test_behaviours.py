@@ -412,7 +412,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"rules": ["*.bias"]}, ValueError, "rules"),
     ({"resize": "mean"}, ValueError, "resize.*but got 'mean'"),
     ({"watch": True}, ValueError, "watch"),
-    ({"fallback": "sparse"}, ValueError, "Expected fallback to be 'dense' or None, but got 'sparse'"),
+    ({"fallback": "sparse"}, ValueError, "Expected fallback to be True or False, but got 'sparse'"),
     ({"dense": 3}, ValueError, "Expected dense to be patterns of parameter names.*but got 3"),
 ]
 

@@ -68,7 +68,7 @@ def train(package: str, folder: str, strategy: Any, wandb: bool, options: dict[s
         "progress": {key: float(value) for key, value in trainer.progress_bar_metrics.items()},
         "steps": trainer.global_step,
         "sent": [sent for callback in trainer.callbacks for sent in getattr(callback, "sent", [])],
-        "settings": trainer.strategy.config.as_dict() if strategy.startswith("sparse") else {},
+        "settings": trainer.strategy.config.as_dict() if strategy != "ddp" else {},
         "means": {name: float(metric.compute()) for name, metric in trainer.callbacks[0].metrics.items()},
         "traffic": {name: float(value) for name, value in trainer.callbacks[0].traffic.compute().items()},
     }

@@ -121,7 +121,7 @@ def test_fit_again(two_ranks: Ranks, package: str) -> None:
     assert two_ranks(train_twice, package) == [[(True, False)] * 2] * 2
 
 
-def fit_fallback(package: str, density: float, fallback: Any) -> Tensor:
+def fit_fallback(package: str, density: float, fallback: bool) -> Tensor:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning_sparse.tuning.controllers.dense_fallback.WARMUP", 1)
         patch.setattr("lightning_sparse.tuning.controllers.dense_fallback.STEPS", 2)
@@ -141,8 +141,8 @@ def fit_ddp(package: str) -> Tensor:
 @pytest.mark.parametrize("package", by_default(PACKAGES))
 def test_groups_and_modes_that_change_train_like_ddp_at_full_density(two_ranks: Ranks, package: str) -> None:
     plain = two_ranks(fit_ddp, package)
-    for fallback in (None, "dense"):
+    for fallback in (False, True):
         for found, expected in zip(two_ranks(fit_fallback, package, 1.0, fallback), plain, strict=True):
             assert torch.equal(found, expected)
-    first, second = two_ranks(fit_fallback, package, 0.05, "dense")
+    first, second = two_ranks(fit_fallback, package, 0.05, True)
     assert torch.equal(first, second)

@@ -106,6 +106,12 @@ def indices_of(picks: Any) -> Any:
     return picks.indices[: int(picks.count)]
 
 
+def member(engine: Any, name: str) -> Any:
+    """Return a member of the engine by its present name."""
+    earlier = {"ignore_skipped": "skip_void", "skipped": "void"}
+    return getattr(engine, name if hasattr(engine, name) else earlier[name])
+
+
 def state_of(engine: Any) -> dict[str, Any]:
     """What an engine would save, but for how that is written."""
     return {RENAMED.get(name, name): value for name, value in engine.state_dict().items() if name not in UNTIMED}

@@ -699,7 +699,9 @@ def test_as_memory() -> None:
 
 def test_every_memory_has_a_name() -> None:
     classes = {
-        value for value in vars(ls).values() if isinstance(value, type) and issubclass(value, ls.memories.Memory)
+        value
+        for value in vars(ls.memories).values()
+        if isinstance(value, type) and issubclass(value, ls.memories.Memory)
     }
     assert {cls for _, cls in ls.memories.MEMORIES.items()} == classes - {ls.memories.Memory}
 
