@@ -6,6 +6,8 @@ import ast
 import os
 import re
 import shlex
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,12 +48,27 @@ def run(program: str, log: str) -> None:
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
 def test_programs_run(page: str, tmp_path: Path) -> None:
     for program in blocks(page, "python"):
+        if "__main__" in program:
+            continue
         # A process of its own: an example may register a sparsifier.
         log = tmp_path / "log"
         process = forked().Process(target=run, args=(program, str(log)), daemon=False)
         process.start()
         process.join(100)
         assert process.exitcode == 0, log.read_text()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_first_programs_train_on_two_processes_or_say_that_they_do_not(page: str, tmp_path: Path) -> None:
+    whole = [program for program in blocks(page, "python") if "trains nothing" not in program.split("\n")[0].lower()]
+    assert whole
+    script, environment = tmp_path / "train.py", {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    for program in whole:  # their launchers start the file again
+        script.write_text(program)
+        done = subprocess.run([sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        [said] = re.findall(r"^sparse_ddp: in (\d+) steps each rank sent", done.stdout + done.stderr, re.MULTILINE)
+        assert int(said) > 100 and "processes" in done.stderr, done.stderr
 
 
 def test_commands_name_what_exists(capsys: pytest.CaptureFixture[str]) -> None:
