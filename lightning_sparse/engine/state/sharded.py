@@ -99,7 +99,7 @@ class Saved(NamedTuple):
                 load(into, storage_reader=self.reader, no_dist=True)
         except CheckpointException as error:
             [(cause, _), *_] = error.failures.values()
-            raise SideFileError(f"{type(cause).__name__}: {cause}") from error
+            raise SideFileError(f"its tensors cannot be read ({type(cause).__name__}: {cause})") from error
         return into
 
     def rest(self, replica: int, rank: int) -> State:

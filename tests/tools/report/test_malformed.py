@@ -206,6 +206,8 @@ def test_what_is_no_file_is_no_run(tmp_path: Path) -> None:
         read_runs([tmp_path])
     with pytest.raises(ValueError, match="Expected a run in"):
         read_runs([tmp_path / "metrics.csv"])
+    with pytest.raises(ValueError, match=r"Expected a run in .{1,600}$"):
+        read_runs([tmp_path / ("a" * 5000)])
 
 
 # Runs that can be read, but for something beside them
