@@ -7,6 +7,9 @@ another number of ranks. What is no part of a parameter, such as thresholds, is 
 Averages that nobody has applied yet go into the residuals of the first replica, as on the way back from a side file.
 Those that come one step late are saved twice: with what is no part of a parameter, for as many ranks, and as vectors,
 which go into the residuals of another number of ranks.
+
+A folder has the checksums of its files. On the way back, each rank reads and compares its share of the files, and all
+ranks go on or none does, as with side files.
 """
 
 from __future__ import annotations
