@@ -174,10 +174,12 @@ def attach_hsdp_config(
         "observers": [type(one).__name__ for one in observers],
         "groups": plan,
     }
-    check_equal_on_ranks(facts, parts, device)
+    with failing_together(replicas, device):
+        check_equal_on_ranks(facts, parts, device)
     also = {name: p for name, p in frozen.items() if _is_cut_over(p, dist.get_process_group_ranks(networks.within))}
     shards = {name: shard_of(p) for name, p in {**trained, **also}.items() if p.numel()}
-    check_equal_on_ranks({**facts, "parts of the parameters": shards}, replicas, device)
+    with failing_together(parts, device):
+        check_equal_on_ranks({**facts, "parts of the parameters": shards}, replicas, device)
     if replicas.rank == parts.rank == 0 and not stays_dense:
         warn_if_nothing_is_left(plan, config)
     if before is not None:
