@@ -172,8 +172,8 @@ class SideFiles:
             "save": own.save,
             "global_step": counted,
             "world_size": own.world_size,
-            "node_size": engine.ranks_of_a_replica,
-            "exchanging": engine.exchanging,
+            "node_size": engine._ranks_of_a_replica,
+            "exchanging": engine._exchanging,
             "step": step,
             "directory": os.path.basename(side_directory(path)),
         }
@@ -251,10 +251,10 @@ def restore(
 
     def read(marker: dict[str, Any]) -> Found:
         state = _read_state(path, marker, engine, load)
-        if _exchanging(marker) == engine.exchanging or resize == "merge":
+        if _exchanging(marker) == engine._exchanging or resize == "merge":
             return Found(state)
         if resize == "flush":
-            return Found(state, loaded=engine.flush_next_step)
+            return Found(state, loaded=engine._flush_next_step)
         state, dropped = _emptied(state, engine)
         return Found(state, loaded=partial(warnings.warn, dropped) if engine.rank == 0 else lambda: None)
 
@@ -299,7 +299,7 @@ def resume(
             f"The residuals of the sparsified exchange were not restored from checkpoint {os.fspath(path)}: "
             f"{str(error).rstrip('.')}."
         )
-        facts = engine.all_gather_object((dense, _step_of(marker, fields)))
+        facts = engine._all_gather_object((dense, _step_of(marker, fields)))
         lost = not all(waited_for_nothing for waited_for_nothing, _ in facts)
         if strict and lost:
             where = f"{os.fspath(place)} belongs to the checkpoint and must be where that is. " if marker else ""
@@ -312,7 +312,7 @@ def resume(
             )
         engine.load_state_dict({**engine.state_dict(), **NOTHING, "step": facts[0][1]})
         return
-    notes = engine.all_gather_object(Note("", " ".join(remarks)))
+    notes = engine._all_gather_object(Note("", " ".join(remarks)))
     if trouble := by_reason(notes):
         text = f"The residuals in checkpoint {os.fspath(path)} do not fit in every respect. On {trouble}"
         if strict:
@@ -339,7 +339,7 @@ def load_together(engine: Engine, read: Callable[[], Found]) -> list[str]:
         found = read()
     except Exception as error:  # of any plugin and any file system
         problem = reason(error, SideFileError)
-    trouble = by_reason(engine.all_gather_object(Note("", problem)))
+    trouble = by_reason(engine._all_gather_object(Note("", problem)))
     if trouble or found is None:
         raise ValueError(trouble)
     notes = [*found.notes, *engine.load_state_dict(found.state)]
@@ -372,9 +372,9 @@ def _take(engine: Engine, moment: int | None = None, comm: TorchCollective | Non
         if moment is not None:
             return engine.state_dict(torch.tensor([moment], device="cpu")), ""
         if comm is None:
-            return engine.state_alone(), ""
-        engine.join_together(comm)
-        return engine.state_now(), ""
+            return engine._state_alone(), ""
+        engine._join_together(comm)
+        return engine._state_now(), ""
     except Exception as error:  # of any memory
         return None, reason(error, RuntimeError)
 
@@ -426,7 +426,7 @@ def _nodes_of(marker: dict[str, Any]) -> tuple[int, int]:
 
 
 def _exchanging(marker: dict[str, Any]) -> int:
-    """Return the number of ranks or nodes that exchanged gradients, see :attr:`.EngineView.exchanging`."""
+    """Return the number of ranks or nodes that exchanged gradients, see :attr:`.EngineView._exchanging`."""
     number: int = marker.get("exchanging", _nodes_of(marker)[0])
     return number
 
@@ -434,8 +434,8 @@ def _exchanging(marker: dict[str, Any]) -> int:
 def _read_state(path: Path, marker: dict[str, Any], engine: Engine, load: Callable[[str], Any]) -> State:
     """Read this rank's own state; join those of its node if parts were others; merge all if nodes were."""
     nodes, size = _nodes_of(marker)
-    alike = (nodes, _exchanging(marker)) == (engine.comm.world_size, engine.exchanging)
-    if alike and size == engine.ranks_of_a_replica:
+    alike = (nodes, _exchanging(marker)) == (engine.comm.world_size, engine._exchanging)
+    if alike and size == engine._ranks_of_a_replica:
         return _read(path, marker, engine.rank, load)
     if alike:
         first = engine.comm.rank * size
@@ -513,7 +513,7 @@ def _emptied(state: State, engine: Engine) -> tuple[State, str]:
     norm = sum(float(residual.square().sum()) for residual in residuals) ** 0.5
     empty: State = {name: {} for name in state["parameters"]}
     kind = "node" if engine.settings.node_size else "rank"
-    ranks = f"{engine.exchanging} {kind}{'s' * (engine.exchanging > 1)}"
+    ranks = f"{engine._exchanging} {kind}{'s' * (engine._exchanging > 1)}"
     return {**state, "parameters": empty, "counters": {}, "pending": {}}, (
         f"Training continues with {ranks} instead of {state['world_size']} and resize='zero': the residuals, an "
         f"update of norm {norm:.4g} that was still to be sent, are dropped."

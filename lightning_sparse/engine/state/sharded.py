@@ -156,12 +156,12 @@ def save_sharded(engine: Engine, folder: str | Path, save: str = "") -> State:
     from torch.distributed.checkpoint.state_dict_saver import save as save_together
 
     for network in engine.networks:
-        engine.join_together(network)
-    newest = engine.moment.to(engine.device)
+        engine._join_together(network)
+    newest = engine._moment.to(engine.device)
     for network in engine.networks:
         newest = network.all_gather(newest).amax(0)
     content: dict[str, Any] = {}
-    with engine.failing_together():
+    with engine._failing_together():
         state = with_pending(engine.state_dict(newest.cpu()), engine.comm.world_size)
         rest = {**{name: value for name, value in state.items() if name not in APART}, "save": save}
         content[f"ranks{engine.comm.rank}.{engine.router.within.rank}"] = _bytes_of(rest)
@@ -220,7 +220,7 @@ def read_sharded(engine: Engine, folder: Path, save: str | None, resize: Resize)
         for kept, steps in waited:
             kept[WAITED] = steps
         if saved.replicas != engine.comm.world_size and resize == "flush":
-            engine.flush_next_step()
+            engine._flush_next_step()
 
     return Found(state, notes, loaded)
 
@@ -247,13 +247,13 @@ class _PlainUnpickler(pickle.Unpickler):
 
 def _write_checksums(folder: Path, engine: Engine) -> None:
     """Write the checksums of all files, of which each rank reads its share; collective."""
-    with engine.failing_together():
+    with engine._failing_together():
         names = sorted({file.name for file in folder.iterdir()} - {CHECKSUMS}) if engine.rank == 0 else []
-    names = engine.all_gather_object(names)[0]
-    with engine.failing_together():
+    names = engine._all_gather_object(names)[0]
+    with engine._failing_together():
         own = {name: _checksum_of(folder / name) for name in names[engine.rank :: engine.world_size]}
-    files = {name: known for each in engine.all_gather_object(own) for name, known in each.items()}
-    with engine.failing_together():
+    files = {name: known for each in engine._all_gather_object(own) for name, known in each.items()}
+    with engine._failing_together():
         if engine.rank == 0:
             (folder / CHECKSUMS).write_text(json.dumps(sealed({"files": files}), indent=1), encoding="utf-8")
 
@@ -334,7 +334,7 @@ def _state_for(engine: Engine, saved: Saved, resize: Resize, notes: list[str]) -
     """Return the state of this rank in a folder; a sentence is added for what does not fit."""
     comm = engine.comm
     alike = saved.replicas == comm.world_size
-    same = alike and saved.ranks == engine.ranks_of_a_replica
+    same = alike and saved.ranks == engine._ranks_of_a_replica
     rest = saved.rest(*((comm.rank, engine.router.within.rank) if same else (0, 0)))
     spans = {name: list(part) for name, part in engine.shards.items()}
     state: State = {**rest, "parameters": {name: {} for name in spans}, "spans": spans}
