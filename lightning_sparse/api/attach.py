@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.api.nodes import nodes_of
 from lightning_sparse.core.checks import expect
+from lightning_sparse.core.version import __version__
 from lightning_sparse.engine import Engine, StepObserver, check_equal_on_ranks, failing_together
 from lightning_sparse.engine.config import SparsificationConfig, StrategyConfig, from_keywords, keywords_of
 from lightning_sparse.engine.engine import can_observe
@@ -121,6 +122,7 @@ def attach_config(
         refuse_two_orders(ddp.module, config.executor, device)
         refuse_to_wait(config, device, ranks.world_size)
         facts = {
+            "version of lightning-sparse": __version__,  # which may speak of other messages
             **vars(config),
             "bucket_cap_mb": (cap, delivery_mb(ddp)),
             "find_unused_parameters": ddp.find_unused_parameters,

@@ -26,6 +26,7 @@ from lightning_sparse.api.attach import (
 )
 from lightning_sparse.core.checks import expect
 from lightning_sparse.core.layout import own
+from lightning_sparse.core.version import __version__
 from lightning_sparse.engine import Engine, StepObserver, check_equal_on_ranks, failing_together
 from lightning_sparse.engine.agreement import checksum
 from lightning_sparse.engine.config import SparsificationConfig, from_keywords, with_keywords_of
@@ -167,11 +168,18 @@ def attach_hsdp_config(
         plan = dense_plan(sizes, cap * parts.world_size) if stays_dense else plan
         refuse_two_orders(model, config.executor, device)
         refuse_to_wait(config, device, replicas.world_size)
-    facts = {**vars(config), "observers": [type(one).__name__ for one in observers], "groups": plan}
-    check_equal_on_ranks(facts, parts, device)
+    facts = {
+        "version of lightning-sparse": __version__,
+        **vars(config),
+        "observers": [type(one).__name__ for one in observers],
+        "groups": plan,
+    }
+    with failing_together(replicas, device):
+        check_equal_on_ranks(facts, parts, device)
     also = {name: p for name, p in frozen.items() if _is_cut_over(p, dist.get_process_group_ranks(networks.within))}
     shards = {name: shard_of(p) for name, p in {**trained, **also}.items() if p.numel()}
-    check_equal_on_ranks({**facts, "parts of the parameters": shards}, replicas, device)
+    with failing_together(parts, device):
+        check_equal_on_ranks({**facts, "parts of the parameters": shards}, replicas, device)
     if replicas.rank == parts.rank == 0 and not stays_dense:
         warn_if_nothing_is_left(plan, config)
     if before is not None:

@@ -35,7 +35,7 @@ def check_equal_on_ranks(facts: Mapping[str, Any], comm: TorchCollective, device
     """Raise on all ranks unless they were given equal values; collective.
 
     Args:
-        facts: by name, the same names on all ranks; compared by their ``repr``.
+        facts: by name; compared by their ``repr``.
         comm: the ranks.
         device: for the messages.
 
@@ -46,9 +46,9 @@ def check_equal_on_ranks(facts: Mapping[str, Any], comm: TorchCollective, device
     own = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
     digests = comm.all_gather_object(own, device)
     told, others = [], set()
-    for name, text in texts.items():
-        if ranks := [rank for rank, digest in enumerate(digests) if digest[name] != digests[0][name]]:
-            values = comm.all_gather_object(text, device)
+    for name in dict.fromkeys(name for digest in digests for name in digest):  # other versions may have other facts
+        if ranks := [rank for rank, digest in enumerate(digests) if digest.get(name) != digests[0].get(name)]:
+            values = comm.all_gather_object(texts.get(name, "nothing"), device)
             here, there = values[0], values[ranks[0]]
             others.update(ranks)
             if ADDRESS.sub("", here) == ADDRESS.sub("", there):

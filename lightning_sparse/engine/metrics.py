@@ -14,11 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_sparse.core.checks import is_number
 from lightning_sparse.core.messages import ring_all_reduce_bytes
 from lightning_sparse.core.step import Agreement, Context, Selection, Update
 from lightning_sparse.methods.density import count
@@ -117,6 +118,12 @@ class Totals:
             "seconds": self.seconds,
             "exposed_seconds": self.exposed_seconds,
         }
+
+    @classmethod
+    def fits(cls, state: Any) -> bool:
+        """Return True for what :meth:`state_dict` gives."""
+        named = isinstance(state, dict) and state.keys() == cls().state_dict().keys()
+        return named and all(is_number(one) and 0 <= one < math.inf for one in state.values())
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Continue from the totals of a checkpoint."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from lightning_sparse.api.attach import attach_config, wrapped
 from lightning_sparse.core.checks import expect, is_number
 from lightning_sparse.engine import Engine, failing_together
 from lightning_sparse.engine.config import SparsificationConfig, StrategyConfig, from_keywords, with_keywords_of
+from lightning_sparse.engine.metrics import Totals
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.kinds import ids_of, stepping
 from lightning_sparse.engine.state.checkpoint import SideFiles, listing, restore
@@ -227,9 +229,12 @@ class Accelerated:
         marker, dense = found[0][0], False
         if marker is None:
             dense, marker = not any(begun for _, begun in found), INTERRUPTED
+        totals = marker.get("totals") if isinstance(marker, dict) else None
+        if totals is not None and not Totals.fits(totals):
+            marker, totals = f"its totals are {reprlib.repr(totals)}, where numbers by name were saved", None
         restore(engine, self._inside(folder), marker, _read, self.config.resize, self.config.strict_resume, dense=dense)
-        if isinstance(marker, dict) and "totals" in marker:
-            engine.totals.load_state_dict(marker["totals"])
+        if totals is not None:
+            engine.totals.load_state_dict(totals)
 
     def _inside(self, folder: Any) -> str:
         """Return the path beside which side files lie: the folder itself is the checkpoint, maybe of several models."""
@@ -255,7 +260,7 @@ def _read_marker(path: str) -> Any:
             return json.load(file)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:  # on this rank, and the others wait for an answer
+    except (OSError, ValueError, RecursionError) as error:  # on this rank, and the others wait for an answer
         return f"{os.path.basename(path)} cannot be read as JSON: {error}"
 
 

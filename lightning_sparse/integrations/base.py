@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -16,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from lightning_sparse.api.attach import attach_config
 from lightning_sparse.engine import Engine, StepObserver, check_equal_on_ranks
 from lightning_sparse.engine.config import StrategyConfig, from_keywords
+from lightning_sparse.engine.metrics import Totals
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.kinds import ids_of
 from lightning_sparse.engine.state.checkpoint import SideFiles, restore
@@ -224,6 +226,18 @@ class SparseStrategy:
             return
         for engine in self.engines:
             (engine.drop_skipped if drop else engine.ignore_skipped)(optimizer)
+
+
+def readable(entry: Any) -> dict[str, Any] | None:
+    """Return a checkpoint's entry for an engine; of one that is damaged, a sentence in the place of the residuals.
+
+    Args:
+        entry: None: there is none.
+    """
+    if entry is None or (isinstance(entry, dict) and ("totals" not in entry or Totals.fits(entry["totals"]))):
+        return entry
+    found = reprlib.repr(entry["totals"] if isinstance(entry, dict) else entry)
+    return {"residuals": f"its entry {CHECKPOINT_KEY!r} is damaged, and has {found} where numbers by name were saved"}
 
 
 def planner_of(engine: Engine | None) -> Planner | None:

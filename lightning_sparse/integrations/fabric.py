@@ -26,7 +26,14 @@ from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.binding import uninterrupted
 from lightning_sparse.engine.optimizers.kinds import ids_of, stepping
 from lightning_sparse.engine.state.checkpoint import side_directory
-from lightning_sparse.integrations.base import CHECKPOINT_KEY, SparseStrategy, StrategyArguments, planner_of, profile_of
+from lightning_sparse.integrations.base import (
+    CHECKPOINT_KEY,
+    SparseStrategy,
+    StrategyArguments,
+    planner_of,
+    profile_of,
+    readable,
+)
 from lightning_sparse.integrations.earlier import Left, go_on
 from lightning_sparse.tuning.controllers.announcer import Announcer
 
@@ -277,10 +284,11 @@ class FabricSparseDDPMixin(SparseFabricMixin, DDPStrategy):
         rest: dict[str, Any] = super().load_checkpoint(path, state, *args, **kwargs)
         if isinstance(state, (Module, Optimizer)):
             return rest
-        own: dict[str, dict[str, Any]] | None = rest.pop(CHECKPOINT_KEY, None)
+        own = rest.pop(CHECKPOINT_KEY, None)
+        entries: dict[str, Any] = own if isinstance(own, dict) else {}
         for key, engine in self._engines_in(state or {}).items():
-            found = None if own is None else own.get(key, {})
-            place = _place(path, key, len(own or ()))
+            found = None if own is None else readable(entries.get(key, {}) if entries is own else own)
+            place = _place(path, key, len(entries))
             if engine is None:
                 self._waiting[state[key]] = place, found
                 continue

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn import Module
 
 from lightning_sparse.api.hsdp import attach_hsdp_config, grid_of, networks_of, refuse_without_ddp
@@ -21,9 +20,10 @@ from lightning_sparse.core.checks import expect, is_integer
 from lightning_sparse.engine import Engine, check_equal_on_ranks, failing_together
 from lightning_sparse.engine.config import StrategyConfig, keywords_of, with_keywords_of
 from lightning_sparse.engine.network import TorchCollective
-from lightning_sparse.engine.state.schema import NOTHING
-from lightning_sparse.engine.state.sharded import load_sharded, remove_others, save_sharded
-from lightning_sparse.integrations.base import CHECKPOINT_KEY, SparseStrategy
+from lightning_sparse.engine.state.checkpoint import FORMAT, Found, SideFileError, resume
+from lightning_sparse.engine.state.checkpoint import MARKER as SIDE_FILES
+from lightning_sparse.engine.state.sharded import read_sharded, remove_others, save_sharded
+from lightning_sparse.integrations.base import CHECKPOINT_KEY, SparseStrategy, readable
 from lightning_sparse.integrations.earlier import go_on
 from lightning_sparse.integrations.fabric import SparseFabricMixin, check_has_room
 from lightning_sparse.integrations.trainer import SparseTrainerMixin
@@ -34,6 +34,8 @@ if TYPE_CHECKING:  # at run time the class of each package has its own base
 else:
     FabricBase = TrainerBase = object
 
+MARKER = {field: SIDE_FILES[field] for field in ("save", "step")}
+"""Fields of the marker, see those of side files."""
 FOLDER = "sparse"
 """Folder of residuals in a distributed checkpoint; the ending of the folder beside a checkpoint that is one file."""
 
@@ -167,7 +169,7 @@ class HSDPStrategy(SparseStrategy):
         inside = self._save_distributed_checkpoint
         folder = (path / FOLDER if inside else Path(f"{path}.{FOLDER}")) / save
         rest = save_sharded(engine, folder, save)
-        own["residuals"] = {"save": save, "step": rest["step"]}
+        own["residuals"] = {"format": FORMAT, "save": save, "step": rest["step"]}
         yield
         check_equal_on_ranks({"save": save}, comm, device)  # all ranks are here
         if comm.rank == 0:
@@ -184,34 +186,19 @@ class HSDPStrategy(SparseStrategy):
         Raises:
             RuntimeError: on all ranks, with ``strict_resume``, if there are none that fit.
         """
+        own = readable(own)
         if own is not None and "totals" in own:
             engine.totals.load_state_dict(own["totals"])
+        folder, config = self._folder(path), self.config
+
+        def read(marker: dict[str, Any]) -> Found:
+            found = read_sharded(engine, folder / marker["save"], marker["save"], config.resize)
+            if found.state["step"] != marker["step"]:
+                raise SideFileError(f"they are of step {found.state['step']}, and the checkpoint of {marker['step']}")
+            return found
+
         marker = None if own is None else own.get("residuals")
-        step, trouble, notes = 0, "", list[str]()
-        if not isinstance(marker, dict):
-            trouble = marker or "it was saved without them"
-        else:
-            step = int(marker["step"])
-            try:
-                notes = load_sharded(
-                    engine, self._folder(path) / str(marker["save"]), str(marker["save"]), self.config.resize
-                )
-            except (ValueError, RuntimeError) as error:  # on all ranks
-                trouble = str(error)
-        if trouble:
-            engine.load_state_dict({**engine.state_dict(), **NOTHING, "step": step})
-            told = (
-                f"The residuals of the sparsified exchange were not restored from checkpoint {path}: "
-                f"{trouble.rstrip('.')}. Error feedback starts empty on all ranks."
-            )
-        else:
-            every = TorchCollective().all_gather_object(notes, self.root_device)
-            found = dict.fromkeys(note for each in every for note in each)
-            told = f"The residuals in checkpoint {path} do not fit in every respect: {' '.join(found)}" if found else ""
-        if told and self.config.strict_resume and own is not None:
-            raise RuntimeError(told)
-        if told and own is not None:
-            rank_zero_warn(told)
+        resume(engine, path, marker, MARKER, folder, read, config.strict_resume, dense=own is None)
 
 
 class SparseHSDPMixin(HSDPStrategy, SparseTrainerMixin, TrainerBase):

@@ -21,7 +21,7 @@ from lightning_sparse.engine.config import keywords_of
 from lightning_sparse.engine.executor import SAVING
 from lightning_sparse.engine.network import BATCHES, LostRankError, TorchCollective, is_loss
 from lightning_sparse.engine.optimizers.binding import uninterrupted
-from lightning_sparse.integrations.base import CHECKPOINT_KEY, SparseStrategy, StrategyArguments, profile_of
+from lightning_sparse.integrations.base import CHECKPOINT_KEY, SparseStrategy, StrategyArguments, profile_of, readable
 from lightning_sparse.integrations.callback import Callback
 from lightning_sparse.integrations.earlier import Left, checksums, go_on
 from lightning_sparse.integrations.telling import Telling
@@ -404,10 +404,12 @@ class SparseDDPMixin(SparseTrainerMixin, DDPStrategy):
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a checkpoint as Lightning does, and keep its path for residuals, its profile and its totals."""
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        own: dict[str, Any] | None = checkpoint.get(CHECKPOINT_KEY)
+        own = readable(checkpoint.get(CHECKPOINT_KEY))
         self._profile, self._totals = (None if own is None else own.get(name) for name in ("profile", "totals"))
         residuals = None if own is None else own.get("residuals")
-        if own and residuals and "global_step" in residuals:  # the checkpoint's current value: side files must match it
+        if (
+            own and isinstance(residuals, dict) and "global_step" in residuals
+        ):  # the checkpoint's current value: side files must match it
             own = {**own, "residuals": {**residuals, "global_step": checkpoint.get("global_step")}}
         self._resume = checkpoint_path, own
         return checkpoint

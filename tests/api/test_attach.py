@@ -9,6 +9,7 @@ import warnings
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -257,7 +258,9 @@ def differing(what: str) -> str:
         options[what] = on_rank(1, None, ls.Watch())
     elif what == "density":
         options[what] = on_rank(1, 0.2, 0.1)
-    said = told(DistributedDataParallel(Spare(), **ddp), **SPARSE | options)
+    version = on_rank(1, "0.0.7", "0.0.6") if what == "version" else "0.0.6"
+    with mock.patch("lightning_sparse.api.attach.__version__", version):
+        said = told(DistributedDataParallel(Spare(), **ddp), **SPARSE | options)
     dist.barrier()  # nobody is left inside
     return said
 
@@ -269,6 +272,7 @@ DIFFERENT = {
     "scaler": "scaler (None on rank 0, {'scale': 65536.0",
     "scaler enabled": "scaler (None on rank 0, {'scale': 65536.0",
     "scaler scale": "scaler ({'scale': 4.0",
+    "version": "version of lightning-sparse ('0.0.6' on rank 0, '0.0.7' on rank 1)",
     "rules": "rules (Rules(",
     "watch": "watch (Watch(every=100",
     "density": "density (Constant(density=0.1) on rank 0, Constant(density=0.2) on rank 1)",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -365,6 +366,8 @@ def ways_to_be_refused() -> Iterator[tuple[str, Callable[[], Any]]]:
         ),
     )
     yield "disagree", lambda: ls.attach_hsdp(built(), mesh, density=0.1 * (1 + dist.get_rank()))
+    version = mock.patch("lightning_sparse.api.hsdp.__version__", "0.0.7" if dist.get_rank() == 1 else "0.0.6")
+    yield "version of lightning-sparse ('0.0.6' on rank 0", lambda: version(ls.attach_hsdp)(built(), mesh)
 
 
 def refuse() -> list[tuple[str, str]]:
@@ -380,7 +383,7 @@ def refuse() -> list[tuple[str, str]]:
 
 def test_what_cannot_work_is_refused_on_all_ranks_by_name(four_ranks: Ranks) -> None:
     for told in four_ranks(refuse):
-        assert len(told) == 14
+        assert len(told) == 15
         for words, sentence in told:
             assert words in sentence, (words, sentence)
 

@@ -210,6 +210,10 @@ def test_a_save_that_was_interrupted_is_an_error_with_strict_resume(two_ranks: R
     (folder / "lightning_sparse.json").unlink()
     with pytest.raises(RankError, match="marker"):
         two_ranks(job, 3, {**told, "resume": True})
+    for damaged, words in (("[" * 100_000, "cannot be read as JSON"), ('{"totals": "x"}', "its totals are 'x'")):
+        (folder / "lightning_sparse.json").write_text(damaged)
+        with pytest.raises(RankError, match=f"(?s)rank 0: .*{words}.*rank 1: .*{words}"):
+            two_ranks(job, 3, {**told, "resume": True})
 
 
 def test_a_state_that_was_saved_without_us_is_resumed_and_saved_again(two_ranks: Ranks, tmp_path: Path) -> None:

@@ -375,6 +375,22 @@ def test_what_one_rank_cannot_restore_no_rank_does(two_ranks: Ranks, tmp_path: P
         assert "rank 1: rank-1-of-2." in error and "cannot be read" in error
 
 
+@pytest.mark.parametrize(
+    "entry", by_default([("x",), ({"residuals": 7},), ({"totals": "x"},), ([1],), ({"residuals": ["global_step"]},)], 3)
+)
+def test_an_entry_that_is_none_is_one_sentence_on_all_ranks(two_ranks: Ranks, tmp_path: Path, entry: Any) -> None:
+    two_ranks(save, str(tmp_path))
+    checkpoint = torch.load(tmp_path / "x.ckpt", weights_only=False)
+    changed = {**checkpoint["lightning_sparse"], **entry} if isinstance(entry, dict) else entry
+    torch.save({**checkpoint, "lightning_sparse": changed}, tmp_path / "x.ckpt")
+    told = two_ranks(resume, str(tmp_path), SPARSE)
+    assert [len(warned) for warned, _, _ in told] == [1, 0]
+    errors = two_ranks(error_of, SPARSE | {"strict_resume": True}, f"{tmp_path}/x.ckpt")
+    for sentence in (told[0][0][0], *errors):
+        assert "were not restored" in sentence and "ranks 0, 1: " in sentence
+    assert errors[0] == errors[1]
+
+
 def test_other_settings_keep_residuals_and_are_told(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks(save, str(tmp_path))
     saved = pending_on_disk(tmp_path)

@@ -404,6 +404,11 @@ def load_other_states(package: str, folder: str) -> list[list[str]]:
     plain.fabric.save(path + ".ddp", plain.state)
     raw = f"{path}.raw.{dist.get_rank()}"
     torch.save(make_model(20).state_dict(), raw)
+    if dist.get_rank() == 0:
+        saved = torch.load(path + ".dense", weights_only=False)
+        for number, entry in enumerate(["x", {"model/0": 7}]):
+            torch.save({**saved, "lightning_sparse": entry}, f"{path}.odd{number}")
+    dist.barrier()
     close(dense.fabric)
     heard = []
     new = Run(package, SPARSE, 1)
@@ -413,6 +418,8 @@ def load_other_states(package: str, folder: str) -> list[list[str]]:
         lambda: new.fabric.load_raw(raw, new.models[0]),
         lambda: new.fabric.load(path + ".ddp", new.state),
         lambda: new.fabric.load(path + ".dense", new.state),
+        lambda: new.fabric.load(path + ".odd0", new.state),
+        lambda: new.fabric.load(path + ".odd1", new.state),
     ]
     for call in calls:
         with warnings.catch_warnings(record=True) as caught:
@@ -437,7 +444,8 @@ def test_residuals_are_asked_for_with_whole_states_only(two_ranks: Ranks, tmp_pa
         assert first[:4] == second[:4] == [[], [], [], []]
         assert len(first[4]) == 1
         assert "saved without them. Error feedback starts empty on all ranks" in first[4][0]
-        assert second[4] == []
+        assert all(len(told) == 1 and "damaged, and has" in told[0] for told in first[5:])
+        assert second[4:] == [[], [], []]
         assert sorted(p.name for p in tmp_path.glob(f"{package}.pt*.sparse")) == [f"{package}.pt.whole.sparse"]
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import shutil
+import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,10 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import lightning_sparse as ls
+from lightning_sparse.integrations.base import CHECKPOINT_KEY as KEY
 from tests.covering import by_default
 from tests.hsdp import weights
 from tests.ranks import Ranks
@@ -125,6 +130,64 @@ def test_a_checkpoint_of_one_file_has_residuals_beside_it(four_ranks: Ranks, tmp
         for name, weight in found["first"]["weights"].items():
             assert torch.equal(weight, found["second"]["weights"][name])
     assert (tmp_path / HALF).is_file() and (tmp_path / f"{HALF}.sparse").is_dir()
+
+
+def put(field: str, value: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda checkpoint: checkpoint[KEY]["residuals"].update({field: value})
+
+
+MARKERS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "save '../../../etc'": put("save", "../../../etc"),
+    "save '/etc'": put("save", "/etc"),
+    "save None": put("save", None),
+    "step 'x'": put("step", "x"),
+    "step -5": put("step", -5),
+    "step 10000000": put("step", 10**30),
+    "of step 4, and the checkpoint of 3": put("step", 3),
+    "format None": lambda checkpoint: checkpoint[KEY]["residuals"].pop("format"),
+    "a list": lambda checkpoint: checkpoint[KEY].update(residuals=[1]),
+    "damaged, and has 'x'": lambda checkpoint: checkpoint.update({KEY: "x"}),
+    "damaged, and has 'y'": lambda checkpoint: checkpoint[KEY].update(totals="y"),
+}
+
+
+def markers_that_are_none(path: Path, names: list[str]) -> list[tuple[str, list[str], str]]:
+    """What resumed runs warn of, and what strict ones raise, for each damage of a checkpoint."""
+    train = partial(fit, "pytorch_lightning", "momentum")
+    saver = importlib.import_module("pytorch_lightning").callbacks.ModelCheckpoint(
+        path, filename="good", every_n_epochs=2
+    )
+    train({}, max_epochs=2, enable_checkpointing=True, callbacks=[saver])
+    found = []
+    for number, name in enumerate(names):
+        if dist.get_rank() == 0:
+            shutil.copytree(path / "good.ckpt", path / str(number))
+            MARKERS[name](checkpoint := torch.load(path / str(number) / "meta.pt", weights_only=False))
+            torch.save(checkpoint, path / str(number) / "meta.pt")
+        dist.barrier()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer, _ = train({}, path / str(number), max_epochs=3)
+        assert trainer.strategy.engine.step in (2, 5, 6)  # as far as the marker knows
+        with pytest.raises(RuntimeError) as error:
+            train({"strict_resume": True}, path / str(number), max_epochs=3)
+        found.append((name, [str(w.message) for w in caught if "esiduals" in str(w.message)], str(error.value)))
+    return found
+
+
+@pytest.mark.parametrize(
+    "names",
+    [[*MARKERS][::4], pytest.param([name for n, name in enumerate(MARKERS) if n % 4], marks=pytest.mark.thorough)],
+    ids=["some", "others"],
+)
+def test_a_marker_that_is_none_is_one_sentence_on_all_ranks(
+    four_ranks: Ranks, tmp_path: Path, names: list[str]
+) -> None:
+    first, *others = four_ranks(markers_that_are_none, tmp_path, names)
+    for number, (name, told, raised) in enumerate(first):
+        assert len(told) == 1 and name in told[0] and "ranks 0, 1, 2, 3: " in told[0]
+        assert all(rank[number] == (name, [], raised) for rank in others)
+        assert name in raised and "ranks 0, 1, 2, 3: " in raised and "\n" not in raised
 
 
 def by_name(package: str) -> tuple[str, bool, dict[str, Any]]:

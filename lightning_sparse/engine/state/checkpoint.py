@@ -17,8 +17,9 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +37,7 @@ from lightning_sparse.engine.state.schema import NOTHING, State, check_state, ch
 Path = str | os.PathLike[str]
 DENSE = "it is of a training without this exchange"
 """Problem of a rank whose checkpoint nothing waited for: if all ranks have it, it is none."""
+DAMAGED = "its content does not have the checksum that was written with it"
 FORMAT = 2
 """Version of the format of side files and of the marker; changes when their meaning does."""
 MARKER: dict[str, int | str] = {
@@ -82,6 +84,16 @@ class SideFile(NamedTuple):
 
 class SideFileError(Exception):
     """A side file that cannot be used; the text says why."""
+
+
+class Found(NamedTuple):
+    """What a rank has read of a save."""
+
+    state: State
+    notes: Sequence[str] = ()
+    """Sentences about what does not fit."""
+    loaded: Callable[[], None] = lambda: None
+    """Called when all ranks have loaded their states."""
 
 
 class SideFiles:
@@ -138,9 +150,8 @@ class SideFiles:
                 state, problem = _take(engine, newest)
         step = 0 if state is None else state["step"]
         if state is not None:
-            # File formats have checksums of their own, which readers do not look at: torch.load takes any bits.
-            content = {"save": own.save, "global_step": counted, "state": state}
-            problem = self._write({**content, "checksum": checksum(content)}, own.name, path, write)
+            content = sealed({"save": own.save, "global_step": counted, "state": state})
+            problem = self._write(content, own.name, path, write)
         oldest = ""
         if comm is not None:
             waiting = sorted(state["pending"]) if state is not None and engine.comm.rank == 0 else None
@@ -237,52 +248,103 @@ def restore(
     Raises:
         RuntimeError: on all ranks, if ``strict`` and not everything fits.
     """
-    state, step, problem = State(), "0", ""
-    try:
+
+    def read(marker: dict[str, Any]) -> Found:
+        state = _read_state(path, marker, engine, load)
+        if _exchanging(marker) == engine._exchanging or resize == "merge":
+            return Found(state)
+        if resize == "flush":
+            return Found(state, loaded=engine._flush_next_step)
+        state, dropped = _emptied(state, engine)
+        return Found(state, loaded=partial(warnings.warn, dropped) if engine.rank == 0 else lambda: None)
+
+    resume(engine, path, marker, MARKER, side_directory(path), read, strict, dense)
+
+
+def resume(
+    engine: Engine,
+    path: Path,
+    marker: Any,
+    fields: Mapping[str, int | str],
+    place: Path,
+    read: Callable[[dict[str, Any]], Found],
+    strict: bool = False,
+    dense: bool = False,
+) -> None:
+    """Do the work of :func:`restore` for any kind of files; collective.
+
+    Args:
+        engine: before its first step, or between two.
+        path: of the checkpoint.
+        marker: as in :func:`restore`.
+        fields: of the marker, see :data:`MARKER`.
+        place: of the files that belong to the checkpoint.
+        read: gives what this rank goes on with, as a checked marker says; raises where it cannot. It is not collective.
+        strict: as in :func:`restore`.
+        dense: as in :func:`restore`.
+
+    Raises:
+        RuntimeError: on all ranks, if ``strict`` and not everything fits.
+    """
+
+    def checked() -> Found:
         if dense or marker is None or isinstance(marker, str):
             raise SideFileError(DENSE if dense else marker or "it was saved without them")
-        _check_marker(marker)
-        step = str(marker["step"])
-        state = _read_state(path, marker, engine, load)
-    except Exception as error:  # of any plugin and any file system
-        problem = reason(error, SideFileError)
-    notes = engine._all_gather_object(Note(step, problem))
-    trouble, dropped, remarks = by_reason(notes), "", []
-    resized = not trouble and isinstance(marker, dict) and _exchanging(marker) != engine._exchanging
-    if resized and resize == "zero":
-        state, dropped = _emptied(state, engine)
+        return read(check_marker(marker, fields))
+
     try:
-        remarks = [] if trouble else engine.load_state_dict(state)
+        remarks = load_together(engine, checked)
     except ValueError as error:  # on all ranks
-        trouble = str(error)
-    if trouble:
         text = (
             f"The residuals of the sparsified exchange were not restored from checkpoint {os.fspath(path)}: "
-            f"{trouble.rstrip('.')}."
+            f"{str(error).rstrip('.')}."
         )
-        lost = any(note.problem != DENSE for note in notes)
+        facts = engine._all_gather_object((dense, _step_of(marker, fields)))
+        lost = not all(waited_for_nothing for waited_for_nothing, _ in facts)
         if strict and lost:
-            where = f"{side_directory(path)} belongs to the checkpoint and must be where that is. " if marker else ""
-            raise RuntimeError(f"{text} {where}With strict_resume=False, error feedback starts empty.")
+            where = f"{os.fspath(place)} belongs to the checkpoint and must be where that is. " if marker else ""
+            raise RuntimeError(f"{text} {where}With strict_resume=False, error feedback starts empty.") from error
         if engine.rank == 0 and lost:
             warnings.warn(
                 f"{text} Error feedback starts empty on all ranks, and what was not sent before the checkpoint was "
                 "written is lost. Expect a small dent in the curve.",
-                stacklevel=2,
+                stacklevel=3,
             )
-        engine.load_state_dict({**engine.state_dict(), **NOTHING, "step": int(notes[0].fact)})
+        engine.load_state_dict({**engine.state_dict(), **NOTHING, "step": facts[0][1]})
         return
-    if dropped and engine.rank == 0:
-        warnings.warn(dropped, stacklevel=2)
     notes = engine._all_gather_object(Note("", " ".join(remarks)))
     if trouble := by_reason(notes):
         text = f"The residuals in checkpoint {os.fspath(path)} do not fit in every respect. On {trouble}"
         if strict:
             raise RuntimeError(f"{text} With strict_resume=False, training continues with what fits.")
         if engine.rank == 0:
-            warnings.warn(text, stacklevel=2)
-    if resized and resize == "flush":
-        engine._flush_next_step()
+            warnings.warn(text, stacklevel=3)
+
+
+def load_together(engine: Engine, read: Callable[[], Found]) -> list[str]:
+    """Let all ranks go on with what they have read, or none of them; collective.
+
+    Args:
+        engine: before its first step, or between two.
+        read: gives what this rank goes on with; raises where it cannot. It is not collective.
+
+    Returns:
+        Sentences about what does not fit, on this rank.
+
+    Raises:
+        ValueError: on all ranks, with one text and nothing changed, if any of them could not read or load its state.
+    """
+    found, problem = None, ""
+    try:
+        found = read()
+    except Exception as error:  # of any plugin and any file system
+        problem = reason(error, SideFileError)
+    trouble = by_reason(engine._all_gather_object(Note("", problem)))
+    if trouble or found is None:
+        raise ValueError(trouble)
+    notes = [*found.notes, *engine.load_state_dict(found.state)]
+    found.loaded()
+    return notes
 
 
 def _disagreement(waiting: Sequence[Sequence[str]]) -> list[Note]:
@@ -317,29 +379,44 @@ def _take(engine: Engine, moment: int | None = None, comm: TorchCollective | Non
         return None, reason(error, RuntimeError)
 
 
-def _check_marker(marker: Any) -> None:
+def check_marker(marker: Any, fields: Mapping[str, int | str]) -> dict[str, Any]:
     """Raise unless the marker is one: a checkpoint may come from anywhere, and some fields become parts of paths.
 
+    Args:
+        marker: whatever lies in the marker's place.
+        fields: see :data:`MARKER`.
+
+    Returns:
+        The marker.
+
     Raises:
-        SideFileError: if anything is not as :meth:`SideFiles.beside` gives it.
+        SideFileError: if anything is not as it was saved.
     """
     if not isinstance(marker, dict) or marker.get("format") != FORMAT:
         kind = repr(marker.get("format")) if isinstance(marker, dict) else f"a {type(marker).__name__}"
         raise SideFileError(f"they are in format {kind}, and this version of lightning-sparse knows {FORMAT}")
-    for field, expected in MARKER.items():
+    for field, expected in fields.items():
         value = marker.get(field)
         if isinstance(expected, int):
-            fits = is_integer(value) and value >= expected
+            fits = is_integer(value) and expected <= value < 2**62
         else:
             fits = isinstance(value, str) and re.fullmatch(expected, value, re.ASCII) is not None
         if not fits:
             raise SideFileError(f"the checkpoint names the {field} {value!r}, which is none")
+    ranks = marker.get("world_size", 1)
     for field in ("node_size", "exchanging"):  # earlier versions had neither
         value = marker.get(field, 1)
-        if not is_integer(value) or value < 1 or marker["world_size"] % value:
-            raise SideFileError(
-                f"the checkpoint names the {field} {value!r} of {marker['world_size']} ranks, which is none"
-            )
+        if not is_integer(value) or value < 1 or ranks % value:
+            raise SideFileError(f"the checkpoint names the {field} {value!r} of {ranks} ranks, which is none")
+    return marker
+
+
+def _step_of(marker: Any, fields: Mapping[str, int | str]) -> int:
+    """Return the step at which a checkpoint was written; 0 if its marker is none."""
+    try:
+        return int(check_marker(marker, fields)["step"])
+    except SideFileError:
+        return 0
 
 
 def _nodes_of(marker: dict[str, Any]) -> tuple[int, int]:
@@ -372,12 +449,11 @@ def _read(path: Path, marker: dict[str, Any], rank: int, load: Callable[[str], A
     location = _locate(path, marker["directory"], file)
     try:
         content = load(location)
-        sealed = {key: content[key] for key in ("save", "global_step", "state")}
-        whole = content["checksum"] == checksum(sealed)
+        whole = is_whole(content, "save", "global_step", "state")
     except Exception as error:  # whatever a damaged file makes of a plugin
         raise SideFileError(f"{file.name} cannot be read ({reason(error)})") from error
     if not whole:
-        raise SideFileError(f"{file.name} is damaged: its content does not have the checksum that was written with it")
+        raise SideFileError(f"{file.name} is damaged: {DAMAGED}")
     state: State = content["state"]
     try:
         check_state(state)
@@ -392,6 +468,20 @@ def _read(path: Path, marker: dict[str, Any], rank: int, load: Callable[[str], A
     if any(said[key] != value for key, value in expected.items()):
         raise SideFileError(f"{file.name} holds something else than its name says")
     return state
+
+
+def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return content with a checksum of it: those of file formats are not looked at, torch.load takes any bits."""
+    return {**content, "checksum": checksum(content)}
+
+
+def is_whole(content: Mapping[str, Any], *fields: str) -> bool:
+    """Return True if sealed content, of these fields, is what was written.
+
+    Raises:
+        KeyError: if a field is missing.
+    """
+    return bool(content["checksum"] == checksum({field: content[field] for field in fields}))
 
 
 def _locate(path: Path, directory: str, file: SideFile) -> str:

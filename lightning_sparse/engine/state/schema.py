@@ -261,7 +261,8 @@ def outline(state: Mapping[str, Any]) -> str:
         for name, vectors in sorted(state["parameters"].items())
     }
     groups = [(group["name"], group["parameters"], group["numel"]) for group in state["groups"]]
-    facts = (state["step"], state["world_size"], state["settings"], sizes, groups)
+    spans = sorted((name, list(span)) for name, span in state["spans"].items())
+    facts = (state["step"], state["world_size"], state["settings"], sizes, groups, spans)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 

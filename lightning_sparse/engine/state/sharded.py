@@ -7,11 +7,16 @@ another number of ranks. What is no part of a parameter, such as thresholds, is 
 Averages that nobody has applied yet go into the residuals of the first replica, as on the way back from a side file.
 Those that come one step late are saved twice: with what is no part of a parameter, for as many ranks, and as vectors,
 which go into the residuals of another number of ranks.
+
+A folder has the checksums of its files. On the way back, each rank reads and compares its share of the files, and all
+ranks go on or none does, as with side files.
 """
 
 from __future__ import annotations
 
 import io
+import json
+import pickle
 import re
 import shutil
 import warnings
@@ -24,14 +29,18 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_sparse.core.layout import own, sharded_as, sum_dtype
+from lightning_sparse.engine.agreement import reason
 from lightning_sparse.engine.config import Resize
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.optimizers.kinds import stepping
 from lightning_sparse.engine.optimizers.rules import WAITED
-from lightning_sparse.engine.state.schema import State, check_state, dense, with_pending
+from lightning_sparse.engine.state.checkpoint import DAMAGED, Found, SideFileError, is_whole, load_together, sealed
+from lightning_sparse.engine.state.schema import State, check_state, checksum, dense, with_pending
 
 LATE = "late"
 """Begins the names of averages that come one step late."""
+METADATA, CHECKSUMS = ".metadata", "checksums.json"
+"""Files of a folder: what torch says about the others, and the checksums of all."""
 APART = ("parameters", "pending", "spans")
 """Fields of a state that are saved as tensors, or follow from how parameters are sharded."""
 
@@ -40,6 +49,8 @@ class Saved(NamedTuple):
     """A folder that was saved."""
 
     path: Path
+    reader: Any
+    """Of the folder's files."""
     shapes: dict[str, torch.Size]
     """Of the tensors, by name."""
     replicas: int
@@ -47,29 +58,51 @@ class Saved(NamedTuple):
     """Of a replica."""
 
     @classmethod
-    def at(cls, path: Path) -> Saved:
-        """Look at a folder.
+    def at(cls, path: Path, rank: int, world_size: int) -> Saved:
+        """Look at a folder, in which each rank compares its share of the files with their checksums.
 
         Raises:
-            ValueError: if it is none of :func:`save_sharded`.
+            SideFileError: if it is none of :func:`save_sharded`, or a file of this rank's share is damaged.
         """
         from torch.distributed.checkpoint.filesystem import FileSystemReader  # a second, which few programs need
+        from torch.distributed.checkpoint.metadata import Metadata
 
-        metadata = FileSystemReader(path).read_metadata().state_dict_metadata
-        shapes = {name: about.size for name, about in metadata.items() if hasattr(about, "size")}
+        files = _checked_files(path, rank, world_size)
+        with (path / METADATA).open("rb") as file:
+            metadata = _PlainUnpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise SideFileError(f"{METADATA} holds something else than its name says")
+        read = {METADATA} | {info.relative_path for info in metadata.storage_data.values()}
+        if read - files:
+            raise SideFileError(f"{METADATA} names files that were not written with it: {', '.join(read - files)}")
+
+        class Reader(FileSystemReader):
+            def read_metadata(self, *_: Any, **__: Any) -> Any:
+                return metadata  # torch would run what a file tells it to
+
+        shapes = {name: about.size for name, about in metadata.state_dict_metadata.items() if hasattr(about, "size")}
         found = [re.fullmatch(r"ranks(\d+)\.(\d+)", name) for name in shapes]
         places = [(int(match[1]), int(match[2])) for match in found if match]
         if not places:
-            raise ValueError(f"Expected a folder of residuals, but {path} holds none.")
+            raise SideFileError("there are no residuals in it")
         replicas, ranks = (1 + max(each) for each in zip(*places, strict=True))
-        return cls(path, shapes, replicas, ranks)
+        return cls(path, Reader(path), shapes, replicas, ranks)
 
     def read(self, into: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return tensors by name, or the parts of them that this rank has; the other ranks need not read."""
+        """Return tensors by name, or the parts of them that this rank has; the other ranks need not read.
+
+        Raises:
+            SideFileError: if they cannot be read.
+        """
+        from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.state_dict_loader import load
 
-        with warnings.catch_warnings(action="ignore"):  # it says that a rank reads by itself
-            load(into, checkpoint_id=self.path, no_dist=True)
+        try:
+            with warnings.catch_warnings(action="ignore"):  # it says that a rank reads by itself
+                load(into, storage_reader=self.reader, no_dist=True)
+        except CheckpointException as error:
+            [(cause, _), *_] = error.failures.values()
+            raise SideFileError(f"its tensors cannot be read ({type(cause).__name__}: {cause})") from error
         return into
 
     def rest(self, replica: int, rank: int) -> State:
@@ -141,6 +174,7 @@ def save_sharded(engine: Engine, folder: str | Path, save: str = "") -> State:
             if WAITED in kept:
                 content[f"{WAITED}/{name}"] = kept[WAITED].cpu()
     save_together(content, checkpoint_id=folder)
+    _write_checksums(Path(folder), engine)
     return rest
 
 
@@ -163,26 +197,32 @@ def load_sharded(engine: Engine, folder: str | Path, save: str | None = None, re
     Raises:
         ValueError: on all ranks, with nothing changed, if the folder cannot be read, or holds something else.
     """
-    from torch.distributed.checkpoint.api import CheckpointException
+    try:
+        return load_together(engine, lambda: read_sharded(engine, Path(folder), save, resize))
+    except ValueError as error:
+        raise ValueError(f"The residuals in {folder} cannot be loaded: {str(error).rstrip('.')}.") from error
 
+
+def read_sharded(engine: Engine, folder: Path, save: str | None, resize: Resize) -> Found:
+    """Read what this rank goes on with, see :func:`load_sharded`.
+
+    Raises:
+        SideFileError: if this rank's share of the folder cannot be read, or is of another save.
+    """
     notes: list[str] = []
-    with engine._failing_together():
-        try:
-            saved = Saved.at(Path(folder))
-            resized = saved.replicas != engine.comm.world_size
-            state = _state_for(engine, saved, resize, notes)
-            waited = list(_waited_in(saved, engine))
-        except (OSError, KeyError, RuntimeError, CheckpointException) as error:
-            raise ValueError(f"{folder} cannot be read: {type(error).__name__}: {error}") from error
-        if save not in (None, found := state.pop("save")):
-            raise ValueError(f"Expected the residuals of save {save} in {folder}, but they are of {found}.")
-    with engine._failing_together():
-        notes += engine.load_state_dict(state)
-    for kept, steps in waited:
-        kept[WAITED] = steps
-    if resized and resize == "flush":
-        engine._flush_next_step()
-    return notes
+    saved = Saved.at(folder, engine.rank, engine.world_size)
+    state = _state_for(engine, saved, resize, notes)
+    waited = list(_waited_in(saved, engine))
+    if save not in (None, found := state.pop("save")):
+        raise SideFileError(f"they are of save {found}, and those of {save} are asked for")
+
+    def loaded() -> None:
+        for kept, steps in waited:
+            kept[WAITED] = steps
+        if saved.replicas != engine.comm.world_size and resize == "flush":
+            engine._flush_next_step()
+
+    return Found(state, notes, loaded)
 
 
 def remove_others(folder: Path) -> None:
@@ -190,6 +230,61 @@ def remove_others(folder: Path) -> None:
     for other in folder.parent.iterdir():
         if other != folder and other.is_dir():
             shutil.rmtree(other, ignore_errors=True)
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads what torch says about files, and runs nothing else that a file may name."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class of torch's metadata, or what is plain data in it."""
+        found = super().find_class(module, name) if module.startswith(("torch", "pathlib")) else None
+        of = found.__module__ if isinstance(found, type) else ""
+        plain = isinstance(found, torch.dtype) or found in (torch.Size, torch.serialization._get_layout)
+        if plain or of.startswith(("torch.distributed.checkpoint.", "pathlib")):
+            return found
+        raise SideFileError(f"{METADATA} names {module}.{name}, which is no part of it")
+
+
+def _write_checksums(folder: Path, engine: Engine) -> None:
+    """Write the checksums of all files, of which each rank reads its share; collective."""
+    with engine._failing_together():
+        names = sorted({file.name for file in folder.iterdir()} - {CHECKSUMS}) if engine.rank == 0 else []
+    names = engine._all_gather_object(names)[0]
+    with engine._failing_together():
+        own = {name: _checksum_of(folder / name) for name in names[engine.rank :: engine.world_size]}
+    files = {name: known for each in engine._all_gather_object(own) for name, known in each.items()}
+    with engine._failing_together():
+        if engine.rank == 0:
+            (folder / CHECKSUMS).write_text(json.dumps(sealed({"files": files}), indent=1), encoding="utf-8")
+
+
+def _checked_files(folder: Path, rank: int, world_size: int) -> set[str]:
+    """Return the names of a folder's files, of which this rank has compared its share with their checksums.
+
+    Raises:
+        SideFileError: if one is missing or damaged.
+    """
+    file = folder / CHECKSUMS
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        files, whole = dict[str, str](content["files"]), is_whole(content, "files")
+        for number, name in enumerate(sorted(files)):
+            if whole and (number % world_size == rank or name == METADATA):
+                file = folder / name
+                whole = _checksum_of(file) == files[name]
+    except Exception as error:  # whatever a damaged file makes of a reader
+        raise SideFileError(f"{file.name} cannot be read ({reason(error)})") from error
+    if not whole:
+        raise SideFileError(f"{file.name} is damaged: {DAMAGED}")
+    return {*files}
+
+
+def _checksum_of(file: Path) -> str:
+    """Return the checksum of a file's bytes, which need not fit into memory."""
+    size = file.stat().st_size
+    if not size:  # which cannot be mapped into memory
+        return checksum("")
+    return checksum(torch.from_file(str(file), size=size, dtype=torch.uint8, device="cpu"))
 
 
 def _known(engine: Engine) -> dict[str, Parameter]:

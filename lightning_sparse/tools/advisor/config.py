@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import sys
 from argparse import ArgumentError
+from collections.abc import Sequence
 from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
 from lightning_sparse.integrations import packages
 from lightning_sparse.tools.advisor.run import Advice, advise, package_of
+from lightning_sparse.tools.yaml_file import content_of, one_line
 
 SECTIONS = ("seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler")
 """Sections of every LightningCLI; others, such as ``ckpt_path``, belong to its subcommands."""
@@ -49,21 +51,14 @@ def advise_config(
     strategy = trainer.pop("strategy", None)
     left_out = ("logger", "callbacks", "profiler")
     kept["trainer"] = {name: value for name, value in trainer.items() if name not in left_out}
-    cli = _read(kept, model, data, paths[0].parent)
+    cli = _read(kept, model, data, paths)
     options = cli.config_init["trainer"].as_dict() | {"strategy": strategy}
     return advise(cli.model, cli.datamodule, trainer=options, **settings), given
 
 
 def _load(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the content of a configuration file, and its sections."""
-    import yaml
-
-    try:
-        given = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"Expected config to be a file, but got {path}: {error.strerror}.") from error
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"Expected config to be in YAML, but {path}: {_line(error)}.") from error
+    given = content_of(path)
     sections = given.get("fit", given) if isinstance(given, dict) else None
     if not isinstance(sections, dict) or not isinstance(sections.get("trainer") or {}, dict):
         raise ValueError(f"Expected config to be a LightningCLI configuration with sections, but {path} is not.")
@@ -79,14 +74,14 @@ def _merge(earlier: Any, later: Any) -> Any:
     return earlier | {name: _merge(earlier.get(name), value) for name, value in later.items()}
 
 
-def _read(sections: dict[str, Any], model: str | None, data: str | None, folder: Path) -> Any:
+def _read(sections: dict[str, Any], model: str | None, data: str | None, paths: Sequence[Path]) -> Any:
     """Instantiate module and data as LightningCLI does, and leave the Trainer to the advisor.
 
     Args:
         sections: of the configuration.
         model: import path; None: the section names a class.
         data: likewise.
-        folder: to which paths in the configuration are relative.
+        paths: of the configuration; paths in it are relative to the folder of the first one.
     """
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # classes are often in the working folder
@@ -97,7 +92,7 @@ def _read(sections: dict[str, Any], model: str | None, data: str | None, folder:
 
     class Reader(command_line):  # type: ignore[misc, valid-type]
         def parse_arguments(self, parser: Any, _: Any) -> None:
-            with chdir(folder):
+            with chdir(paths[0].parent):
                 self.config = parser.parse_object(sections)
 
         def instantiate_trainer(self, **_: Any) -> None:
@@ -115,7 +110,8 @@ def _read(sections: dict[str, Any], model: str | None, data: str | None, folder:
             run=False,
         )
     except (ArgumentError, ValueError, misfit) as error:
-        raise ValueError(f"Expected a configuration that LightningCLI accepts, but: {_line(error)}") from error
+        named = ", ".join(map(str, paths))
+        raise ValueError(f"Expected {named} to be what LightningCLI accepts, but: {one_line(error, 2000)}") from error
 
 
 def _package(model_class: Any, sections: dict[str, Any]) -> str:
@@ -138,10 +134,5 @@ def _class(path: str | None, option: str) -> Any:
     module, _, name = path.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:  # TypeError: of a module in no package
         raise ValueError(f"Expected {option} to be an import path such as package.module.Class: {error}.") from error
-
-
-def _line(error: Exception) -> str:
-    """Return the message of an error in one line."""
-    return " ".join(str(error).split()).rstrip(" .^")

@@ -10,6 +10,8 @@ from pathlib import Path
 
 KINDS = ("metrics.csv", "run-*.wandb", "events.out.tfevents.*")
 """Patterns of files of runs, in the order of the search."""
+MOST_LETTERS = 500
+"""Letters of a path that a message shows, of one that may be no path."""
 EVENTS = KINDS[2]
 """Pattern of event files; all in a folder are one run."""
 
@@ -35,7 +37,7 @@ def _below(path: Path) -> list[Path]:
     try:
         there = path.exists()
     except OSError as error:  # such as a name that is too long
-        raise ValueError(f"Expected a run in {path}, but got: {error.strerror}.") from error
+        raise ValueError(f"Expected a run in {str(path)[:MOST_LETTERS]}, but got: {error.strerror}.") from error
     if not there:
         raise ValueError(f"Expected a run in {path}, but there is no such file or folder.")
     if path.is_file():

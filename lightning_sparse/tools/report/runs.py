@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 from lightning_sparse.core.console import LOGGER, Table
 from lightning_sparse.tools.report.catalog import DENSE_MB, DENSITY
 from lightning_sparse.tools.report.files import KINDS, run_files
-from lightning_sparse.tools.report.settings import MOST_BYTES, flat, need, settings_in, text_of
+from lightning_sparse.tools.report.settings import flat, settings_in
 from lightning_sparse.tools.report.tensorboard_file import read_tensorboard_files
 from lightning_sparse.tools.report.wandb_file import read_wandb_file
+from lightning_sparse.tools.yaml_file import MOST_BYTES, need, text_of
 
 Points = Iterable[tuple[float, str, float]]
 """Steps, names and values, in any order."""
@@ -276,7 +277,7 @@ def _listed(names: Sequence[str]) -> str:
 
 def _plan(file: Path | None, read: Callable[[Path], Table | None], notes: list[str]) -> Table | None:
     """Read the table of groups; a run can be shown without it."""
-    if file is None or not file.is_file():
+    if file is None or not (file.is_file() or file.is_symlink()):
         return None
     try:
         return read(file)
@@ -309,8 +310,9 @@ def read_wandb(file: Path) -> Run:
         notes.append(
             f"Not all of its settings are known. Expected {file} to hold settings by name, nested a few levels deep."
         )
-    tables = sorted(file.parent.glob("files/media/table/sparse/plan_*.table.json"), key=lambda one: one.stat().st_mtime)
-    plan = _plan(tables[-1] if tables else None, _plan_of_wandb, notes)
+    tables = file.parent.glob("files/media/table/sparse/plan_*.table.json")
+    latest = max(tables, key=lambda one: one.lstat().st_mtime, default=None)
+    plan = _plan(latest, _plan_of_wandb, notes)
     return Run("", file, series, settings or {}, _clock(clock), notes, plan, unread=settings is None)
 
 

@@ -3,39 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-MOST_BYTES = 2_000_000
-"""Most bytes of a file beside the logs: PyYAML takes a minute for some megabytes."""
-MOST_VALUES = 100_000
-"""Most values of a file, with those of aliases: each may be ten others."""
-
-
-def need(module: str, package: str, extra: str | None, file: Path) -> None:
-    """Raise a ``ValueError`` with the command to install a package, if it is missing."""
-    if find_spec(module) is None:
-        install = f"'lightning-sparse[{extra}]'" if extra else package
-        raise ValueError(f"Expected {package} to be installed, to read {file}: pip install {install}.")
-
-
-def text_of(file: Path, most: int | None = None) -> str:
-    """Return the text of a file.
-
-    Args:
-        file: in UTF-8.
-        most: largest number of bytes; None: any number.
-
-    Raises:
-        ValueError: if it cannot be read, or is larger; in one sentence.
-    """
-    try:
-        if most is not None and (size := file.stat().st_size) > most:
-            raise ValueError(f"Expected {file} to have at most {most:,} bytes, but it has {size:,}.")
-        return file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"Expected {file} to be a readable text file, but got: {error}.") from error
+from lightning_sparse.tools.yaml_file import content_of, need, one_line
 
 
 def settings_in(folder: Path) -> tuple[dict[str, str], list[str]]:
@@ -63,67 +34,17 @@ def settings_in(folder: Path) -> tuple[dict[str, str], list[str]]:
 
 
 def _read(file: Path) -> dict[str, str]:
-    import yaml
-
-    # In C if PyYAML has it: the one in Python takes seconds for some hundred levels.
-    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-        """Loader that replaces serialised objects by their names."""
-
-    Loader.add_multi_constructor("", lambda _, tag, node: tag.rsplit(":", 1)[-1])
-    text = text_of(file, MOST_BYTES)
-    loader = None
+    loaded = content_of(file, names_for_objects=True)
+    fit = loaded.get("fit") if isinstance(loaded, Mapping) else None
+    chosen = fit if fit and isinstance(fit, Mapping) else loaded
+    if not (chosen is None or isinstance(chosen, Mapping)):
+        raise ValueError(f"Expected {file} to be settings by name, but: they are a {type(chosen).__name__}.")
     try:
-        loader = Loader(text)
-        root = loader.get_single_node()
-        if root is None:
-            return {}
-        if (values := _count(root, {})) > MOST_VALUES:
-            raise _TooMany(values)
-        loaded = loader.construct_document(root)
-        fit = loaded.get("fit") if isinstance(loaded, Mapping) else None
-        chosen = fit if fit and isinstance(fit, Mapping) else loaded
-        if not (chosen is None or isinstance(chosen, Mapping)):
-            raise ValueError(f"they are a {type(chosen).__name__}")
         return flat(chosen or {})
-    except _TooMany as error:
-        raise ValueError(f"Expected {file} to hold at most {MOST_VALUES:,} values, but it holds {error}.") from None
-    except (RecursionError, yaml.YAMLError) as error:
-        if isinstance(error, RecursionError) or "maximum nesting depth" in str(error):  # PyYAML from 6.0.4 on
-            raise ValueError(f"Expected {file} to be settings by name, but they are nested too deeply.") from None
-        raise ValueError(f"Expected {file} to be YAML, but it is broken in line {_line(error, text)}.") from error
-    except Exception as error:  # constructors raise anything for, say, the date 2026-02-31
-        raise ValueError(f"Expected {file} to be settings by name, but: {_one_line(error)}.") from error
-    finally:
-        if loader is not None:
-            loader.dispose()
-
-
-class _TooMany(Exception):
-    """More values than allowed."""
-
-    def __str__(self) -> str:
-        values = self.args[0]
-        return f"{values:,}" if values < 1e12 else "more than 1e12"
-
-
-def _count(node: Any, known: dict[int, int]) -> int:
-    """Count the values of a tree of YAML nodes, with those of the anchor for each alias."""
-    if id(node) not in known:
-        known[id(node)] = MOST_VALUES + 1  # of a node within itself
-        inner = [node.value] if isinstance(node.value, str) else node.value
-        parts = [part for one in inner for part in (one if isinstance(one, tuple) else (one,))]
-        known[id(node)] = 1 + sum(_count(part, known) for part in parts if not isinstance(part, str))
-    return known[id(node)]
-
-
-def _line(error: Any, text: str) -> int:
-    """Return the line of a YAML error."""
-    mark = getattr(error, "problem_mark", None)
-    return int(mark.line + 1) if mark is not None else text.count("\n", 0, getattr(error, "position", 0)) + 1
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200].removesuffix(".") or type(error).__name__
+    except RecursionError:
+        raise ValueError(f"Expected {file} to be settings by name, but they are nested too deeply.") from None
+    except ValueError as error:
+        raise ValueError(f"Expected {file} to be settings by name, but: {one_line(error)}.") from error
 
 
 def flat(settings: Any, prefix: str = "") -> dict[str, str]:

@@ -295,6 +295,7 @@ NO_STATES: dict[str, Any] = {
     "dense of number 0 of the state's groups to be True or False, but got 1": put(1, "groups", 0, "dense"),
     "density of state of number 1 of the state's groups to be a dict": put(0.1, "groups", 1, "state", "density"),
     "do not belong together": put(5, "step"),
+    "ranks do not belong together": put([0, 40, 41], "spans", "0.bias"),
     "40 coordinates of 0.bias in residual, but got 41": put(torch.ones(41), "parameters", "0.bias", "residual"),
     "the states of the ranks do not belong": drop("parameters", "0.bias", "residual"),
     "states of the ranks do not belong": put(torch.ones(40).double(), "parameters", "0.bias", "residual"),

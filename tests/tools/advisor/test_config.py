@@ -215,9 +215,25 @@ def test_settings_of_strategies() -> None:
 
 
 BAD: list[tuple[Any, dict[str, Any], str]] = [
-    (None, {}, "Expected config to be a file, but got .*config.yaml: No such file or directory"),
-    ("a: [1\n", {}, "Expected config to be in YAML, but .*config.yaml: while parsing"),
-    (b"\xff\xfe\x80", {}, "Expected config to be in YAML, but .*config.yaml: 'utf-8' codec"),
+    (None, {}, "Expected .*config.yaml to be a readable text file, but got: .*No such file or directory"),
+    ("a: [1\n", {}, "Expected .*config.yaml to be YAML, but it is broken in line 2"),
+    (b"\xff\xfe\x80", {}, "Expected .*config.yaml to be a readable text file, but got: 'utf-8' codec"),
+    ("x: " + "[" * 3000 + "]" * 3000, {}, "Expected .*config.yaml .* nested too deeply"),
+    ("trainer: &a {x: *a}\n", {}, "Expected .*config.yaml to hold at most 100,000 values"),
+    ("model: &a {class_path: x.Y, init_args: *a}\n", {}, "Expected .*config.yaml to hold at most 100,000 values"),
+    ("x: !!timestamp 99\n", {}, "Expected .*config.yaml to be settings by name, but: "),
+    ("x: 2026-99-99\n", {}, "Expected .*config.yaml to be settings by name, but: month"),
+    ("x: !!python/object/apply:os.abort []\n", {}, "Expected .*config.yaml to be YAML, but"),
+    *(
+        (
+            {part: {"class_path": path}} | {"trainer": {}} | ({} if part == "model" else {"model": TOY}),
+            {},
+            f"config.yaml .*{part}",
+        )
+        for path in ("..x", "...")
+        for part in ("model", "data", "optimizer")
+    ),
+    ({"model": {}}, {"model": "..x"}, "Expected --model to be an import path"),
     ("- 1\n- 2\n", {}, "Expected config to be a LightningCLI configuration with sections, but .*config.yaml is not"),
     ("", {}, "with sections, but .*config.yaml is not"),
     ({"fit": [1]}, {}, "with sections, but .*config.yaml is not"),
@@ -238,8 +254,8 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     ({"model": TOY | {"init_args": {"width": "wide"}}}, {}, "LightningCLI accepts, but: .*wide"),
     ({"model": {}}, {"model": "Toy"}, "Expected --model to be an import path such as package.module.Class"),
     ({"model": {}}, {"model": "tests.tools.advisor.toys.Tyo"}, "Expected --model to be an import path .*'Tyo'"),
-    ({"model": {}}, {"model": "os.path.join"}, "Expected a configuration that LightningCLI accepts, but: "),
-    ({"model": {"class_path": "os.path.join"}}, {}, "Expected a configuration that LightningCLI accepts, but: "),
+    ({"model": {}}, {"model": "os.path.join"}, "Expected .*config.yaml to be what LightningCLI accepts, but: "),
+    ({"model": {"class_path": "os.path.join"}}, {}, "Expected .*config.yaml to be what LightningCLI accepts, but: "),
     ({"model": {}}, {"model": "nowhere.Toy"}, "Expected --model to be an import path .*'nowhere'"),
     ({"model": {}}, {"model": "torch.nn.Linear"}, "LightningCLI accepts, but: .*subclass of: .*LightningModule"),
     ({"model": TOY}, {"data": "nowhere.Data"}, "Expected --data to be an import path .*'nowhere'"),

@@ -206,6 +206,8 @@ def test_what_is_no_file_is_no_run(tmp_path: Path) -> None:
         read_runs([tmp_path])
     with pytest.raises(ValueError, match="Expected a run in"):
         read_runs([tmp_path / "metrics.csv"])
+    with pytest.raises(ValueError, match=r"Expected a run in .{1,600}$"):
+        read_runs([tmp_path / ("a" * 5000)])
 
 
 # Runs that can be read, but for something beside them
@@ -282,14 +284,27 @@ def test_long_settings_and_halves_of_letters_fit_a_page(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "table",
-    ["{", '{"columns": ["a"]}', '{"columns": 1, "data": 1}', '{"columns": [], "data": [1]}', "[" * 100_000, "\udcff"],
+    [
+        "{",
+        '{"columns": ["a"]}',
+        '{"columns": 1, "data": 1}',
+        '{"columns": [], "data": [1]}',
+        "[" * 100_000,
+        "\udcff",
+        Path("nowhere"),
+        Path("plan_1.table.json"),
+        Path("/dev/zero"),
+    ],
 )
-def test_a_plan_that_cannot_be_read_is_said_and_the_run_is_shown(tmp_path: Path, table: str) -> None:
+def test_a_plan_that_cannot_be_read_is_said_and_the_run_is_shown(tmp_path: Path, table: str | Path) -> None:
     pytest.importorskip("wandb", reason="W&B is not installed")
     file = write_wandb(tmp_path / "run", [history(loss="1")])
     plan = tmp_path / "run/files/media/table/sparse/plan_1.table.json"
     plan.parent.mkdir(parents=True)
-    plan.write_bytes(table.encode(errors="surrogateescape"))
+    if isinstance(table, Path):  # a link
+        plan.symlink_to(table)
+    else:
+        plan.write_bytes(table.encode(errors="surrogateescape"))
     [run] = read_runs([file])
     assert run.plan is None
     assert run.notes[1].startswith(f"Its plan of groups is not known. Expected {plan} ")
