@@ -16,6 +16,7 @@ from torch.nn import SyncBatchNorm
 from torch.nn.parameter import is_lazy
 
 from lightning_sparse.api.attach import attach_config
+from lightning_sparse.core.checks import is_number
 from lightning_sparse.engine import Engine, StepObserver, check_equal_on_ranks
 from lightning_sparse.engine.config import StrategyConfig, from_keywords
 from lightning_sparse.engine.network import TorchCollective
@@ -113,7 +114,7 @@ class SparseStrategy:
             TypeError: for a keyword that the strategy does not know, or an argument without one.
         """
         if given:
-            name = "density" if isinstance(given[0], float) else "sparsifier"
+            name = "density" if is_number(given[0]) else "sparsifier"
             raise TypeError(
                 f"{type(self).__name__} takes keywords only, but got {given[0]!r}: write "
                 f"{type(self).__name__}({name}={given[0]!r})."

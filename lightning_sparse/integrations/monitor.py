@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from lightning_sparse.core.checks import check_integer, expect
+from lightning_sparse.core.checks import check_flag, check_integer, plain
 from lightning_sparse.core.console import Table
 from lightning_sparse.core.messages import ring_all_reduce_bytes
 from lightning_sparse.engine import Engine
@@ -67,12 +67,10 @@ class SparsityMonitor(Callback):
     ) -> None:
         check_integer(every, "every")
         for name, given in (("groups", groups), ("table", table)):
-            expect(isinstance(given, bool), name, "True or False", given)
-        self.groups = groups
-        self.table = table
+            check_flag(given, name)
+        self.groups, self.table, self.every = plain((groups, table, every))
         named = shadow if isinstance(shadow, Iterable) and not isinstance(shadow, str) else [shadow]
         self.shadow = [SPARSIFIERS.resolve(one) for one in named]
-        self.every = every
         self.density = SparsificationConfig(density=density).density
         self.metrics = {"density_error": DensityError(), "padding_ratio": PaddingRatio(), "build_up": BuildUp()}
         """Means over the logged steps of this fit: ``monitor.metrics["padding_ratio"].compute()``, or ``.plot()``."""

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from lightning_sparse.core.checks import check_integer
+from lightning_sparse.core.checks import Settings, check_integer
 from lightning_sparse.methods.density import check_density
 
 
 @dataclass(frozen=True)
-class Rules:
+class Rules(Settings):
     """Rules that select the parameters to keep dense, and those with a density of their own.
 
     By default, parameters with fewer than 2 dimensions (biases, scales of normalisation layers) and parameters with
