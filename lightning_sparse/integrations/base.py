@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_sparse.api.attach import attach_config
 from lightning_sparse.core.checks import is_number
+from lightning_sparse.core.names import named_modules, named_parameters
 from lightning_sparse.engine import Engine, StepObserver, check_equal_on_ranks
 from lightning_sparse.engine.config import StrategyConfig, from_keywords
 from lightning_sparse.engine.network import TorchCollective
@@ -148,9 +149,9 @@ class SparseStrategy:
         """
         shapes = [
             (name, None if is_lazy(p) else tuple(p.shape), p.dtype, p.requires_grad)
-            for name, p in model.named_parameters()
+            for name, p in named_parameters(model).items()
         ]
-        synced = [name for name, layer in model.named_modules() if isinstance(layer, SyncBatchNorm)]
+        synced = [name for name, layer in named_modules(model) if isinstance(layer, SyncBatchNorm)]
         facts = {"parameters": shapes, "SyncBatchNorm layers": synced}
         check_equal_on_ranks(facts, TorchCollective(), self.root_device)
         if synced and self.root_device.type == "cpu":

@@ -8,6 +8,7 @@ from typing import Any
 from lightning_sparse.core.checks import check_flag, check_integer, plain
 from lightning_sparse.core.console import Table
 from lightning_sparse.core.messages import ring_all_reduce_bytes
+from lightning_sparse.core.names import named_parameters
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.metrics import MB, summarize, totals_of
@@ -160,7 +161,7 @@ class SparsityMonitor(Callback):
             density=self.density, grouping=used.grouping, rules=used.rules, bucket_cap_mb=used.bucket_cap_mb
         )
         model = trainer.lightning_module
-        frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+        frozen = [name for name, p in named_parameters(model).items() if not p.requires_grad]
         self._shadow = Shadow(trained_parameters(model), self.shadow, settings, TorchCollective(), frozen)
         for logger in trainer.loggers if trainer.is_global_zero else ():
             names = [SPARSIFIERS.name_of(one) for one in self.shadow]
