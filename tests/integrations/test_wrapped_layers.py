@@ -49,7 +49,7 @@ def train(kind: str, rule: Any, before: dict[str, Any] | None = None) -> dict[st
     engine.bind([optimizer])
     remarks: list[str] = []
     if before is not None:
-        nn.utils.vector_to_parameters(before["weights"], model.parameters())
+        nn.utils.vector_to_parameters(before["weights"].clone(), model.parameters())
         optimizer.load_state_dict(before["optimizer"])
         remarks = engine.load_state_dict(before["state"])
     generator = torch.Generator().manual_seed(engine.step + 100 * torch.distributed.get_rank())
@@ -78,7 +78,7 @@ def train_all_ways(rule: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("rule", [torch.optim.SGD, torch.optim.AdamW])
 def test_a_run_goes_on_with_layers_wrapped_otherwise(two_ranks: Ranks, rule: Any) -> None:
     for plain, *others in two_ranks(train_all_ways, rule):
-        assert plain["names"] == NAMES and ("2", 0.1) in plain["groups"]
+        assert plain["names"] == NAMES and ("density0.1.2", 0.1) in plain["groups"]
         for run in others:
             assert run["remarks"] == []
             assert (run["names"], run["groups"]) == (plain["names"], plain["groups"])
