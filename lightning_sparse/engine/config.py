@@ -470,9 +470,10 @@ class StrategyConfig(SparsificationConfig):  # type: ignore[misc]
 
 def _check_choice(name: str, given: Any, hint: Any) -> None:
     """Raise unless this is one of what a ``bool`` or a ``Literal`` allows; other types are for their own checks."""
-    literals = [part for part in (hint, *get_args(hint)) if get_origin(part) is Literal]
-    allowed: list[Any] = [True, False] if hint is bool else [option for part in literals for option in get_args(part)]
-    if literals and type(None) in get_args(hint):
+    parts = (hint, *get_args(hint))
+    allowed: list[Any] = [one for part in parts if get_origin(part) is Literal for one in get_args(part)]
+    allowed += [True, False] if bool in parts else []
+    if allowed and type(None) in parts:
         allowed.append(None)
     words = [repr(option) for option in allowed]
     if not allowed or repr(given) in words:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
-from functools import partial
+from functools import partial, wraps
 from itertools import product
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch.nn import SyncBatchNorm
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from lightning_sparse.api.attach import attach_config
@@ -39,9 +41,11 @@ TIMEOUT = timedelta(minutes=10)
 """PyTorch's default for NCCL; Lightning's is half an hour."""
 TWINS = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
 """The two packages for which each strategy exists."""
+BY_LIGHTNING = ("module", "device_ids")
+"""Arguments of ``DistributedDataParallel`` that Lightning gives."""
 METHODS: list[dict[str, str]] = [{}, *({"sparsifier": name} for name, _ in SPARSIFIERS.items())]
 """Settings of the strategies that are registered by name: the defaults, and each sparsifier."""
-OTHERS = " Other keywords of DistributedDataParallel would be ignored or conflict with the sparsified exchange."
+Kind = TypeVar("Kind", bound="type[SparseStrategy]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +61,8 @@ class StrategyArguments(StrategyConfig):  # type: ignore[misc]  # see StrategyCo
     """Argument of ``DistributedDataParallel``."""
     gradient_as_bucket_view: bool = False
     """Argument of ``DistributedDataParallel``."""
-    broadcast_buffers: bool = True
-    """Argument of ``DistributedDataParallel``."""
+    broadcast_buffers: bool | None = True
+    """Argument of ``DistributedDataParallel``; None: its default."""
     forward_sync_buffers: bool | None = None
     """Argument of ``DistributedDataParallel`` from torch 2.13 on, which deprecates ``broadcast_buffers`` for it."""
     accelerator: Any = None
@@ -78,7 +82,7 @@ class StrategyArguments(StrategyConfig):  # type: ignore[misc]  # see StrategyCo
         """Return keywords for Lightning's strategy, without defaults, so that no version must know all of them."""
         ours = {field.name for field in fields(StrategyConfig)} - {"bucket_cap_mb"}
         given = [(field, getattr(self, field.name)) for field in fields(self) if field.name not in ours]
-        told = {field.name: value for field, value in given if value != field.default}
+        told = {field.name: value for field, value in given if value not in (field.default, None)}
         return {**told, "timeout": self.timeout or TIMEOUT}
 
 
@@ -89,6 +93,8 @@ class SparseStrategy:
     """The Lightning package that takes this class."""
     host: ClassVar[str]
     """The class of that package that takes it."""
+    unused: ClassVar[Mapping[str, inspect.Parameter]] = {}
+    """Arguments of Lightning's strategy and of ``DistributedDataParallel`` that have no effect here, by name."""
     config: StrategyConfig
     """The settings; for a logger, ``config.as_dict()``."""
     # Attributes of Lightning's strategies:
@@ -111,16 +117,23 @@ class SparseStrategy:
             The keywords for Lightning's strategy.
 
         Raises:
-            ValueError: for settings that cannot work.
+            ValueError: for settings that cannot work, and for arguments of :attr:`unused` without their defaults.
             TypeError: for a keyword that the strategy does not know, or an argument without one.
         """
+        unused = {name: keywords.pop(name) for name in self.unused if name in keywords}
+        if asked := [name for name, value in unused.items() if value not in (None, self.unused[name].default)]:
+            raise ValueError(
+                f"{type(self).__name__} does not take {', '.join(asked)}: DDP has room for one communication hook, "
+                "which is the sparsified exchange, and other arguments would conflict with it or be ignored. Leave "
+                "them at their defaults, or use Lightning's DDPStrategy."
+            )
         if given:
             name = "density" if is_number(given[0]) else "sparsifier"
             raise TypeError(
                 f"{type(self).__name__} takes keywords only, but got {given[0]!r}: write "
                 f"{type(self).__name__}({name}={given[0]!r})."
             )
-        chosen: Any = from_keywords(arguments, keywords, type(self).__name__, OTHERS)
+        chosen: Any = from_keywords(arguments, keywords, type(self).__name__)
         self.config = StrategyConfig.of(chosen)
         self.observers: list[StepObserver] = []
         """Further observers, for the engine that is attached next."""
@@ -246,6 +259,40 @@ def profile_of(engine: Engine | None) -> dict[str, Any] | None:
     """Return the measured :class:`~lightning_sparse.tuning.performance.Profile` for groups and densities, or None."""
     planner = planner_of(engine)
     return None if planner is None else planner.saved
+
+
+def takes_over(lightning: type) -> Callable[[Kind], Kind]:
+    """Decorate a strategy: it accepts all arguments of Lightning's, so that a saved configuration becomes one of ours.
+
+    Those that have no effect here are accepted as None or with their defaults. They are in the signature, because
+    LightningCLI saves all arguments of a strategy, and accepts those of the signature only.
+
+    Args:
+        lightning: the strategy of the same Lightning package, which passes further keywords on to DDP.
+    """
+
+    def decorate(strategy: Kind) -> Kind:
+        inherited: Any = strategy.__init__
+        known = inspect.signature(inherited)
+        theirs = {**inspect.signature(DistributedDataParallel).parameters, **inspect.signature(lightning).parameters}
+        left_out = {*known.parameters, *BY_LIGHTNING}
+        strategy.unused = {
+            name: p.replace(kind=p.KEYWORD_ONLY, annotation=Any)
+            for name, p in theirs.items()
+            if p.kind is p.POSITIONAL_OR_KEYWORD and name not in left_out
+        }
+
+        @wraps(inherited)
+        def init(self: Any, *given: Any, **keywords: Any) -> None:
+            inherited(self, *given, **keywords)
+
+        init.__signature__ = known.replace(  # type: ignore[attr-defined]
+            parameters=[*known.parameters.values(), *strategy.unused.values()]
+        )
+        strategy.__init__ = init  # type: ignore[misc]
+        return strategy
+
+    return decorate
 
 
 class Names(list[str]):

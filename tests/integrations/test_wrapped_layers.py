@@ -49,7 +49,8 @@ def train(kind: str, rule: Any, before: dict[str, Any] | None = None) -> dict[st
     engine.bind([optimizer])
     remarks: list[str] = []
     if before is not None:
-        nn.utils.vector_to_parameters(before["weights"].clone(), model.parameters())
+        before = copy.deepcopy(before)  # loading makes them the optimizer's own
+        nn.utils.vector_to_parameters(before["weights"], model.parameters())
         optimizer.load_state_dict(before["optimizer"])
         remarks = engine.load_state_dict(before["state"])
     generator = torch.Generator().manual_seed(engine.step + 100 * torch.distributed.get_rank())
