@@ -289,7 +289,7 @@ def takes_over(lightning: type) -> Callable[[Kind], Kind]:
         init.__signature__ = known.replace(  # type: ignore[attr-defined]
             parameters=[*known.parameters.values(), *strategy.unused.values()]
         )
-        strategy.__init__ = init  # type: ignore[misc]
+        strategy.__init__ = init  # type: ignore[method-assign]
         return strategy
 
     return decorate
