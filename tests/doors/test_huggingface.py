@@ -151,7 +151,6 @@ def search(folder: str) -> list[int]:
 
 
 def test_residuals_are_in_the_folder_of_a_trial(two_ranks: Ranks, tmp_path: Path) -> None:
-    pytest.importorskip("optuna", reason="optuna is not installed")
     assert on_all(two_ranks(search, str(tmp_path))) == [4, 4]
     marked = {path.parent for path in tmp_path.rglob("lightning_sparse.json")}
     assert marked == {tmp_path / f"run-{trial}" / f"checkpoint-{step}" for trial in (0, 1) for step in (2, 4)}

@@ -236,7 +236,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"densty": 0.1}, TypeError, "Did you mean density?"),
     ({"dim": 1, "ddp_comm_hook": print, "process_group": 3}, ValueError, "not take .*(dim|group|hook), .*, .*ignored"),
     ({"delay_all_reduce_named_params": []}, ValueError, "or be ignored"),
-    ({"broadcast_buffers": 1}, ValueError, "broadcast_buffers to be True or False or None, but got 1"),
+    ({"broadcast_buffers": 1}, ValueError, "broadcast_buffers to be one of True, False, None, but got 1"),
 ]
 
 
