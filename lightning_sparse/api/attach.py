@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -31,6 +32,8 @@ from lightning_sparse.tuning.controllers.watchdog import Watchdog
 from lightning_sparse.tuning.performance.profiler import delivery_mb
 
 _settings, _strategies = ({field.name: None for field in fields(c)} for c in (SparsificationConfig, StrategyConfig))
+DDP_ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
+"""Arguments of ``DistributedDataParallel`` in this version of torch, by name."""
 NOT_HERE = f" The strategies for Lightning alone know {', '.join(n for n in _strategies if n not in _settings)}."
 
 

@@ -14,10 +14,9 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch.nn import SyncBatchNorm
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from lightning_sparse.api.attach import attach_config
+from lightning_sparse.api.attach import DDP_ARGUMENTS, attach_config
 from lightning_sparse.core.checks import is_number
 from lightning_sparse.core.names import named_modules, named_parameters
 from lightning_sparse.engine import Engine, StepObserver, check_equal_on_ranks
@@ -274,7 +273,7 @@ def takes_over(lightning: type) -> Callable[[Kind], Kind]:
     def decorate(strategy: Kind) -> Kind:
         inherited: Any = strategy.__init__
         known = inspect.signature(inherited)
-        theirs = {**inspect.signature(DistributedDataParallel).parameters, **inspect.signature(lightning).parameters}
+        theirs = {**DDP_ARGUMENTS, **inspect.signature(lightning).parameters}
         left_out = {*known.parameters, *BY_LIGHTNING}
         strategy.unused = {
             name: p.replace(kind=p.KEYWORD_ONLY, annotation=Any)
