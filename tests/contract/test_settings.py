@@ -18,9 +18,13 @@ from lightning_sparse.methods.density import DensitySchedule
 from lightning_sparse.tools.advisor.prediction import scenarios
 from tests.contract.cases import CASES
 
-SCHEDULES = (ls.Constant, ls.Warmup, ls.Accordion)
+SCHEDULES = (ls.density.Constant, ls.Warmup, ls.density.Accordion)
 KINDS: list[type] = [
-    *(kind for registry in (ls.SPARSIFIERS, ls.EXCHANGES, ls.MEMORIES) for _, kind in registry.items()),
+    *(
+        kind
+        for registry in (ls.sparsifiers.SPARSIFIERS, ls.exchanges.EXCHANGES, ls.memories.MEMORIES)
+        for _, kind in registry.items()
+    ),
     *SCHEDULES,
 ]
 NEEDED: dict[str, Any] = {
@@ -57,8 +61,8 @@ def test_numbers_and_flags_of_other_kinds_are_refused_at_construction() -> None:
             kind(**{**needed, name: value})
             pytest.fail(f"{kind.__name__}({name}={value!r}) was accepted")
         seen.add((kind, name))
-    assert (ls.MomentumCorrection, "nesterov") in seen
-    assert (ls.ExDyna, "alpha") in seen
+    assert (ls.memories.MomentumCorrection, "nesterov") in seen
+    assert (ls.sparsifiers.ExDyna, "alpha") in seen
     assert len(seen) > 25
 
 
@@ -90,7 +94,13 @@ def of_numpy(value: Any) -> list[Any]:
 
 def test_numbers_of_numpy_are_kept_as_those_of_python() -> None:
     seen = set()
-    for kind in (*KINDS, *(kind for _, kind in ls.GROUPINGS.items()), ls.HiddenDensity, ls.Rules, ls.Watch):
+    for kind in (
+        *KINDS,
+        *(kind for _, kind in ls.grouping.GROUPINGS.items()),
+        ls.tuning.HiddenDensity,
+        ls.Rules,
+        ls.Watch,
+    ):
         for field in fields(kind) if is_dataclass(kind) else ():
             given = NEEDED[field.name] if field.default is MISSING and field.name in NEEDED else field.default
             optional = given is None and "int" in str(field.type)
@@ -99,7 +109,12 @@ def test_numbers_of_numpy_are_kept_as_those_of_python() -> None:
                 kept = getattr(kind(**{**needed, field.name: value}), field.name)
                 assert type(kept) in (bool, int, float) and kept == value, (kind, field.name, kept)
                 seen.add((kind, field.name))
-    assert {(ls.ExDyna, "num_blocks"), (ls.Watch, "adam"), (ls.Rules, "dense_ndim"), (ls.Warmup, "steps")} < seen
+    assert {
+        (ls.sparsifiers.ExDyna, "num_blocks"),
+        (ls.Watch, "adam"),
+        (ls.Rules, "dense_ndim"),
+        (ls.Warmup, "steps"),
+    } < seen
     assert len(seen) > 40
 
 
@@ -113,7 +128,7 @@ def test_numbers_of_numpy_are_kept_as_those_of_python() -> None:
     ids=str,
 )  # fmt: skip
 def test_strategies_save_numbers_of_numpy_as_those_of_python(given: dict[str, Any]) -> None:
-    makers: dict[str, Any] = {"watch": ls.Watch, "rules": ls.Rules, "density": ls.Accordion}
+    makers: dict[str, Any] = {"watch": ls.Watch, "rules": ls.Rules, "density": ls.density.Accordion}
 
     def made(value: Any) -> Any:
         [(name, setting)] = given.items()
@@ -141,8 +156,8 @@ def test_callbacks_and_functions_take_numbers_of_numpy() -> None:
         ls.FlushResidual(every_n_epochs=two),
     ):
         assert not [v for v in vars(callback).values() if isinstance(v, np.generic)], vars(callback)
-    counted = count_bytes("topk", np.int64(100), world_size=two, density=np.float32(0.5))
-    assert counted == count_bytes("topk", 100, world_size=2, density=0.5)
+    counted = count_bytes("top_k", np.int64(100), world_size=two, density=np.float32(0.5))
+    assert counted == count_bytes("top_k", 100, world_size=2, density=0.5)
     rates = np.logspace(0, 1, 2)
     assert scenarios(1, np.array([2, 4]), rates) == scenarios(1, [2, 4], [1.0, 10.0])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Expected density to be a number"):
@@ -151,7 +166,7 @@ def test_callbacks_and_functions_take_numbers_of_numpy() -> None:
 
 def test_numbers_of_numpy_are_densities() -> None:
     steps = [
-        next(ls.simulate(torch.ones(1, 2, 64), sparsifier="topk", density=Given(kind(0.25))))
+        next(ls.simulate(torch.ones(1, 2, 64), sparsifier="top_k", density=Given(kind(0.25))))
         for kind in (float, np.float32)
     ]
     assert steps[0].indices.tolist() == steps[1].indices.tolist()

@@ -102,4 +102,4 @@ def test_lists_and_dictionaries_of_other_kinds_become_plain(kind: str) -> None:
     ).config
     assert config == plain == pickle.loads(pickle.dumps(config))
     assert json.dumps(config.as_dict()) == json.dumps(plain.as_dict())
-    assert ls.SparsityMonitor(shadow=make(["topk"])).shadow == [ls.TopK()]
+    assert ls.SparsityMonitor(shadow=make(["top_k"])).shadow == [ls.sparsifiers.TopK()]
