@@ -234,7 +234,7 @@ except TypeError as error:
     found["hint"] = "Did you mean new_setting?" in str(error)
 print(json.dumps(found))
 """
-FILES = ["__init__", "engine/config", "api/__init__", "api/attach"] + [
+FILES = ["__init__", "core/checks", "engine/config", "api/__init__", "api/attach"] + [
     f"integrations/{name}"
     for name in ("base", "trainer", "fabric", "pytorch_lightning", "lightning", "lightning_fabric")
 ]

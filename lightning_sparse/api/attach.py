@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.api.nodes import nodes_of
 from lightning_sparse.core.checks import expect
+from lightning_sparse.core.names import named_modules, named_parameters, plain_name
 from lightning_sparse.core.version import __version__
 from lightning_sparse.engine import Engine, StepObserver, check_equal_on_ranks, failing_together
 from lightning_sparse.engine.config import SparsificationConfig, StrategyConfig, from_keywords, keywords_of
@@ -31,6 +33,8 @@ from lightning_sparse.tuning.controllers.watchdog import Watchdog
 from lightning_sparse.tuning.performance.profiler import delivery_mb
 
 _settings, _strategies = ({field.name: None for field in fields(c)} for c in (SparsificationConfig, StrategyConfig))
+DDP_ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
+"""Arguments of ``DistributedDataParallel`` in this version of torch, by name."""
 NOT_HERE = f" The strategies for Lightning alone know {', '.join(n for n in _strategies if n not in _settings)}."
 
 
@@ -199,13 +203,13 @@ def _check_ddp(ddp: DistributedDataParallel) -> None:
             "skip_all_reduce_unused_params=True keeps buckets back that no rank used, and groups would wait for them "
             "for ever. Leave it at False: find_unused_parameters=True sends nothing of groups that no rank used."
         )
-    for name, p in ddp.module.named_parameters():
+    for name, p in named_parameters(ddp.module).items():
         if hasattr(p, "_in_backward_optimizers"):  # DDP learns of it in the first forward
             raise ValueError(
                 f"The optimizer of {name} runs in backward, before gradients are exchanged. Call its step() after "
                 "backward instead of _apply_optimizer_in_backward()."
             )
-    for name, module in ddp.module.named_modules():
+    for name, module in named_modules(ddp.module):
         # Other layers may use the word for anything; their gradients are checked in the first backward.
         if isinstance(module, Embedding | EmbeddingBag) and module.sparse:
             raise ValueError(
@@ -216,8 +220,8 @@ def _check_ddp(ddp: DistributedDataParallel) -> None:
 
 def _parameters_of(ddp: DistributedDataParallel) -> tuple[dict[str, Parameter], dict[str, Parameter]]:
     """Return the trained and the frozen parameters, by name, in order of registration."""
-    ignored = set(getattr(ddp, "parameters_to_ignore", ()))
-    known = {name: p for name, p in ddp.module.named_parameters() if name not in ignored}
+    ignored = set(map(plain_name, getattr(ddp, "parameters_to_ignore", ())))
+    known = {name: p for name, p in named_parameters(ddp.module).items() if name not in ignored}
     trained, frozen = trained_and_frozen(known)
     where = {p.device: name for name, p in reversed(trained.items())}
     if len(where) > 1:
@@ -279,7 +283,7 @@ def refuse_two_orders(module: Module, executor: str, device: torch.device) -> No
     """
     if executor != "thread" or device.type != "cuda":
         return
-    for name, layer in module.named_modules():
+    for name, layer in named_modules(module):
         if isinstance(layer, SyncBatchNorm):
             raise ValueError(
                 f"Expected executor='inline' or 'auto' beside SyncBatchNorm ({name!r}) on CUDA, but got 'thread': its "

@@ -26,6 +26,7 @@ from lightning_sparse.api.attach import (
 )
 from lightning_sparse.core.checks import expect
 from lightning_sparse.core.layout import own
+from lightning_sparse.core.names import named_modules, named_parameters
 from lightning_sparse.core.version import __version__
 from lightning_sparse.engine import Engine, StepObserver, check_equal_on_ranks, failing_together
 from lightning_sparse.engine.agreement import checksum
@@ -234,7 +235,7 @@ def networks_of(model: Any, mesh: DeviceMesh) -> Networks:
     refuse_offload(model)
     first = ""
     within: DeviceMesh | None = None
-    for name, p in model.named_parameters():
+    for name, p in named_parameters(model).items():
         if not p.requires_grad:
             continue
         _check_sharded(name, p, mesh)
@@ -296,7 +297,7 @@ def refuse_offload(model: Module) -> None:
     Raises:
         ValueError: naming the module.
     """
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         state = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
         for group in getattr(state, "_fsdp_param_groups", ()):
             if isinstance(group.offload_policy, CPUOffloadPolicy):
@@ -308,7 +309,7 @@ def refuse_offload(model: Module) -> None:
 
 def _parameters_of(model: Module) -> tuple[dict[str, Parameter], dict[str, Parameter]]:
     """Return the trained and the frozen parameters, by name, in order of registration."""
-    known = dict(model.named_parameters())
+    known = named_parameters(model)
     for name, p in known.items():
         if p.is_meta:
             raise ValueError(f"The parameter {name} is on the meta device: give the model its weights first.")

@@ -4,22 +4,69 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import TypeGuard
+from dataclasses import fields
+from functools import wraps
+from numbers import Integral, Real
+from typing import Any, TypeGuard
+
+import numpy as np
 
 TINY = 2.0**-126
 """Smallest normal number of float32."""
 
 
+def plain(value: Any) -> Any:
+    """Return Python's number for another one, such as numpy's, also within lists and tuples; else the value itself.
+
+    Example:
+        >>> plain(np.int64(4)), plain([np.float64(0.5), np.True_]), plain("4")
+        (4, [0.5, True], '4')
+    """
+    if type(value) in (list, tuple):
+        return type(value)(map(plain, value))
+    if isinstance(value, np.bool_):
+        return bool(value)
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+class Settings:
+    """Base class of dataclasses of settings: numbers are kept as Python's, also if numpy's are given."""
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        """Convert numbers before the checks of a subclass."""
+        super().__init_subclass__(**given)
+        if check := vars(cls).get("__post_init__"):
+
+            @wraps(check)
+            def convert_and_check(self: Settings, *given: Any) -> None:
+                Settings.__post_init__(self)
+                check(self, *given)
+
+            cls.__post_init__ = convert_and_check  # type: ignore[method-assign]
+
+    def __post_init__(self) -> None:
+        """Convert numbers."""
+        for field in fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
+            given = getattr(self, field.name)
+            if (kept := plain(given)) is not given:
+                vars(self)[field.name] = kept
+
+
 def is_integer(value: object) -> TypeGuard[int]:
-    """Return True if a value is an int and not a bool."""
-    return isinstance(value, int) and not isinstance(value, bool)
+    """Return True if a value is an integer, Python's or another one such as numpy's, and not a bool."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return True if a value is an int or a float and not a bool; nan is one, and integers beyond floats are none."""
-    if isinstance(value, int):
-        return not isinstance(value, bool) and abs(value) <= sys.float_info.max
-    return isinstance(value, float)
+    """Return True if a value is an integer or a real number, Python's or another one such as numpy's, and not a bool.
+
+    nan is one, and integers beyond floats are none.
+    """
+    if is_integer(value):
+        return abs(int(value)) <= sys.float_info.max
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def expect(holds: bool, name: str, what: str, value: object, hint: str = "") -> None:
@@ -62,8 +109,8 @@ def check_eps(value: float) -> None:
 
 
 def check_flag(value: bool, name: str) -> None:
-    """Raise a ValueError unless a setting is a bool: a text such as "False" would count as true."""
-    expect(isinstance(value, bool), name, "True or False", value)
+    """Raise a ValueError unless a setting is a bool, maybe numpy's: a text such as "False" would count as true."""
+    expect(isinstance(value, bool | np.bool_), name, "True or False", value)
 
 
 def check_share(value: float, name: str, *, zero: bool = False, one: bool = True) -> None:

@@ -40,7 +40,7 @@ from typing import (
     overload,
 )
 
-from lightning_sparse.core.checks import check_integer, expect, is_integer, is_number
+from lightning_sparse.core.checks import Settings, check_flag, check_integer, expect, is_integer, is_number
 from lightning_sparse.methods.density import Constant, DensitySchedule, as_schedule
 from lightning_sparse.methods.exchanges import Exchange, as_exchange
 from lightning_sparse.methods.grouping import GROUPINGS, Grouping, Rules, as_rules
@@ -214,7 +214,7 @@ def _docstrings_in(module: str) -> dict[str, dict[str, str]]:
 
 
 @dataclass(frozen=True)
-class Watch:
+class Watch(Settings):
     """Settings of the watchdog, which looks for these problems. Each is reported in one warning, on rank 0.
 
     - *Divergence*: parameters are no longer equal on all ranks, bit for bit. Buffers are not compared.
@@ -281,14 +281,14 @@ class Watch:
             if field.type == "int":
                 check_integer(value, name)
             elif field.type == "bool":
-                expect(isinstance(value, bool), name, "True or False", value)
+                check_flag(value, name)
             elif field.type == "float":
                 expect(is_number(value) and 1 < value < math.inf, name, "a finite number above 1", value)
 
 
 @documented
 @dataclass(frozen=True, kw_only=True)
-class SparsificationConfig:
+class SparsificationConfig(Settings):
     """Settings of sparsification and exchange: checked where they are made, with names resolved to objects.
 
     Raises:
@@ -469,11 +469,12 @@ class StrategyConfig(SparsificationConfig):  # type: ignore[misc]
 
 def _check_choice(name: str, given: Any, hint: Any) -> None:
     """Raise unless this is one of what a ``bool`` or a ``Literal`` allows; other types are for their own checks."""
-    literals = [part for part in (hint, *get_args(hint)) if get_origin(part) is Literal]
-    if int in get_args(hint):
+    parts = (hint, *get_args(hint))
+    if int in parts:
         return
-    allowed: list[Any] = [True, False] if hint is bool else [option for part in literals for option in get_args(part)]
-    if literals and type(None) in get_args(hint):
+    allowed: list[Any] = [one for part in parts if get_origin(part) is Literal for one in get_args(part)]
+    allowed += [True, False] if bool in parts else []
+    if allowed and type(None) in parts:
         allowed.append(None)
     words = [repr(option) for option in allowed]
     if not allowed or repr(given) in words:

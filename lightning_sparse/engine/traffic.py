@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_sparse.core.checks import check_integer
+from lightning_sparse.core.checks import check_integer, plain
 from lightning_sparse.core.messages import Message, SendRecv
 from lightning_sparse.core.step import Context
 from lightning_sparse.engine.network import drive_mirrored
@@ -79,7 +79,7 @@ def count_bytes(
     memory = NoMemory() if memory is None else as_memory(memory)
     check_integer(numel, "numel")
     check_integer(world_size, "world_size")
-    check_density(density)
+    numel, world_size, density = plain((numel, world_size, check_density(density)))
     exchange = as_exchange(exchange, sparsifier, memory)
     grad = torch.empty(numel, dtype=dtype, device=META)
 

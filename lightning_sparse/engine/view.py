@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_sparse.core.checks import expect
+from lightning_sparse.core.names import plain_name
 from lightning_sparse.engine.agreement import failing_together
 from lightning_sparse.engine.metrics import Step, Totals, dense_statistics, summarize
 from lightning_sparse.engine.network import TorchCollective
@@ -202,6 +203,7 @@ class EngineView:
         Raises:
             ValueError: for another name than those of :attr:`parameters`.
         """
+        name = plain_name(name) if isinstance(name, str) else name
         known = isinstance(name, str) and name in self.router.parameters
         expect(known, "name", "that of a parameter of the engine", name)
         group = self.router.group_of[name]

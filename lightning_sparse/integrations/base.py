@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
-from functools import partial
-from typing import Any, ClassVar, Literal
+from functools import partial, wraps
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch.nn import SyncBatchNorm
 from torch.nn.parameter import is_lazy
 
-from lightning_sparse.api.attach import attach_config
+from lightning_sparse.api.attach import DDP_ARGUMENTS, attach_config
+from lightning_sparse.core.checks import is_number
+from lightning_sparse.core.names import named_modules, named_parameters
 from lightning_sparse.engine import Engine, StepObserver, check_equal_on_ranks
 from lightning_sparse.engine.config import StrategyConfig, from_keywords
 from lightning_sparse.engine.metrics import Totals
@@ -32,7 +35,9 @@ DELIVERIES = 32
 """DDP's buckets of a large model if exchanges overlap with backward: more of them cost more calls."""
 TWINS = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
 """The two packages for which each strategy exists."""
-OTHERS = " Other keywords of DistributedDataParallel would be ignored or conflict with the sparsified exchange."
+BY_LIGHTNING = ("module", "device_ids")
+"""Arguments of ``DistributedDataParallel`` that Lightning gives."""
+Kind = TypeVar("Kind", bound="type[SparseStrategy]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +53,8 @@ class StrategyArguments(StrategyConfig):  # type: ignore[misc]  # see StrategyCo
     """Argument of ``DistributedDataParallel``."""
     gradient_as_bucket_view: bool = False
     """Argument of ``DistributedDataParallel``."""
-    broadcast_buffers: bool = True
-    """Argument of ``DistributedDataParallel``."""
+    broadcast_buffers: bool | None = True
+    """Argument of ``DistributedDataParallel``; None: its default."""
     forward_sync_buffers: bool | None = None
     """Argument of ``DistributedDataParallel`` from torch 2.13 on, which deprecates ``broadcast_buffers`` for it."""
     accelerator: Any = None
@@ -69,7 +74,7 @@ class StrategyArguments(StrategyConfig):  # type: ignore[misc]  # see StrategyCo
         """Return keywords for Lightning's strategy, without defaults, so that no version must know all of them."""
         ours = {field.name for field in fields(StrategyConfig)} - {"bucket_cap_mb"}
         given = [(field, getattr(self, field.name)) for field in fields(self) if field.name not in ours]
-        told = {field.name: value for field, value in given if value != field.default}
+        told = {field.name: value for field, value in given if value not in (field.default, None)}
         return told if self.timeout is None else {**told, "timeout": self.timeout}
 
 
@@ -80,6 +85,8 @@ class SparseStrategy:
     """The Lightning package that takes this class."""
     host: ClassVar[str]
     """The class of that package that takes it."""
+    unused: ClassVar[Mapping[str, inspect.Parameter]] = {}
+    """Arguments of Lightning's strategy and of ``DistributedDataParallel`` that have no effect here, by name."""
     config: StrategyConfig
     """The settings; for a logger, ``config.as_dict()``."""
     # Attributes of Lightning's strategies:
@@ -102,16 +109,23 @@ class SparseStrategy:
             The keywords for Lightning's strategy.
 
         Raises:
-            ValueError: for settings that cannot work.
+            ValueError: for settings that cannot work, and for arguments of :attr:`unused` without their defaults.
             TypeError: for a keyword that the strategy does not know, or an argument without one.
         """
+        unused = {name: keywords.pop(name) for name in self.unused if name in keywords}
+        if asked := [name for name, value in unused.items() if value not in (None, self.unused[name].default)]:
+            raise ValueError(
+                f"{type(self).__name__} does not take {', '.join(asked)}: DDP has room for one communication hook, "
+                "which is the sparsified exchange, and other arguments would conflict with it or be ignored. Leave "
+                "them at their defaults, or use Lightning's DDPStrategy."
+            )
         if given:
-            name = "density" if isinstance(given[0], float) else "sparsifier"
+            name = "density" if is_number(given[0]) else "sparsifier"
             raise TypeError(
                 f"{type(self).__name__} takes keywords only, but got {given[0]!r}: write "
                 f"{type(self).__name__}({name}={given[0]!r})."
             )
-        chosen: Any = from_keywords(arguments, keywords, type(self).__name__, OTHERS)
+        chosen: Any = from_keywords(arguments, keywords, type(self).__name__)
         self.config = StrategyConfig.of(chosen)
         self.observers: list[StepObserver] = []
         """Further observers, for the engine that is attached next."""
@@ -140,9 +154,9 @@ class SparseStrategy:
         """
         shapes = [
             (name, None if is_lazy(p) else tuple(p.shape), p.dtype, p.requires_grad)
-            for name, p in model.named_parameters()
+            for name, p in named_parameters(model).items()
         ]
-        synced = [name for name, layer in model.named_modules() if isinstance(layer, SyncBatchNorm)]
+        synced = [name for name, layer in named_modules(model) if isinstance(layer, SyncBatchNorm)]
         facts = {"parameters": shapes, "SyncBatchNorm layers": synced}
         check_equal_on_ranks(facts, TorchCollective(), self.root_device)
         if synced and self.root_device.type == "cpu":
@@ -249,6 +263,40 @@ def profile_of(engine: Engine | None) -> dict[str, Any] | None:
     """Return the measured :class:`~lightning_sparse.tuning.performance.Profile` for groups and densities, or None."""
     planner = planner_of(engine)
     return None if planner is None else planner.saved
+
+
+def takes_over(lightning: type) -> Callable[[Kind], Kind]:
+    """Decorate a strategy: it accepts all arguments of Lightning's, so that a saved configuration becomes one of ours.
+
+    Those that have no effect here are accepted as None or with their defaults. They are in the signature, because
+    LightningCLI saves all arguments of a strategy, and accepts those of the signature only.
+
+    Args:
+        lightning: the strategy of the same Lightning package, which passes further keywords on to DDP.
+    """
+
+    def decorate(strategy: Kind) -> Kind:
+        inherited: Any = strategy.__init__
+        known = inspect.signature(inherited)
+        theirs = {**DDP_ARGUMENTS, **inspect.signature(lightning).parameters}
+        left_out = {*known.parameters, *BY_LIGHTNING}
+        strategy.unused = {
+            name: p.replace(kind=p.KEYWORD_ONLY, annotation=Any)
+            for name, p in theirs.items()
+            if p.kind is p.POSITIONAL_OR_KEYWORD and name not in left_out
+        }
+
+        @wraps(inherited)
+        def init(self: Any, *given: Any, **keywords: Any) -> None:
+            inherited(self, *given, **keywords)
+
+        init.__signature__ = known.replace(  # type: ignore[attr-defined]
+            parameters=[*known.parameters.values(), *strategy.unused.values()]
+        )
+        strategy.__init__ = init  # type: ignore[method-assign]
+        return strategy
+
+    return decorate
 
 
 def register(registry: Any, strategy: type) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from lightning_sparse.core.layout import flattened, own
+from lightning_sparse.core.names import named_parameters
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.sources.gradient_hooks import on_gradients
 from lightning_sparse.integrations import packages
@@ -107,4 +108,5 @@ class LocalGradients:
 
 def trained_parameters(module: Module) -> dict[str, Parameter]:
     """Return floating-point parameters that need a gradient, by name."""
-    return {n: p for n, p in module.named_parameters() if p.requires_grad and p.is_floating_point() and p.numel()}
+    named = named_parameters(module).items()
+    return {n: p for n, p in named if p.requires_grad and p.is_floating_point() and p.numel()}

@@ -202,7 +202,8 @@ class FabricSparseDDPMixin(SparseFabricMixin, DDPStrategy):
     ``fabric.load`` into such a state lets the engines continue.
 
     All arguments are keywords: the settings of :class:`~lightning_sparse.engine.config.StrategyConfig`, and those of
-    Lightning's ``DDPStrategy`` in :class:`FabricArguments`.
+    Lightning's ``DDPStrategy`` in :class:`FabricArguments`. Arguments at the end of the signature, of
+    ``DistributedDataParallel``, have to be None or at their defaults.
 
     Raises:
         ValueError: for settings that cannot work: unknown names, a density outside (0, 1], an exchange that does not

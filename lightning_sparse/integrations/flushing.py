@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from lightning_sparse.api.flush import engines_of, flush
-from lightning_sparse.core.checks import expect, is_integer
+from lightning_sparse.core.checks import expect, is_integer, plain
 from lightning_sparse.engine.optimizers.kinds import refuse_closure, with_settings
 from lightning_sparse.integrations.callback import Callback
 
@@ -43,7 +43,7 @@ class FlushResidual(Callback):
     def __init__(self, every_n_epochs: int | None = None) -> None:
         given = every_n_epochs is None or (is_integer(every_n_epochs) and every_n_epochs >= 1)
         expect(given, "every_n_epochs", "an integer from 1 on, or None", every_n_epochs)
-        self.every_n_epochs = every_n_epochs
+        self.every_n_epochs = plain(every_n_epochs)
         self._rates: dict[int, list[dict[str, Any]]] = {}
         self._flushed: list[tuple[int, int]] = []
         self._averaged = False

@@ -4,11 +4,12 @@ from lightning_fabric.strategies import STRATEGY_REGISTRY
 from lightning_fabric.strategies.ddp import DDPStrategy
 from lightning_fabric.strategies.model_parallel import ModelParallelStrategy
 
-from lightning_sparse.integrations.base import register
+from lightning_sparse.integrations.base import register, takes_over
 from lightning_sparse.integrations.fabric import FabricSparseDDPMixin
 from lightning_sparse.integrations.hsdp import FabricSparseHSDPMixin
 
 
+@takes_over(DDPStrategy)
 class FabricSparseDDPStrategy(FabricSparseDDPMixin, DDPStrategy):
     __doc__ = FabricSparseDDPMixin.__doc__
     package = "lightning_fabric"

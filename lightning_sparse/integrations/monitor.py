@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from lightning_sparse.core.checks import check_integer, expect
+from lightning_sparse.core.checks import check_flag, check_integer, plain
 from lightning_sparse.core.console import Table
 from lightning_sparse.core.messages import ring_all_reduce_bytes
+from lightning_sparse.core.names import named_parameters
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.metrics import MB, summarize, totals_of
@@ -68,12 +69,10 @@ class SparsityMonitor(Callback):
     ) -> None:
         check_integer(shadow_every, "shadow_every")
         for name, given in (("groups", groups), ("table", table)):
-            expect(isinstance(given, bool), name, "True or False", given)
-        self.groups = groups
-        self.table = table
+            check_flag(given, name)
+        self.groups, self.table, self.shadow_every = plain((groups, table, shadow_every))
         named = shadow if isinstance(shadow, Iterable) and not isinstance(shadow, str) else [shadow]
         self.shadow = [SPARSIFIERS.resolve(one) for one in named]
-        self.shadow_every = shadow_every
         self.shadow_density = as_schedule(shadow_density, "shadow_density")
         self.metrics = {"density_error": DensityError(), "padding_ratio": PaddingRatio(), "build_up": BuildUp()}
         """Means over the logged steps of this fit: ``monitor.metrics["padding_ratio"].compute()``, or ``.plot()``."""
@@ -163,7 +162,7 @@ class SparsityMonitor(Callback):
             density=self.shadow_density, grouping=used.grouping, rules=used.rules, bucket_cap_mb=used.bucket_cap_mb
         )
         model = trainer.lightning_module
-        frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+        frozen = [name for name, p in named_parameters(model).items() if not p.requires_grad]
         self._shadow = Shadow(trained_parameters(model), self.shadow, settings, TorchCollective(), frozen)
         for logger in trainer.loggers if trainer.is_global_zero else ():
             names = [SPARSIFIERS.name_of(one) for one in self.shadow]

@@ -2,11 +2,12 @@
 
 from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
 
-from lightning_sparse.integrations.base import register, register_hsdp
+from lightning_sparse.integrations.base import register, register_hsdp, takes_over
 from lightning_sparse.integrations.hsdp import SparseHSDPMixin
 from lightning_sparse.integrations.trainer import SparseDDPMixin
 
 
+@takes_over(DDPStrategy)
 class SparseDDPStrategy(SparseDDPMixin, DDPStrategy):
     __doc__ = SparseDDPMixin.__doc__
     package = "pytorch_lightning"

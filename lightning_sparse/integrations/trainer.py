@@ -43,8 +43,6 @@ FROZEN_WITHIN = (
     "as in on_train_epoch_start, or let DDP look for what a step does not use, with "
     "strategy=SparseDDPStrategy(find_unused_parameters=True)."
 )
-SECOND_HOOK = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
-"""Arguments of Lightning's ``DDPStrategy`` for a communication hook of the user."""
 UNUSED_PARAMETERS = (
     "It looks like your LightningModule has parameters that were not used in producing the loss returned by "
     "training_step. If this is intentional, let DDP look for them, with "
@@ -269,7 +267,8 @@ class SparseDDPMixin(SparseTrainerMixin, DDPStrategy):
     single device trains as plain DDP does, unless ``single_device="sparse"`` applies the method there, too.
 
     All arguments are keywords: the settings of :class:`~lightning_sparse.engine.config.StrategyConfig`, and those of
-    Lightning's ``DDPStrategy`` in :class:`TrainerArguments`.
+    Lightning's ``DDPStrategy`` in :class:`TrainerArguments`. Its other arguments, at the end of the signature, have to
+    be None or at their defaults: they are there for configurations that were saved with a ``DDPStrategy``.
 
     Raises:
         ValueError: for settings that cannot work: unknown names, a density outside (0, 1], an exchange that does not
@@ -293,7 +292,6 @@ class SparseDDPMixin(SparseTrainerMixin, DDPStrategy):
 
     @keywords_of(TrainerArguments)
     def __init__(self, *given: Any, **keywords: Any) -> None:
-        refuse_second_hook(keywords)
         super().__init__(**self._choose(TrainerArguments, given, keywords))
 
     def _setup_model(self, model: Any) -> Any:
@@ -460,17 +458,3 @@ class SparseDDPMixin(SparseTrainerMixin, DDPStrategy):
         """Close the engine, then everything else."""
         super().teardown()
         self._side_files.sweep()
-
-
-def refuse_second_hook(keywords: dict[str, Any]) -> None:
-    """Raise if there is a communication hook among the keywords; remove keywords that are None.
-
-    Raises:
-        ValueError: with the keywords of the hook.
-    """
-    names = [name for name in SECOND_HOOK if keywords.pop(name, None) is not None]
-    if names:
-        raise ValueError(
-            f"SparseDDPStrategy does not take {', '.join(names)}: DDP has room for one communication hook, and the "
-            "sparsified exchange is it. Use Lightning's DDPStrategy for other hooks."
-        )

@@ -68,6 +68,8 @@ class SparseDDPCallback(TrainerCallback):  # type: ignore[misc]  # without types
         self._attached = Accelerated(trainer.accelerator, config)
         self.resume: Any = None
         """Argument ``resume_from_checkpoint`` of ``train()``, of which callbacks are not told."""
+        self.trial: Any = None
+        """Argument ``trial`` of ``train()``, with which ``hyperparameter_search`` calls it: it has its own folder."""
         self._rows: dict[str, float] = {}
 
     @property
@@ -101,7 +103,8 @@ class SparseDDPCallback(TrainerCallback):  # type: ignore[misc]  # without types
         """Write residuals into the checkpoint's folder, when all else is there."""
         if args.save_only_model:
             return
-        folder = os.path.join(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        of_run = self._trainer._get_output_dir(trial=self.trial)
+        folder = os.path.join(of_run, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         self._attached.save(folder, state.global_step)
 
     def take_rows(self) -> dict[str, float]:
@@ -120,10 +123,10 @@ class _Prepared:
         """The engine; None before training, and with a single process."""
         return self._sparse.engine
 
-    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train as before, and continue with the residuals of a checkpoint."""
-        self._sparse.resume = resume_from_checkpoint
-        return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+        self._sparse.resume, self._sparse.trial = resume_from_checkpoint, trial
+        return super().train(resume_from_checkpoint, trial, *args, **kwargs)  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
         """Log as before, with the exchange's quantities in rows that have a loss."""

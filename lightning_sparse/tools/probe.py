@@ -153,7 +153,7 @@ def expect_on(
     for n, rate in scenarios(known, ranks, gbit):
         near = links.network if (n, rate) == (known, None) else links.network.between(n, rate and rate * 1e9)
         cost = links.sparse if near is links.network else method.between(known, n, near).cost
-        for added in (0.0, *rtt):
+        for added in (0.0, *map(float, rtt)):
             network = near.farther(added / 1e3)
             for count in map(int, parameters):
                 dense, half = network.all_reduce(4 * count), network.all_reduce(2 * count)

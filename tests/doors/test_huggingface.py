@@ -132,6 +132,31 @@ def test_a_second_train_goes_on_with_what_waits(two_ranks: Ranks, tmp_path: Path
     assert on_all([about["step"] for _, about in results]) == 20
 
 
+def search(folder: str) -> list[int]:
+    """Two trials, each with a model of its own; exchanges of each."""
+    relaxed()
+    trainer = made(folder, None, Net(), max_steps=4, save_steps=2)
+    trainer.model_init = lambda trial=None: Net()
+    prepare_trainer(trainer, **SPARSE)
+    steps: list[int] = []
+
+    def objective(metrics: dict[str, float]) -> float:
+        assert trainer.sparse_engine is not None
+        steps.append(trainer.sparse_engine.step)
+        return metrics["eval_loss"]
+
+    space = {"hp_space": lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-3, 1e-2)}}
+    trainer.hyperparameter_search(**space, compute_objective=objective, n_trials=2, backend="optuna")
+    return steps
+
+
+def test_residuals_are_in_the_folder_of_a_trial(two_ranks: Ranks, tmp_path: Path) -> None:
+    assert on_all(two_ranks(search, str(tmp_path))) == [4, 4]
+    marked = {path.parent for path in tmp_path.rglob("lightning_sparse.json")}
+    assert marked == {tmp_path / f"run-{trial}" / f"checkpoint-{step}" for trial in (0, 1) for step in (2, 4)}
+    assert marked == {path.parent for path in tmp_path.rglob("trainer_state.json")}
+
+
 def lora(folder: str) -> Any:
     from peft import LoraConfig, get_peft_model
 

@@ -7,6 +7,7 @@ import importlib
 import os
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,7 @@ class Fit:
         package: str = "pytorch_lightning",
         memory: Any = None,
         samples: int = 48,
+        wrap: Callable[[Any], Any] = lambda net: net,
         **trainer_options: Any,
     ) -> None:
         listening = listener(package)
@@ -99,6 +101,7 @@ class Fit:
             **trainer_options,
         )
         self.module = make_module(package)
+        self.module.net = wrap(self.module.net)
         if isinstance(options.get("memory"), (ls.memories.AdamCorrection, ls.memories.MomentumCorrection)):
             self.module.configure_optimizers = lambda: torch.optim.SGD(self.module.parameters(), lr=0.1)
         with warnings.catch_warnings(record=True) as caught:

@@ -237,7 +237,9 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"ddp_comm_state": 3, "ddp_comm_wrapper": print}, ValueError, "ddp_comm_state, ddp_comm_wrapper"),
     ({"model_averaging_period": 4}, ValueError, "model_averaging_period"),
     ({"densty": 0.1}, TypeError, "Did you mean density?"),
-    ({"delay_all_reduce_named_params": []}, TypeError, "would be ignored"),
+    ({"dim": 1, "ddp_comm_hook": print, "process_group": 3}, ValueError, "not take .*(dim|group|hook), .*, .*ignored"),
+    ({"delay_all_reduce_named_params": []}, ValueError, "or be ignored"),
+    ({"broadcast_buffers": 1}, ValueError, "broadcast_buffers to be one of True, False, None, but got 1"),
 ]
 
 

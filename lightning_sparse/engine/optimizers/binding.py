@@ -58,6 +58,13 @@ SPENT = (
     "SGD applies averages that have waited together with the momentum that they would have had by now "
     f"({page('momentum')}). memory='residual' leaves momentum to the optimizer."
 )
+ALONE = (
+    "{} without a backward through the wrapped model: gradients are not averaged, unless you do so yourself, and ranks "
+    "drift apart. Call the wrapped model, and in Lightning's manual optimization self.manual_backward(loss) in place "
+    "of loss.backward()."
+)
+PATIENCE = 10
+"""Steps after which that is said."""
 _bindings: list[weakref.ref[OptimizerBinding]] = []
 """Of the engines of the process that are not closed, in the order in which they came."""
 _holds: list[Hold] = []
@@ -95,6 +102,10 @@ class OptimizerBinding:
         """The optimizer that has stepped each parameter last, while none was bound; of nested ones, the outermost."""
         self._outermost: Optimizer | None = None
         """The optimizer that is taking a step, of nested ones the outermost."""
+        self._alone: WeakKeyDictionary[Optimizer, int] | None = None
+        """Steps by optimizer, until the first exchange; None from then on, and with one rank."""
+        if any(network.world_size > 1 for network in reducer.networks):
+            self._alone = WeakKeyDictionary()
         self._told: set[str] = set()
         self._rehearsing = False
         """True if the step that an optimizer is taking only makes its state."""
@@ -126,6 +137,7 @@ class OptimizerBinding:
             return
         if mine and self._outermost is None:
             self._outermost = optimizer
+            self._count_alone(optimizer, names)
             if not self.optimizers:
                 self._stepped_by.update(dict.fromkeys(held, weakref.ref(optimizer)))
         if mine and self._reducer.settings.nonfinite == "skip" and self._reducer.loss_scale() is None:
@@ -148,6 +160,17 @@ class OptimizerBinding:
         self._adam.leave(optimizer)
         for watch in self.watchers:
             watch(optimizer)
+
+    def _count_alone(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+        """Count a step with gradients that no exchange has averaged; warn if the user does not seem to know."""
+        if self._alone is None:
+            return
+        sparsified = self._sparsified & names.keys()
+        held = (p for group in optimizer.param_groups for p in group["params"] if id(p) in sparsified)
+        if any(p.grad is not None for p in held):
+            self._alone[optimizer] = steps = self._alone.get(optimizer, 0) + 1
+            if steps == PATIENCE:
+                self._once(rank_zero_warn, ALONE.format(f"{steps} steps"), kind="alone")
 
     def leave_out(self, optimizer: Optimizer) -> None:
         """Let an optimizer pass over parameters for which there was no average in the latest backward."""
@@ -257,6 +280,7 @@ class OptimizerBinding:
 
         Second moments of groups that are new go on from those of the optimizers, where they know none.
         """
+        self._alone = None
         reducer, (adoptions, _) = self._reducer, self._read
         for optimizer in self.optimizers:
             if id(optimizer) in reducer.clipping.limits:
@@ -409,8 +433,10 @@ class OptimizerBinding:
         return has_velocities(optimizer, sparsified)  # without, clipping norms of averages was measured to be better
 
     def close(self) -> None:
-        """Leave optimizers alone."""
+        """Leave optimizers alone; warn if they have stepped alone until now, unless an error is the news."""
         self.forget()
+        if (steps := max((self._alone or {}).values(), default=0)) and sys.exc_info()[0] is None:
+            self._once(rank_zero_warn, ALONE.format("1 step" if steps == 1 else f"{steps} steps"), kind="alone")
         self._adam.close()
         _bindings[:] = [known for known in _bindings if known() is not self]
 

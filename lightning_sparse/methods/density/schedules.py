@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sparse.core.checks import check_integer, expect, is_number
+from lightning_sparse.core.checks import Settings, check_integer, expect, is_number
 from lightning_sparse.core.layout import Gradient
 
 
@@ -64,7 +64,7 @@ LAST_STEP = 2**31
 """A step beyond the end of any warm-up."""
 
 
-class DensitySchedule(ABC):
+class DensitySchedule(Settings, ABC):
     """Target density as a function of the step; a frozen dataclass of its settings."""
 
     @abstractmethod

@@ -15,13 +15,14 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_sparse.core.checks import Settings
 from lightning_sparse.core.messages import AllGather, AllReduce, Steps
 from lightning_sparse.core.registry import Registry
 from lightning_sparse.core.step import Agreement, Context, Selection, Update
 from lightning_sparse.ops import at_most, pad, static_shapes, take
 
 
-class Exchange(ABC):
+class Exchange(Settings, ABC):
     """Turns one rank's selection into the update that all ranks share. A frozen dataclass of settings, nothing else."""
 
     accepts: ClassVar[frozenset[Agreement]]

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from lightning_sparse.core.checks import expect, is_number
+from lightning_sparse.core.checks import Settings, expect, is_number
 from lightning_sparse.core.registry import Registry
 
 
@@ -43,7 +43,7 @@ Cut = list[tuple[str, list[ParameterSize]]]
 """Named runs of parameters."""
 
 
-class Grouping(ABC):
+class Grouping(Settings, ABC):
     """A rule that cuts parameters into groups. A frozen dataclass of settings, nothing else."""
 
     @abstractmethod

@@ -8,19 +8,21 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from lightning_sparse.core.checks import check_integer
+from lightning_sparse.core.checks import Settings, check_integer
+from lightning_sparse.core.names import plain_pattern
 from lightning_sparse.methods.density import check_density
 
 
 @dataclass(frozen=True)
-class Rules:
+class Rules(Settings):
     """Rules that select the parameters to keep dense, and those with a density of their own.
 
     By default, parameters with fewer than 2 dimensions (biases, scales of normalisation layers) and parameters with
     fewer than 256 coordinates stay dense: they are a small share of the bytes, and training is sensitive to them.
 
     Names decide before sizes. Patterns are shell-style, case-sensitive, and match whole names as ``named_parameters()``
-    gives them; each must match a parameter, and none may be matched by ``dense`` and by one of the other two.
+    gives them, without what ``torch.compile`` and activation checkpointing add; each must match a parameter, and none
+    may be matched by ``dense`` and by one of the other two.
 
     Args:
         dense: patterns of parameters that stay dense.
@@ -131,7 +133,7 @@ def _patterns(setting: str, given: Any) -> tuple[str, ...]:
         raise ValueError(
             f"Expected {setting} to be patterns of parameter names, such as ['*.bias'], but got {given!r}."
         )
-    return tuple(patterns)
+    return tuple(map(plain_pattern, patterns))
 
 
 def _densities(given: Any) -> dict[str, float]:
@@ -140,4 +142,5 @@ def _densities(given: Any) -> dict[str, float]:
             "Expected densities to be a mapping from patterns of parameter names to densities, such as "
             f"{{'embed*': 0.001}}, but got {given!r}."
         )
-    return {pattern: check_density(density, f"densities[{pattern!r}]") for pattern, density in given.items()}
+    checked = {pattern: check_density(density, f"densities[{pattern!r}]") for pattern, density in given.items()}
+    return {plain_pattern(pattern): density for pattern, density in checked.items()}

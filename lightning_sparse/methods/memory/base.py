@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lightning_sparse.core.checks import Settings
 from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.registry import Registry
 from lightning_sparse.core.step import Absorbed, Context, Update
@@ -25,7 +26,7 @@ HOST_PIECE = 1 << 15
 """Elements processed at once on the CPU: temporaries stay in cache."""
 
 
-class Memory(ABC):
+class Memory(Settings, ABC):
     """Error feedback: absorbs gradients and removes values that were sent. A frozen dataclass of settings.
 
     A step calls :meth:`absorb_` and, if it counts, :meth:`settle_`. A skipped step ends after the first: the gradient
@@ -79,7 +80,7 @@ class Memory(ABC):
                 :meth:`skip_`, and values may be NaN. None: the step counts.
         """
 
-    def skip_(self, state: Any) -> None:  # noqa: B027  # most have absorbed all of the gradient at once
+    def skip_(self, state: Any) -> None:  # most have absorbed all of the gradient at once
         """Keep the finite part of the gradient when the step is skipped, in place of :meth:`settle_`."""
 
     def divisors(self, state: Any, update: Update, ctx: Context) -> Tensor | None:
@@ -105,7 +106,7 @@ class Memory(ABC):
         """
         return None
 
-    def lengthen_(self, divisors: Tensor, by: Tensor) -> None:  # noqa: B027  # most divide nothing
+    def lengthen_(self, divisors: Tensor, by: Tensor) -> None:  # most divide nothing
         """Adjust :meth:`divisors`, in place, to gradients multiplied by a factor.
 
         Args:
@@ -113,7 +114,7 @@ class Memory(ABC):
             by: (u,) or () factors of the gradients, at least 0.
         """
 
-    def scale_(self, state: Any, factors: Sequence[tuple[slice, float]]) -> None:  # noqa: B027  # most keep nothing
+    def scale_(self, state: Any, factors: Sequence[tuple[slice, float]]) -> None:  # most keep nothing
         """Multiply the residual by factors, between two steps.
 
         Args:
@@ -147,7 +148,7 @@ class Memory(ABC):
             counter.copy_(torch.maximum(counter, known.get(name, counter)))
         self.complete_(state, target, others.keys())
 
-    def complete_(self, state: Any, span: slice, names: Collection[str]) -> None:  # noqa: B027  # most start at zero
+    def complete_(self, state: Any, span: slice, names: Collection[str]) -> None:  # most start at zero
         """Fill in the vectors that are missing for some coordinates of a new state.
 
         Args:
@@ -156,7 +157,7 @@ class Memory(ABC):
             names: names of the vectors that are known.
         """
 
-    def start_(  # noqa: B027  # most have none
+    def start_(  # most have none
         self, state: Any, second: Tensor, spans: Sequence[slice], steps: float
     ) -> None:
         """Start coordinates of a new state from second moments of earlier gradients.
@@ -168,7 +169,7 @@ class Memory(ABC):
             steps: number of steps behind them; ignored if the state has counted steps already.
         """
 
-    def adapt_(self, state: Any, before: Memory) -> None:  # noqa: B027  # most have nothing to change
+    def adapt_(self, state: Any, before: Memory) -> None:  # most have nothing to change
         """Adapt a state to changed settings, between two steps.
 
         Args:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lightning_sparse.core.checks import Settings
 from lightning_sparse.core.messages import Steps
 from lightning_sparse.core.registry import Registry
 from lightning_sparse.core.step import Agreement, Context, Selection
@@ -21,7 +22,7 @@ Selected = tuple[Selection, Any]
 """The selection of this rank, and the next state of the sparsifier."""
 
 
-class Sparsifier(ABC):
+class Sparsifier(Settings, ABC):
     """Base class of sparsifiers: a frozen dataclass of hyper-parameters; anything that changes is in the state."""
 
     agreement: ClassVar[Agreement]

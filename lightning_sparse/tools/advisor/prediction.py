@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lightning_sparse import Rules
-from lightning_sparse.core.checks import check_integer, check_positive
+from lightning_sparse.core.checks import check_integer, check_positive, plain
 from lightning_sparse.engine.traffic import count_bytes
 from lightning_sparse.grouping import DDP_BUCKET_MB, Messages, ParameterSize, bucket_numels, make_plan
 from lightning_sparse.memories import SecondMoment
@@ -210,6 +210,7 @@ def scenarios(known: int, ranks: Sequence[int], gbit: Sequence[float]) -> list[S
     Raises:
         ValueError: if a number is not positive, or there is one rank only and no rate is given.
     """
+    ranks, gbit = plain((list(ranks), list(gbit)))
     for n in ranks:
         check_integer(n, "ranks")
     for rate in gbit:

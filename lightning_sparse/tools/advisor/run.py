@@ -16,7 +16,7 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_sparse import Rules, Watch
-from lightning_sparse.core.checks import check_integer, check_number
+from lightning_sparse.core.checks import check_integer, check_number, plain
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.integrations import packages
 from lightning_sparse.sparsifiers import SPARSIFIERS
@@ -286,6 +286,7 @@ def advise(
         check_integer(value, name, least)
     if rtt is not None:
         check_number(rtt, "rtt", "a number of milliseconds of at least 0, or None")
+    warmup, steps, rtt, densities = plain((warmup, steps, rtt, list(densities)))
     name = package_of(type(module))
     package = importlib.import_module(name)
     _check_data(package.LightningDataModule, train_dataloaders, datamodule)

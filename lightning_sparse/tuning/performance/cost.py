@@ -31,14 +31,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_sparse.core.checks import check_number, expect
+from lightning_sparse.core.checks import Settings, check_number, expect
 
 Timeline = tuple[Sequence[int], Sequence[float]]
 """Coordinates of each group, and the seconds of backward from one group to the next, in the order of backward."""
 
 
 @dataclass(frozen=True)
-class Line:
+class Line(Settings):
     """Seconds as a straight line: ``alpha + beta * amount``, and 0 for an amount of 0.
 
     Args:
@@ -150,7 +150,7 @@ NOTHING = Line(0.0, 0.0)
 
 
 @dataclass(frozen=True)
-class Curve:
+class Curve(Settings):
     """Seconds as measured at some amounts, straight in between, and 0 for an amount of 0.
 
     Computation is not a straight line: data that fits into a cache takes less time per coordinate. Below the smallest

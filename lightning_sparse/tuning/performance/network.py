@@ -12,7 +12,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from lightning_sparse.core.checks import check_integer, check_number, check_positive
+from lightning_sparse.core.checks import Settings, check_integer, check_number, check_positive
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.tuning.performance.cost import NOTHING, Line
 from lightning_sparse.tuning.performance.rank_sync import busy_processor, measure
@@ -24,7 +24,7 @@ ENOUGH = 1 << 20
 
 
 @dataclass(frozen=True)
-class Network:
+class Network(Settings):
     """Cost of collectives between ranks.
 
     Args:
