@@ -30,7 +30,11 @@ def test_names_become_objects_whichever_way_they_are_written() -> None:
     config = ls.SparsificationConfig(
         sparsifier="topk", density=0.1, grouping="layer", dense="a*", rules=ls.Rules(["b"])
     )
-    assert (config.sparsifier, config.density, config.exchange_in_use) == (ls.TopK(), ls.Constant(0.1), ls.GatherPairs())
+    assert (config.sparsifier, config.density, config.exchange_in_use) == (
+        ls.TopK(),
+        ls.Constant(0.1),
+        ls.GatherPairs(),
+    )
     assert config.memory is None and config.memory_in_use == ls.Residual()
     assert config.grouping == ls.GROUPINGS.resolve("layer")
     assert (config.dense, config.rules.dense) == (("a*",), ("b", "a*"))

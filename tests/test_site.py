@@ -149,3 +149,16 @@ def test_the_site_is_built_without_warnings_and_needs_no_network(tmp_path: Path)
     assert ":class:" not in api
     headings = [re.sub(r"<[^>]+>", "", found) for found in re.findall(r"<h3 .*?</h3>", api, flags=re.DOTALL)]
     assert set(ls.__all__) <= {word for heading in headings for word in heading.split()}
+
+
+def test_the_table_of_sparsifiers_with_adamw_is_that_of_the_registry() -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \| (refused \| |yes \| .+)\|$", (DOCS / "adam.md").read_text(), re.MULTILINE))
+    for name, cls in ls.SPARSIFIERS.items():
+        if cls.is_its_exchange:
+            assert rows.pop(name) == "refused | "
+            continue
+        config = ls.SparsificationConfig(sparsifier=name, memory=ls.SecondMoment())
+        exchange = ls.EXCHANGES.name_of(config.exchange_in_use)
+        replaced = "" if exchange == cls.exchange else f", in place of `{cls.exchange}`"
+        assert rows.pop(name) == f"yes | `{exchange}`{replaced} "
+    assert not rows

@@ -189,7 +189,7 @@ class Engine(EngineView):
             optimizers: one, or all of them.
 
         Raises:
-            ValueError: if one does not go with the memory, with ``lr_aware`` or with the sparsifier, or is no optimizer.
+            ValueError: if one does not go with memory, sparsifier or ``lr_aware``, or is no optimizer.
         """
         if self.settings.delay:  # the memory may change, and gradients are being absorbed
             self.router.join()

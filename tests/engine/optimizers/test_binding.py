@@ -62,6 +62,7 @@ def exchanges_of(sparsifier: str, kind: str, **options: Any) -> tuple[list[Any],
         again = Training(kind, follow=kind != "ours", sparsifier=sparsifier, density=0.3, **options)
         misfits = again.engine.load_state_dict(training.engine.state_dict())
         again.module.load_state_dict(training.module.state_dict())
+        again.optimizer.load_state_dict(training.optimizer.state_dict())
         seen.append(again.engine.settings.exchange)
         for one in (training, again):
             one.step(2)

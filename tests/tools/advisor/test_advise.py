@@ -447,7 +447,9 @@ class AmsgradToy(Toy):
         return torch.optim.AdamW(self.parameters(), betas=(0.8, 0.99), amsgrad=True)
 
 
-def advise_adam(strategy: Any, toy: type[Toy] = AmsgradToy, **settings: Any) -> tuple[ls.tools.advisor.Advice, list[str]]:
+def advise_adam(
+    strategy: Any, toy: type[Toy] = AmsgradToy, **settings: Any
+) -> tuple[ls.tools.advisor.Advice, list[str]]:
     """The advice, and what was warned of."""
     trainer = {"accelerator": "cpu", "devices": 1, "strategy": strategy}
     with warnings.catch_warnings(record=True) as caught:
