@@ -83,7 +83,7 @@ def test_an_exchange_without_second_moments_is_replaced_and_said_once(two_ranks:
     union = ls.ReduceUnion()
     for rank, (seen, alike, told) in enumerate(two_ranks(exchanges_of, name, kind)):
         assert seen == [natural, union, union, natural] and alike
-        assert told == (rank == 0) * 2  # by two engines
+        assert told == (rank == 0) * (2 if kind == "torch" else 1)  # a loaded state has brought it to the second engine
 
 
 def refused(name: str) -> list[str]:
