@@ -69,7 +69,7 @@ def as_exchange(exchange: Exchange | str | None, sparsifier: object, memory: obj
         if getattr(sparsifier, "is_its_exchange", False):
             raise ValueError(
                 f"{type(sparsifier).__name__} is its exchange, {EXCHANGES.name_of(chosen)!r}, which cannot carry the "
-                "second moments that Adam and AdamW need: use sparsifier='topk' or 'union_topk', or torch's SGD; "
+                "second moments that Adam and AdamW need: use sparsifier='top_k' or 'union_top_k', or torch's SGD; "
                 "memory='residual' leaves steps to the optimizer."
             )
         carrying = [name for name, cls in EXCHANGES.items() if cls.carries_second and agreement in cls.accepts]

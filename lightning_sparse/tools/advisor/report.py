@@ -160,8 +160,8 @@ def strategy_config(advice: Advice, scenario: Scenario | None = None, given: Any
     if best.builtin:
         return {"class_path": "DDPStrategy", "init_args": kept} if kept else "ddp"
     groupings: dict[str, Any] = {
-        "merge_below": {"class_path": "lightning_sparse.MergeBelow"},
-        "optimal_merge": {"class_path": "lightning_sparse.OptimalMerge"},
+        "merge_below": {"class_path": "lightning_sparse.grouping.MergeBelow"},
+        "optimal_merge": {"class_path": "lightning_sparse.tuning.OptimalMerge"},
     }
     settings: dict[str, Any] = {
         "sparsifier": best.method,

@@ -17,10 +17,10 @@ from tests.ranks import Ranks
 def attached_twice() -> tuple[bool, bool]:
     """Whether the engine takes steps of its AdamW before and after another attach, which fails."""
     training = Training()
-    before = training.engine.takes_steps_of(training.optimizer)
+    before = training.engine._takes_steps_of(training.optimizer)
     with pytest.raises(RuntimeError, match="has a communication hook already"):
         ls.attach(training.ddp, density=0.1)
-    return before, training.engine.takes_steps_of(training.optimizer)
+    return before, training.engine._takes_steps_of(training.optimizer)
 
 
 def test_an_attach_that_fails_takes_nothing_from_the_engine_before(two_ranks: Ranks) -> None:
@@ -30,7 +30,7 @@ def test_an_attach_that_fails_takes_nothing_from_the_engine_before(two_ranks: Ra
 def watched(closed: bool) -> int:
     """How many steps, of an optimizer of other parameters, a watcher sees."""
     training, seen = Training(), []
-    training.engine.watch_optimizers(seen.append)
+    training.engine._watch_optimizers(seen.append)
     if closed:
         training.engine.close()
     stranger = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
@@ -44,8 +44,12 @@ def test_watchers_see_the_steps_of_all_optimizers_until_the_engine_ends(two_rank
     assert two_ranks(watched, closed) == [0 if closed else 1] * 2
 
 
-OWN = [name for name, cls in ls.SPARSIFIERS.items() if cls.is_its_exchange]
-CANNOT = [name for name, cls in ls.SPARSIFIERS.items() if not dict(ls.EXCHANGES.items())[cls.exchange].carries_second]
+OWN = [name for name, cls in ls.sparsifiers.SPARSIFIERS.items() if cls.is_its_exchange]
+CANNOT = [
+    name
+    for name, cls in ls.sparsifiers.SPARSIFIERS.items()
+    if not dict(ls.exchanges.EXCHANGES.items())[cls.exchange].carries_second
+]
 
 
 def exchanges_of(sparsifier: str, kind: str, **options: Any) -> tuple[list[Any], bool, int]:
@@ -79,8 +83,8 @@ def exchanges_of(sparsifier: str, kind: str, **options: Any) -> tuple[list[Any],
     ("name", "kind"), [(name, ("torch", "ours")[at % 2]) for at, name in enumerate(sorted({*CANNOT} - {*OWN}))]
 )
 def test_an_exchange_without_second_moments_is_replaced_and_said_once(two_ranks: Ranks, name: str, kind: str) -> None:
-    natural = ls.SparsificationConfig(sparsifier=name).exchange_in_use
-    union = ls.ReduceUnion()
+    natural = ls.engine.config.SparsificationConfig(sparsifier=name).exchange_in_use
+    union = ls.exchanges.ReduceUnion()
     for rank, (seen, alike, told) in enumerate(two_ranks(exchanges_of, name, kind)):
         assert seen == [natural, union, union, natural] and alike
         assert told == (rank == 0) * (2 if kind == "torch" else 1)  # a loaded state has brought it to the second engine
@@ -97,7 +101,7 @@ def refused(name: str) -> list[str]:
     for options in ({"memory": "residual"}, {"exchange": "reduce_union"}, {"density": 1.0}):
         one = Training(sparsifier=name, watch=None, **options)
         one.step(0)
-        decided.append(one.engine.takes_steps_of(one.optimizer))
+        decided.append(one.engine._takes_steps_of(one.optimizer))
         one.engine.close()
     return [str(error.value), *map(str, decided)]
 
@@ -105,7 +109,7 @@ def refused(name: str) -> list[str]:
 @pytest.mark.parametrize("name", OWN)
 def test_methods_that_are_their_exchange_refuse_adam(two_ranks: Ranks, name: str) -> None:
     first, second = two_ranks(refused, name)
-    assert first == second and "'topk' or 'union_topk'" in first[0]
+    assert first == second and "'top_k' or 'union_top_k'" in first[0]
     assert first[1:] == ["False", "True", "False"]
 
 
