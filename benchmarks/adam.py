@@ -268,7 +268,13 @@ class Both:
 
 
 def train(
-    run: Run, data: Data, clip: Clip, momentum: float = 0.9, weight_decay: float = 5e-4, warm_up: int = 0
+    run: Run,
+    data: Data,
+    clip: Clip,
+    momentum: float = 0.9,
+    weight_decay: float = 5e-4,
+    warm_up: int = 0,
+    sparsifier: str = "union_top_k",
 ) -> dict[str, float]:
     """Train once; momentum and weight decay are SGD's, the warm-up is the density's."""
     torch.manual_seed(run.seed)
@@ -335,7 +341,7 @@ def train(
     }
     memory = memories.get(run.way, ls.memories.Residual())
     density = ls.Warmup(WARM, run.given_density, warm_up) if warm_up else run.given_density
-    traces = ls.simulate(gradients(), sparsifier="union_top_k", density=density, memory=memory)
+    traces = ls.simulate(gradients(), sparsifier=sparsifier, density=density, memory=memory)
     begin = time.perf_counter()
     for trace in traces:
         rate = rate_at(trace.step)
@@ -402,6 +408,7 @@ def main(
     momentum: float = 0.9,
     weight_decay: float = 5e-4,
     warm_up: int = 0,
+    sparsifier: str = "union_top_k",
     out: Path = Path("adam.jsonl"),
     table: bool = False,
 ) -> None:
@@ -419,13 +426,14 @@ def main(
         steps: lengths of trainings; None: 300.
         beta2: of AdamW.
         multiple: of the density, for ``second_moment``.
-        clip: norm that gradients are clipped to; None: not. Keep results of this and the next five options in an
+        clip: norm that gradients are clipped to; None: not. Keep results of this and the next six options in an
             ``out`` of their own.
         clip_by_value: clip each value instead.
         clip_averages: clip averages, and not the gradients of each rank; for ``dense`` and all ways of SGD.
         momentum: of SGD.
         weight_decay: of SGD.
         warm_up: steps in which the density falls from 0.25; 0: none.
+        sparsifier: of all ways but the dense ones.
         out: where results are kept, a line each.
         table: only print.
     """
@@ -449,7 +457,7 @@ def main(
         ]
         for run in dict.fromkeys(wanted):
             if tuple(run) not in done:
-                row = {"run": list(run), **train(run, data, clipping, momentum, weight_decay, warm_up)}
+                row = {"run": list(run), **train(run, data, clipping, momentum, weight_decay, warm_up, sparsifier)}
                 known.append(row)
                 with out.open("a") as file:
                     file.write(json.dumps(row) + "\n")

@@ -30,7 +30,7 @@ def test_names_become_objects_whichever_way_they_are_written() -> None:
     config = ls.engine.config.SparsificationConfig(
         sparsifier="top_k", density=0.1, grouping="layer", dense="a*", rules=ls.Rules(["b"])
     )
-    assert (config.sparsifier, config.density, config.exchange) == (
+    assert (config.sparsifier, config.density, config.exchange_in_use) == (
         ls.sparsifiers.TopK(),
         ls.density.Constant(0.1),
         ls.exchanges.GatherPairs(),

@@ -296,7 +296,7 @@ class SparsificationConfig(Settings):
 
     Example:
         >>> config = SparsificationConfig(sparsifier="top_k", density=0.05)
-        >>> config.exchange
+        >>> config.exchange_in_use
         GatherPairs()
         >>> config.as_dict()["density"], config.as_dict()["sparsifier"]
         (0.05, {'class': 'TopK'})
@@ -315,12 +315,14 @@ class SparsificationConfig(Settings):
         None, lambda given: None if given is None else as_memory(given)
     )
     """Error feedback: an instance, a name such as "low_pass", or None. None chooses by the optimizer:
-    ``SecondMoment()`` for torch's Adam and AdamW if the exchange can carry second moments, else ``Residual()``, and
+    ``SecondMoment()`` for torch's Adam and AdamW unless an exchange was given that cannot carry second moments, else
+    ``Residual()``, and
     with torch's SGD, averages that come late get at once the momentum that they have missed, see docs/momentum.md.
     The setting stays None; :attr:`Engine.settings` has the memory in use."""
-    exchange: Resolved[Exchange | str | None, Exchange] = Resolved(None)  # with the sparsifier, below
+    exchange: Resolved[Exchange | str | None, Exchange | None] = Resolved(None)  # with the sparsifier, below
     """Carries the selected values to the other ranks: an instance, a name such as "reduce_union", or None for the
-    sparsifier's natural one."""
+    sparsifier's natural one; where that cannot carry the second moments of Adam and AdamW, "reduce_union" takes its
+    place. The setting stays None; :attr:`Engine.settings` has the exchange in use."""
     grouping: Resolved[Grouping | str, Grouping] = Resolved("bucket", GROUPINGS.resolve)
     """Which gradients are selected from together: "layer", "bucket" (about ``bucket_cap_mb`` each), "model", or an
     instance such as ``MergeBelow(8192)``, which merges small layers, or ``OptimalMerge()``, which measures the first
@@ -375,7 +377,8 @@ class SparsificationConfig(Settings):
     model's process group in ``attach``. Inside hooks on CUDA, exchanges go through DDP's group, with its timeout."""
 
     def __post_init__(self) -> None:
-        vars(self)["exchange"] = as_exchange(self.exchange, self.sparsifier, self.memory)
+        exchange = as_exchange(self.exchange, self.sparsifier, self.memory)
+        vars(self)["exchange"] = None if self.exchange is None else exchange
         patterns = self.rules.also_dense(self.dense).dense
         vars(self)["dense"] = patterns[len(self.rules.dense) :]
         vars(self)["rules"] = replace(self.rules, dense=tuple(dict.fromkeys(patterns)))
@@ -431,9 +434,14 @@ class SparsificationConfig(Settings):
         return Residual() if self.memory is None else self.memory
 
     @property
+    def exchange_in_use(self) -> Exchange:
+        """The exchange; if it is None, the one that suits sparsifier and memory."""
+        return as_exchange(self.exchange, self.sparsifier, self.memory_in_use)
+
+    @property
     def algorithm(self) -> str:
         """Settings that a saved state depends on, as text."""
-        return repr((self.sparsifier, self.density, self.memory_in_use, self.exchange))
+        return repr((self.sparsifier, self.density, self.memory_in_use, self.exchange_in_use))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the settings as plain values, for a logger: ``log_hyperparams(config.as_dict())``.
@@ -442,7 +450,7 @@ class SparsificationConfig(Settings):
         a timeout is in seconds, and any other object is a dict of its class and its own settings.
         """
         plain = {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
-        return {**plain, "memory": _plain(self.memory_in_use)}
+        return {**plain, "memory": _plain(self.memory_in_use), "exchange": _plain(self.exchange_in_use)}
 
     @classmethod
     def of(cls, arguments: SparsificationConfig) -> Self:

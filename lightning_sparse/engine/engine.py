@@ -65,7 +65,8 @@ class Engine(EngineView):
         shards: Mapping[str, Shard] | None = None,
         within: TorchCollective | None = None,
     ) -> None:
-        left_open, settings = settings.memory is None, replace(settings, memory=settings.memory_in_use)
+        left_open, open_exchange = settings.memory is None, settings.exchange is None
+        settings = replace(settings, memory=settings.memory_in_use, exchange=settings.exchange_in_use)
         if comm.world_size == 1 and settings.delay:
             say("sparse_ddp: delay=1 does nothing with one rank, which has nobody to wait for.")
             settings = replace(settings, delay=0)
@@ -108,14 +109,14 @@ class Engine(EngineView):
             raise
         self._source = BucketSource(self.entrance)
         self._compared_kernels = False
-        self._binding = OptimizerBinding(reducer, left_open)
+        self._binding = OptimizerBinding(reducer, left_open, open_exchange)
         self._state = EngineState(reducer, self._binding, self.frozen, self.shards)
         if not left_open:  # else optimizers settle the memory
             reducer.prepare()
 
     @property
     def settings(self) -> SparsificationConfig:
-        """The choices in effect; an open choice of the memory is settled by the optimizers."""
+        """The choices in effect; open choices of memory and exchange are settled by the optimizers."""
         return self.router.settings
 
     @property
@@ -188,7 +189,7 @@ class Engine(EngineView):
             optimizers: one, or all of them.
 
         Raises:
-            ValueError: if one does not go with the memory or with ``lr_aware``, or is no optimizer.
+            ValueError: if one does not go with memory, sparsifier or ``lr_aware``, or is no optimizer.
         """
         if self.settings.delay:  # the memory may change, and gradients are being absorbed
             self.router.join()

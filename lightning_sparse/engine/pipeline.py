@@ -346,7 +346,7 @@ class GroupReducer:
             memory = memory.for_whole()
         self.memory: Memory = memory
         self.sparsifier: Sparsifier = Everything() if plan.dense else settings.sparsifier
-        self.exchange: Exchange = Dense() if plan.dense else settings.exchange
+        self.exchange: Exchange = Dense() if plan.dense else settings.exchange_in_use
         example = parameters[plan.parameters[0].name]
         self.device, self.dtype = example.device, example.dtype
         self.wide = sum_dtype(self.dtype)

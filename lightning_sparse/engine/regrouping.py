@@ -134,7 +134,7 @@ class Groups:
         self.messages, self.direct = messages, direct
 
     def remember_by(self, settings: SparsificationConfig) -> None:
-        """Go on with settings that differ in the memory; between two steps."""
+        """Go on with settings that differ in memory and exchange; between two steps."""
         self.settings = settings
         self.regroup([group.plan for group in self.groups], self.messages)
 

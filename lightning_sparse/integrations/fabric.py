@@ -214,7 +214,7 @@ class FabricSparseDDPMixin(SparseFabricMixin, DDPStrategy):
     Example:
         >>> import lightning_sparse as ls
         >>> strategy = ls.FabricSparseDDPStrategy(sparsifier="top_k", density=0.01, dense=["*.bias"])
-        >>> strategy.config.exchange
+        >>> strategy.config.exchange_in_use
         GatherPairs()
         >>> ls.FabricSparseDDPStrategy(densty=0.01)
         Traceback (most recent call last):

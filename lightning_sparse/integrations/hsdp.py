@@ -219,7 +219,7 @@ class SparseHSDPMixin(HSDPStrategy, SparseTrainerMixin, TrainerBase):
     Example:
         >>> import lightning_sparse as ls
         >>> strategy = ls.SparseHSDPStrategy(density=0.01, replicate_size=2, data_parallel_size=4)
-        >>> strategy.config.exchange
+        >>> strategy.config.exchange_in_use
         PackedUnion()
         >>> ls.SparseHSDPStrategy(tensor_parallel_size=2)
         Traceback (most recent call last):
@@ -313,7 +313,7 @@ class FabricSparseHSDPMixin(HSDPStrategy, SparseFabricMixin, FabricBase):
         >>> def shard(module, mesh):
         ...     return torch.distributed.fsdp.fully_shard(module, mesh=mesh["data_parallel"])
         >>> strategy = ls.FabricSparseHSDPStrategy(shard, density=0.01, replicate_size=2)
-        >>> strategy.config.exchange
+        >>> strategy.config.exchange_in_use
         PackedUnion()
     """
 

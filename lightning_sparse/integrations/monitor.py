@@ -190,7 +190,7 @@ def plan_table(engine: Engine, longest: int | None = None) -> Table:
         density, whole = running.density(engine.step), not running.selects(engine.step)
         k = group.numel if whole else group.picks(density)
         shown = "" if group.dense else "1" if whole else f"{density:.3g}"
-        exchange = "dense" if whole else type(settings.exchange).__name__
+        exchange = "dense" if whole else type(settings.exchange_in_use).__name__
         dense_mb = ring_all_reduce_bytes(group.numel * group.parameters[0].element_size, n) / MB
         sizes = [f"{len(group.parameters)}", f"{group.numel:,}"]
         rows.append([group.name, *sizes, shown, f"{k:,}", exchange, f"{dense_mb:.3g}"])

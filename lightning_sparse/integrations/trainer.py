@@ -279,7 +279,7 @@ class SparseDDPMixin(SparseTrainerMixin, DDPStrategy):
     Example:
         >>> import lightning_sparse as ls
         >>> strategy = ls.SparseDDPStrategy(sparsifier="top_k", density=0.01, dense=["*.bias"])
-        >>> strategy.config.exchange
+        >>> strategy.config.exchange_in_use
         GatherPairs()
         >>> ls.SparseDDPStrategy(sparsifier="exdina")
         Traceback (most recent call last):

@@ -13,7 +13,7 @@ from lightning_sparse.core.console import page
 from lightning_sparse.engine.optimizers.kinds import groups_with, holds, stepping
 
 ADAM = (
-    "torch's AdamW or lightning_sparse.AdamW with a sparsifier whose exchange carries second moments, such as "
+    "torch's AdamW or lightning_sparse.AdamW with an exchange that carries second moments, such as the default one of "
     "'union_top_k'"
 )
 OTHERS = f"Use torch's SGD, or {ADAM}; or keep the parameters that it steps dense, for instance dense=['*.weight']."

@@ -23,7 +23,6 @@ import lightning_sparse as ls
 from lightning_sparse.core.messages import resolve
 from lightning_sparse.core.step import Agreement, Context, Selection
 from lightning_sparse.engine.network import drive_mirrored
-from lightning_sparse.methods.exchanges import as_exchange
 from tests.contract.cases import CASES, MEMORIES, PAIR_NAMES, PAIRS, Case, kinds
 from tests.covering import by_default, covering, everything, in_one_test
 from tests.lockstep import Outcome, Ranks, equal_states, gave, noise
@@ -408,7 +407,7 @@ def test_dtype_is_kept_and_what_the_cast_loses_is_remembered(
 
 
 def go_together(case: Case, memory: ls.memories.Memory) -> bool:
-    return not memory.needs_second or as_exchange(None, case.sparsifier).carries_second
+    return not (memory.needs_second and case.sparsifier.is_its_exchange)
 
 
 # What a memory keeps and what a method keeps stand beside each other in a state.

@@ -20,7 +20,7 @@ from tests.integrations.test_strategy import strategy_class
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE, PACKAGES, make_data, make_module, make_trainer
 
-SPARSE: dict[str, Any] = {"sparsifier": "top_k", "density": 0.1, "rules": EVERYTHING_SPARSE}
+SPARSE: dict[str, Any] = {"sparsifier": "top_k", "exchange": "gather_pairs", "density": 0.1, "rules": EVERYTHING_SPARSE}
 ADAM: dict[str, Any] = {"lr": 0.01}
 
 Job = Callable[..., None]
@@ -149,7 +149,7 @@ def test_the_whole_family_is_known(two_ranks: Ranks, name: str, settings: dict[s
     ("name", "loss"), [("FusedLion", "280 instead of 179"), ("MuonWithAuxAdam", "87 instead of 80")]
 )
 def test_optimizers_whose_steps_have_one_length_are_known(two_ranks: Ranks, name: str, loss: str) -> None:
-    [sentence], others = two_ranks(said, attach, {"sparsifier": "union_top_k"}, name, ADAM)
+    [sentence], others = two_ranks(said, attach, {"exchange": "reduce_union"}, name, ADAM)
     assert others == []
     for part in (f"{name} ", loss, "lightning_sparse.AdamW", "dense=['*.weight']", "docs/adam.md", "Watch(adam=False)"):
         assert part in sentence
@@ -198,7 +198,7 @@ def attach_without(part: str) -> None:
         ({"dense": ["*"]}, "FusedLion", {}),
         ({"density": 1.0}, "AdamW", {}),
         ({"dense": ["*"]}, "AdamW", {}),
-        ({"sparsifier": "everything"}, "AdamW", {}),
+        ({"sparsifier": "everything", "exchange": None}, "AdamW", {}),
         ({"memory": ls.memories.NoMemory()}, "AdamW", {}),
         ({"memory": ls.memories.MomentumCorrection(0.9)}, "AdamW", {}),
         ({"memory": ls.memories.ClipByNorm(1.0, ls.memories.AdamCorrection())}, "AdamW", {}),
@@ -212,9 +212,9 @@ def test_nobody_is_warned_without_reason(
 
 def reasons() -> list[str]:
     """Why an Adam of torch is left to itself: its own settings, or another optimizer."""
-    amsgrad = said(fit, {"sparsifier": "union_top_k"}, "Adam", {"lr": 0.01, "amsgrad": True})
+    amsgrad = said(fit, {"exchange": "reduce_union"}, "Adam", {"lr": 0.01, "amsgrad": True})
     ddp = DistributedDataParallel(nn.Sequential(nn.Linear(10, 20), nn.Linear(20, 20)))
-    engine = ls.attach(ddp, **SPARSE | {"sparsifier": "union_top_k"})
+    engine = ls.attach(ddp, **SPARSE | {"exchange": "reduce_union"})
     first, second = ddp.module
     both = [torch.optim.AdamW(first.parameters()), torch.optim.SGD(second.parameters(), lr=0.1)]
     engine.bind(both)
@@ -228,7 +228,7 @@ def reasons() -> list[str]:
     mixed = said(step)
     engine.close()
     ddp = DistributedDataParallel(ddp.module)
-    engine = ls.attach(ddp, **SPARSE | {"sparsifier": "union_top_k"})
+    engine = ls.attach(ddp, **SPARSE | {"exchange": "reduce_union"})
     engine.bind(torch.optim.SGD(ddp.parameters(), lr=0.1))
     both[:] = [torch.optim.AdamW(ddp.parameters())]  # takes its place, and nobody has said so
     replaced = said(step)

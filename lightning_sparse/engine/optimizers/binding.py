@@ -48,6 +48,7 @@ from lightning_sparse.engine.optimizers.rules import AdamRule, Arrived, Momentum
 from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.state.schema import second_moment_in
+from lightning_sparse.methods.exchanges import EXCHANGES, as_exchange
 from lightning_sparse.methods.memory import Memory, NoMemory, Residual
 
 HIDDEN = (
@@ -83,12 +84,13 @@ class OptimizerBinding:
     Args:
         reducer: whose averages are applied; it is told of memories, rates and clipping.
         left_open: whether the memory may be chosen here.
+        open_exchange: whether the exchange may follow the memory.
     """
 
-    def __init__(self, reducer: Reducer, left_open: bool) -> None:
+    def __init__(self, reducer: Reducer, left_open: bool, open_exchange: bool) -> None:
         self.optimizers: list[Optimizer] = []
         """Those that :meth:`bind` was given last, but for those that hold no parameter of the engine."""
-        self.left_open = left_open
+        self.left_open, self._open_exchange = left_open, open_exchange
         self.watchers: list[Callable[[Optimizer], None]] = []
         """Called before each step."""
         self._reducer, self._parameters, self._names = reducer, reducer.parameters, reducer.names
@@ -291,33 +293,47 @@ class OptimizerBinding:
             self.suit(optimizers, begins=True)
         self._read = reducer.adoptions, decays
         if reducer.adoptions != adoptions:
-            chosen = {"memory for the optimizers": reducer.settings.memory_in_use}
+            settings = reducer.settings
+            chosen = {"memory for the optimizers": settings.memory_in_use, "exchange": settings.exchange_in_use}
             for network in reversed(reducer.networks):
                 check_equal_on_ranks(chosen, network, reducer.device)
             with reducer.record.changing(), reducer.on_stream.between_steps():
                 go_on_from_dense(reducer, [optimizer for optimizer in optimizers if self.takes(optimizer)])
 
     def suit(self, optimizers: Sequence[Optimizer], begins: bool = False) -> None:
-        """Choose the memory that suits optimizers, where that was left open; between two steps.
+        """Choose the memory that suits optimizers, and an exchange for it, where they were left open.
+
+        Between two steps.
 
         Args:
             optimizers: all that apply averages.
             begins: whether a step has just begun. Settings of a memory that stays are changed then only: averages that
                 nobody has applied yet are of the old ones.
+
+        Raises:
+            ValueError: if the sparsifier does not go with the memory.
         """
-        settings = self._reducer.settings
         if not self._chooses or not any(group.sparsified for group in self._reducer.groups):  # for a while, maybe
             return
         sparsified = self._sparsified
         warn = partial(self._once, rank_zero_warn, kind="several settings")
         memory: Memory = AdamRule.memory(optimizers, sparsified, warn) or Residual()
-        now = settings.memory_in_use
+        now = self._reducer.settings.memory_in_use
         if memory.needs_second and now.needs_second:
             if begins and memory != now:
                 self._reducer.adapt(memory)
         elif memory != now:
-            self._reducer.remember_by(replace(settings, memory=memory))
+            before, settings = self._reducer.settings.exchange_in_use, self._with(memory)
+            self._reducer.remember_by(settings)
             if memory.needs_second:
+                name, other = EXCHANGES.name_of(before), EXCHANGES.name_of(settings.exchange_in_use)
+                if name != other:
+                    self._once(
+                        say,
+                        f"The exchange {other!r} takes the place of {name!r}, which cannot carry Adam's second moments "
+                        f"({page('adam')}): exchange={other!r} chooses it without this line, and exchange={name!r} "
+                        "keeps the other and leaves steps to the optimizer.",
+                    )
                 self._once(
                     say,
                     "Adam's steps for parameters that are sparsified are taken with the second moments of all ranks' "
@@ -328,7 +344,13 @@ class OptimizerBinding:
     @property
     def _chooses(self) -> bool:
         """True if the memory follows from optimizers."""
-        return self.left_open and self._reducer.settings.exchange.carries_second
+        return self.left_open and (self._open_exchange or self._reducer.settings.exchange_in_use.carries_second)
+
+    def _with(self, memory: Memory) -> SparsificationConfig:
+        """Return settings with a memory, and with an exchange that suits it, where that was left open."""
+        settings = self._reducer.settings
+        chosen = None if self._open_exchange else settings.exchange
+        return replace(settings, memory=memory, exchange=as_exchange(chosen, settings.sparsifier, memory))
 
     @property
     def _sparsified(self) -> set[int]:
@@ -369,9 +391,10 @@ class OptimizerBinding:
         """Return settings with the memory of a state, where nothing else says which one is meant."""
         settings, memory = self._reducer.settings, second_moment_in(state["settings"])
         decided = self.optimizers and self._reducer.sparsified and not settings.memory_in_use.needs_second
-        if memory in (None, settings.memory_in_use) or decided or not self._chooses:
+        refused = self._open_exchange and settings.sparsifier.is_its_exchange
+        if memory is None or memory == settings.memory_in_use or decided or refused or not self._chooses:
             return settings
-        return replace(settings, memory=memory)
+        return self._with(memory)
 
     def go_on(self, state: Mapping[str, Any]) -> None:
         """Follow a state that was loaded: what has waited is what it remembers."""

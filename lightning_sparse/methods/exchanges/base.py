@@ -52,19 +52,29 @@ EXCHANGES: Registry[Exchange] = Registry("exchange", Exchange)  # type: ignore[t
 
 
 def as_exchange(exchange: Exchange | str | None, sparsifier: object, memory: object = None) -> Exchange:
-    """Resolve a name, or None to the sparsifier's default, and check that the exchange fits sparsifier and memory.
+    """Resolve a name, or None to the default, and check that the exchange fits sparsifier and memory.
 
     Args:
-        exchange: an instance, a name such as ``"gather_pairs"``, or None.
+        exchange: an instance, a name such as ``"gather_pairs"``, or None: the sparsifier's natural one, or one in its
+            place where the memory needs second values that it does not carry.
         sparsifier: the :class:`~lightning_sparse.methods.sparsifiers.Sparsifier` it will serve.
         memory: the :class:`~lightning_sparse.methods.memory.Memory` it will serve; None: one that needs nothing of it.
 
     Raises:
         ValueError: if the name is unknown, if the exchange does not accept the sparsifier's kind of agreement, or if
-            the memory needs second values that the exchange does not carry.
+            the memory needs second values that the exchange does not carry, and none may take its place.
     """
     chosen = EXCHANGES.resolve(getattr(sparsifier, "exchange", None) if exchange is None else exchange)
     agreement: Agreement = sparsifier.agreement  # type: ignore[attr-defined]
+    if exchange is None and getattr(memory, "needs_second", False) and not chosen.carries_second:
+        if getattr(sparsifier, "is_its_exchange", False):
+            raise ValueError(
+                f"{type(sparsifier).__name__} is its exchange, {EXCHANGES.name_of(chosen)!r}, which cannot carry the "
+                "second moments that Adam and AdamW need: use sparsifier='top_k' or 'union_top_k', or torch's SGD; "
+                "memory='residual' leaves steps to the optimizer."
+            )
+        carrying = [name for name, cls in EXCHANGES.items() if cls.carries_second and agreement in cls.accepts]
+        chosen = EXCHANGES.resolve("reduce_union" if "reduce_union" in carrying else carrying[0])
     if agreement not in chosen.accepts:
         fitting = [name for name, cls in EXCHANGES.items() if agreement in cls.accepts]
         raise ValueError(

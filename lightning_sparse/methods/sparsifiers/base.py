@@ -29,6 +29,8 @@ class Sparsifier(Settings, ABC):
     """Relation between the selections of different ranks."""
     exchange: ClassVar[str]
     """Name of the natural exchange, the default."""
+    is_its_exchange: ClassVar[bool] = False
+    """True if the natural exchange is the method, so that no other takes its place by itself."""
     follows_density: ClassVar[bool] = True
     """True if a density of 1 means all coordinates. The sparsifier is then not called, and the group is averaged as by
     DDP, for any exchange: see :func:`~lightning_sparse.engine.pipeline.exchange_group`."""

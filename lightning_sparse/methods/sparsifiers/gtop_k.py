@@ -36,3 +36,4 @@ class GTopK(TopK):
 
     name: ClassVar[str] = "gtop_k"
     exchange: ClassVar[str] = "tree"
+    is_its_exchange: ClassVar[bool] = True

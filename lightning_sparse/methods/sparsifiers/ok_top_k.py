@@ -75,6 +75,7 @@ class OkTopK(Sparsifier):
     name: ClassVar[str] = "ok_top_k"
     agreement: ClassVar[Agreement] = Agreement.INDEPENDENT
     exchange: ClassVar[str] = "balanced"
+    is_its_exchange: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_integer(self.interval, "interval")

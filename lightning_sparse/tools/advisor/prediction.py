@@ -111,12 +111,14 @@ class Measured(Plain):
         profile: of a step, with the cost of dense groups.
         methods: with their costs.
         unsuited: an optimizer that trains worse behind error feedback, or None.
+        refused: sparsifiers that were not measured, because the optimizer's second moments do not go with them.
     """
 
     sizes: Sequence[ParameterSize]
     profile: Profile
     methods: Sequence[Method]
     unsuited: Unsuited | None = None
+    refused: Sequence[str] = ()
 
     @property
     def on_cpu(self) -> bool:

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning_sparse.core.console import Table
-from lightning_sparse.exchanges import EXCHANGES
-from lightning_sparse.sparsifiers import SPARSIFIERS
 from lightning_sparse.tools.advisor.prediction import EVERYTHING, HALVED, Prediction, Scenario, best_groupings
 from lightning_sparse.tools.advisor.run import Advice, arguments_of, kept_settings
 from lightning_sparse.tools.style import INK, label_ends, look, panels, plain_numbers, save
@@ -173,9 +171,6 @@ def strategy_config(advice: Advice, scenario: Scenario | None = None, given: Any
     }
     own = _own(given)
     settings |= {name: own[name] for name in CHOSEN if name in own}
-    carries = EXCHANGES.resolve(SPARSIFIERS.resolve(best.method).exchange).carries_second
-    if "secondmoment" in str(own.get("memory")).lower().replace("_", "") and not carries:
-        del settings["memory"]  # that method was measured without
     return {"class_path": "lightning_sparse.SparseDDPStrategy", "init_args": settings | kept}
 
 

@@ -187,6 +187,8 @@ class Advice:
             "fp16, bf16 and powersgd (rank 4) are DDP's communication hooks, for reference; Lightning has them on CUDA "
             "only. everything is dense, too, in other groups than DDP's buckets.",
         ]
+        if self.measured.refused:
+            sentences.append(f"Left out, because they refuse the optimizer: {', '.join(self.measured.refused)}.")
         if network.ranks > 1:
             sentences.insert(
                 1,

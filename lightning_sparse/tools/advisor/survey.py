@@ -98,9 +98,11 @@ class Survey:
         ]
         own = {id(parameter) for parameter in engine.parameters.values()}
         suited = engine.settings.memory_in_use
+        refused = sorted({name for name, one, _ in jobs if suited.needs_second and one.is_its_exchange})
+        jobs = [job for job in jobs if job[0] not in refused]
         for done, (name, sparsifier, density) in enumerate(jobs):
-            exchange = SparsificationConfig(sparsifier=sparsifier).exchange
-            memory = suited if exchange.carries_second and density < 1 else Residual()
+            memory = suited if density < 1 else Residual()
+            exchange = SparsificationConfig(sparsifier=sparsifier, memory=memory).exchange_in_use
             self._tell(engine, f"timing {name} at {density:g}", 0.2 + 0.8 * done / len(jobs))
             cost = profiler.group_cost(
                 numel,
@@ -113,7 +115,7 @@ class Survey:
             )
             methods.append(Method(name, density, cost, second_moments=memory.needs_second))
         unfit = [found for one in engine.optimizers if (found := unsuited(one, own)) is not None]
-        return Measured(sizes, profiler.profile([dense]), methods, unfit[0] if unfit else None)
+        return Measured(sizes, profiler.profile([dense]), methods, unfit[0] if unfit else None, refused)
 
     def _tell(self, engine: Engine, what: str, done: float) -> None:
         if engine.comm.rank == 0:

@@ -89,7 +89,7 @@ class Planner:
         settings = engine.settings
         profiler.measure_step()
         sparse = sum(group.numel for group in engine.plan if not group.dense)
-        method = {"sparsifier": settings.sparsifier, "exchange": settings.exchange, "memory": settings.memory}
+        method = {"sparsifier": settings.sparsifier, "exchange": settings.exchange_in_use, "memory": settings.memory}
         densities = sorted({*settings.density.tried, *settings.rules.densities.values()})
         costs = [profiler.group_cost(sparse, **method, density=density) for density in densities]
         return profiler.profile(costs, self._fingerprint)

@@ -68,7 +68,7 @@ def measure_links(
     """
     memory = SecondMoment()
     settings = SparsificationConfig(density=density, memory=memory)
-    method: dict[str, Any] = {"sparsifier": settings.sparsifier, "exchange": settings.exchange, "memory": memory}
+    method: dict[str, Any] = {"sparsifier": settings.sparsifier, "exchange": settings.exchange_in_use, "memory": memory}
     comm = TorchCollective.of_its_own(group)
     if comm.world_size < 2:
         raise ValueError("Expected at least 2 ranks, but got 1: there is no link to measure.")

@@ -485,7 +485,7 @@ def left_alone(hyper: dict[str, Any], options: dict[str, Any]) -> tuple[Any, boo
         ({"amsgrad": True}, {}),
         ({"weight_decay": 0.1}, {}),
         ({}, {"memory": ls.memories.Residual()}),
-        ({}, {"sparsifier": "top_k"}),
+        ({}, {"sparsifier": "top_k", "exchange": "gather_pairs"}),
     ],
     ids=["amsgrad", "coupled", "residual", "gather_pairs"],
 )
@@ -553,7 +553,7 @@ def state_in_another_exchange() -> tuple[list[str], float]:
     before.step(0)
     state = before.engine.state_dict()
     before.engine.close()
-    after = Training(follow=False, sparsifier="top_k")
+    after = Training(follow=False, sparsifier="top_k", exchange="gather_pairs")
     told = after.engine.load_state_dict(state)
     after.engine.bind([after.optimizer])
     differences = [

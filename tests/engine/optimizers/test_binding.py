@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 
 import lightning_sparse as ls
+from lightning_sparse.engine.optimizers import binding
 from tests.engine.optimizers.test_adam_rule import Training
 from tests.ranks import Ranks
 
@@ -38,3 +42,82 @@ def watched(closed: bool) -> int:
 @pytest.mark.parametrize("closed", [False, True])
 def test_watchers_see_the_steps_of_all_optimizers_until_the_engine_ends(two_ranks: Ranks, closed: bool) -> None:
     assert two_ranks(watched, closed) == [0 if closed else 1] * 2
+
+
+OWN = [name for name, cls in ls.sparsifiers.SPARSIFIERS.items() if cls.is_its_exchange]
+CANNOT = [
+    name
+    for name, cls in ls.sparsifiers.SPARSIFIERS.items()
+    if not dict(ls.exchanges.EXCHANGES.items())[cls.exchange].carries_second
+]
+
+
+def exchanges_of(sparsifier: str, kind: str, **options: Any) -> tuple[list[Any], bool, int]:
+    """Exchanges before a step with Adam, after it, after a reload, and with SGD again; whether steps are equal."""
+    told: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(binding, "say", told.append)
+        training = Training(kind, follow=False, sparsifier=sparsifier, density=0.3, **options)
+        seen = [training.engine.settings.exchange]
+        training.engine.bind([training.optimizer] if kind != "ours" else [])  # those of this package are found
+        training.engine.bind([training.optimizer] if kind != "ours" else [])
+        training.step(0)
+        seen.append(training.engine.settings.exchange)
+        training.step(1)
+        again = Training(kind, follow=kind != "ours", sparsifier=sparsifier, density=0.3, **options)
+        misfits = again.engine.load_state_dict(training.engine.state_dict())
+        again.module.load_state_dict(training.module.state_dict())
+        again.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
+        seen.append(again.engine.settings.exchange)
+        for one in (training, again):
+            one.step(2)
+        alike = all(map(torch.equal, training.weights(), again.weights())) and not misfits
+        training.engine.bind(torch.optim.SGD(training.ddp.parameters(), lr=0.1))
+        seen.append(training.engine.settings.exchange)
+        for one in (training, again):
+            one.engine.close()
+    return seen, alike, sum("takes the place" in sentence for sentence in told)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [(name, ("torch", "ours")[at % 2]) for at, name in enumerate(sorted({*CANNOT} - {*OWN}))]
+)
+def test_an_exchange_without_second_moments_is_replaced_and_said_once(two_ranks: Ranks, name: str, kind: str) -> None:
+    natural = ls.engine.config.SparsificationConfig(sparsifier=name).exchange_in_use
+    union = ls.exchanges.ReduceUnion()
+    for rank, (seen, alike, told) in enumerate(two_ranks(exchanges_of, name, kind)):
+        assert seen == [natural, union, union, natural] and alike
+        assert told == (rank == 0) * (2 if kind == "torch" else 1)  # a loaded state has brought it to the second engine
+
+
+def refused(name: str) -> list[str]:
+    """What is said where an Adam is bound, and what is taken where the user has decided."""
+    training = Training(follow=False, sparsifier=name)
+    with pytest.raises(ValueError, match="is its exchange") as error:
+        training.engine.bind([training.optimizer])
+    training.engine.bind(torch.optim.SGD(training.ddp.parameters(), lr=0.1))
+    training.engine.close()
+    decided = []
+    for options in ({"memory": "residual"}, {"exchange": "reduce_union"}, {"density": 1.0}):
+        one = Training(sparsifier=name, watch=None, **options)
+        one.step(0)
+        decided.append(one.engine._takes_steps_of(one.optimizer))
+        one.engine.close()
+    return [str(error.value), *map(str, decided)]
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_methods_that_are_their_exchange_refuse_adam(two_ranks: Ranks, name: str) -> None:
+    first, second = two_ranks(refused, name)
+    assert first == second and "'top_k' or 'union_top_k'" in first[0]
+    assert first[1:] == ["False", "True", "False"]
+
+
+def found_late(name: str) -> None:
+    """An Adam of this package that nobody bound."""
+    Training("ours", follow=False, sparsifier=name).step(0)
+
+
+def test_an_adam_that_is_found_in_a_step_is_refused_on_all_ranks(two_ranks: Ranks) -> None:
+    with pytest.raises(Exception, match="is its exchange"):
+        two_ranks(found_late, OWN[0])

@@ -442,12 +442,21 @@ class AdamToy(Toy):
         return torch.optim.AdamW(self.parameters(), betas=(0.8, 0.99))
 
 
-def advise_adam(strategy: Any, **settings: Any) -> tuple[ls.tools.advisor.Advice, list[str]]:
+class AmsgradToy(Toy):
+    """Whose steps torch takes."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), betas=(0.8, 0.99), amsgrad=True)
+
+
+def advise_adam(
+    strategy: Any, toy: type[Toy] = AmsgradToy, **settings: Any
+) -> tuple[ls.tools.advisor.Advice, list[str]]:
     """The advice, and what was warned of."""
     trainer = {"accelerator": "cpu", "devices": 1, "strategy": strategy}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        advice = ls.advise(AdamToy(), **SLOW | settings, trainer=trainer)
+        advice = ls.advise(toy(), **SLOW | settings, trainer=trainer)
     return advice, [str(warning.message) for warning in caught if "first moment" in str(warning.message)]
 
 
@@ -466,11 +475,12 @@ def test_where_a_sparsifier_wins_adams_first_moment_is_a_warning(tmp_path: Path)
 
 @pytest.mark.usefixtures("alone")
 def test_where_second_moments_travel_nothing_has_to_change() -> None:
-    advice, sentences = advise_adam("auto", sparsifiers=["union_top_k"])
-    assert advice.best().method == "union_top_k"
+    advice, sentences = advise_adam("auto", AdamToy, sparsifiers=["top_k", "union_top_k", "gtop_k"])
+    assert advice.best().sparse
     assert sentences == advice.remarks() == []
-    [method] = [m for m in advice.measured.methods if m.name == "union_top_k"]
-    assert method.second_moments
+    assert all(method.builtin or method.second_moments for method in advice.measured.methods)
+    assert "gtop_k" not in {p.method for p in advice.predictions}
+    assert "Left out, because they refuse the optimizer: gtop_k." in advice.assumptions()
 
 
 @pytest.mark.usefixtures("alone")
