@@ -75,7 +75,7 @@ def plan(
         raise ValueError(f"Expected every to be at least 1, but got {every}.")
     if seeds and not -(2**63) <= min(seeds) <= max(seeds) < 2**64:
         raise ValueError(f"Expected seeds to be numbers of 64 bits, as torch takes them, but got {list(seeds)}.")
-    lists = {f"{kind}s": sources, "ranks": ranks, "densities": densities, "methods": methods, "seeds": seeds}
+    lists = {f"{kind}s": sources, "ranks": ranks, "densities": densities, "sparsifiers": methods, "seeds": seeds}
     for name, given in lists.items():
         if not given:
             raise ValueError(f"Expected at least one of {name}, but got none.")
