@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
+
+import torch
 
 from lightning_sparse.core.registry import unknown
 from lightning_sparse.methods.density import check_density
@@ -89,3 +92,14 @@ def plan(
         for method in methods
     ]
     return list(dict.fromkeys(jobs))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run the block with one torch thread: tensors are small, and threads that wait for each other cost more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -141,12 +141,14 @@ def execute_all(wanted: Iterable[Job]) -> Iterator[Row]:
     Args:
         wanted: jobs, with those of one stream and number of ranks next to each other.
     """
-    for (name, ranks, seed, steps, text), some in groupby(wanted, lambda job: (*job[:2], *job[4:6], job.text)):
-        gradients = stream(name, ranks=ranks, steps=steps, seed=seed, text=text)
-        for job in some:
-            [method] = choose([job.method])
-            source, _, density, _, _, _ = job.key
-            yield Row(source, ranks, density, method.name, steps, seed, **compare(gradients, method, job.density))  # type: ignore[arg-type]
+    with jobs.one_thread():
+        for (name, ranks, seed, steps, text), some in groupby(wanted, lambda job: (*job[:2], *job[4:6], job.text)):
+            gradients = stream(name, ranks=ranks, steps=steps, seed=seed, text=text)
+            for job in some:
+                [method] = choose([job.method])
+                source, _, density, _, _, _ = job.key
+                measures: dict[str, Any] = compare(gradients, method, job.density)
+                yield Row(source, ranks, density, method.name, steps, seed, **measures)
 
 
 def compare(gradients: Sequence[Tensor], method: Method, density: float) -> dict[str, float | int | None]:

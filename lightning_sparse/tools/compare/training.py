@@ -189,12 +189,8 @@ def execute_all(wanted: Iterable[Job], processes: int) -> Iterator[tuple[Result,
     if processes < 1:
         raise ValueError(f"Expected at least 1 process, but got {processes}.")
     if processes == 1:
-        before = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
+        with jobs.one_thread():
             yield from map(execute, wanted)
-        finally:
-            torch.set_num_threads(before)
         return
     others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), initializer=serve) as pool:
