@@ -93,6 +93,7 @@ def test_options_reach_the_advisor_and_files_are_written(
         "1",
         "2.5",
         "--rtt",
+        "20",
         "80",
         "--sparsifiers",
         "topk",
@@ -105,7 +106,7 @@ def test_options_reach_the_advisor_and_files_are_written(
         "config": (Path("some.yaml"), Path("over.yaml"), Path("it.yaml")),
         "ranks": [8, 64],
         "gbit": [1.0, 2.5],
-        "rtt": 80.0,
+        "rtt": [20.0, 80.0],
         "sparsifiers": ["topk", "dgc"],
         "densities": [0.1, 0.01],
         "warmup": 2,
@@ -184,8 +185,7 @@ def test_the_configuration_must_be_given(capsys: pytest.CaptureFixture[str]) -> 
         cli.main(["advise"])
     assert stop.value.code == 2
     answer = capsys.readouterr().err
-    assert "usage: lightning-sparse" in answer
-    assert "config" in answer
+    assert answer.startswith("lightning-sparse advise: the following arguments are required: --config.")
 
 
 MODEL = """

@@ -95,5 +95,5 @@ def test_methods_are_chosen_by_name_in_the_order_of_the_names() -> None:
     assert [method.name for method in choose(["micro", "dense", "topk"])] == ["micro", "dense", "topk"]
     assert choose(None) == METHODS
     assert choose([]) == []
-    with pytest.raises(ValueError, match=r"Unknown method 'tpok'\. Did you mean 'topk'"):
+    with pytest.raises(ValueError, match=r"Unknown sparsifier 'tpok'\. Did you mean 'topk'"):
         choose(["topk", "tpok", "7"])

@@ -141,7 +141,7 @@ def test_without_gradients_there_is_nothing_to_compare() -> None:
 
 def test_a_plan_has_every_combination_once() -> None:
     jobs = recorded.plan(
-        streams=["heavy_tail"], ranks=[2, 4, 2], densities=[0.1, 0.01], methods=["topk", "dense"], steps=5, seed=3
+        streams=["heavy_tail"], ranks=[2, 4, 2], densities=[0.1, 0.01], methods=["topk", "dense"], steps=5, seeds=[3]
     )
     assert [(job.ranks, job.density, job.method) for job in jobs] == [
         (2, 0.1, "topk"),
@@ -155,12 +155,12 @@ def test_a_plan_has_every_combination_once() -> None:
 
 
 def test_methods_that_differ_in_memory_only_are_compared_once() -> None:
-    jobs = recorded.plan(streams=["heavy_tail"], ranks=[2], densities=[0.1], methods=None, steps=5)
+    jobs = recorded.plan(streams=["heavy_tail"], ranks=[2], densities=[0.1], methods=None, seeds=[0], steps=5)
     names = [job.method for job in jobs]
     assert names == [method.name for method in METHODS if not method.name.endswith(("+momentum", "+early"))]
 
 
-GOOD = {"streams": ["heavy_tail"], "ranks": [2], "densities": [0.1], "methods": ["topk"], "steps": 5}
+GOOD = {"streams": ["heavy_tail"], "ranks": [2], "densities": [0.1], "methods": ["topk"], "seeds": [0], "steps": 5}
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ GOOD = {"streams": ["heavy_tail"], "ranks": [2], "densities": [0.1], "methods": 
         ),
         (
             {"methods": ["tpok"]},
-            r"Unknown method 'tpok'\. Did you mean 'topk' or .* Known names: clt_k, dense, dgc, ",
+            r"Unknown sparsifier 'tpok'\. Did you mean 'topk' or .* Known names: clt_k, dense, dgc, ",
         ),
         ({"ranks": [4, 0]}, r"Expected ranks to be at least 1, but got 0\."),
         ({"steps": 0}, r"Expected steps to be at least 1, but got 0\."),
@@ -180,7 +180,7 @@ GOOD = {"streams": ["heavy_tail"], "ranks": [2], "densities": [0.1], "methods": 
         ({"streams": []}, r"Expected at least one of streams, but got none\."),
         ({"ranks": []}, r"Expected at least one of ranks, but got none\."),
         ({"densities": []}, r"Expected at least one of densities, but got none\."),
-        ({"methods": []}, r"Expected at least one of methods, but got none\."),
+        ({"methods": []}, r"Expected at least one of sparsifiers, but got none\."),
         ({"text": "no/such/file"}, r"Expected text to be a file in UTF-8, but got no/such/file: No such file"),
     ],
 )
@@ -195,7 +195,9 @@ def test_a_stream_that_is_not_there_is_refused() -> None:
 
 
 def test_rows_are_measures_of_the_streams_they_name() -> None:
-    jobs = recorded.plan(streams=["heavy_tail"], ranks=[1, 2], densities=[0.01], methods=["topk", "micro"], steps=3)
+    jobs = recorded.plan(
+        streams=["heavy_tail"], ranks=[1, 2], densities=[0.01], methods=["topk", "micro"], seeds=[0], steps=3
+    )
     rows = list(recorded.execute_all(jobs))
     assert [row.key for row in rows] == [job.key for job in jobs]
     for row in rows:
