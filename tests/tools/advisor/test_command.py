@@ -80,25 +80,8 @@ def test_options_reach_the_advisor_and_files_are_written(
         return found, TOY
 
     monkeypatch.setattr(config, "advise_config", stand_in)
-    command = [
-        "advise",
-        "--config",
-        "some.yaml",
-        "over.yaml",
-        "--config=it.yaml",
-        "--ranks",
-        "8",
-        "64",
-        "--gbit",
-        "1",
-        "2.5",
-        "--rtt",
-        "20",
-        "80",
-        "--sparsifiers",
-        "topk",
-        "dgc",
-    ]
+    command = ["advise", "--config", "some.yaml", "over.yaml", "--config=it.yaml", "--sparsifiers", "topk", "dgc"]
+    command += ["--ranks", "8", "64", "--gbit", "1", "2.5", "--rtt", "20", "80"]
     command += ["--densities", "0.1", "0.01", "--warmup=2", "--steps=3", "--model", "a.B", "--data", "c.D"]
     cli.main([*command, "--out", str(tmp_path / "x" / "y")])
     assert asked.pop("progress")

@@ -31,14 +31,8 @@ def test_a_plan_has_dense_once_for_each_task_and_seed() -> None:
         steps=9,
         every=4,
     )
-    assert [(job.seed, job.density, job.method) for job in jobs] == [
-        (1, 1.0, "dense"),
-        (1, 0.1, "topk"),
-        (1, 0.01, "topk"),
-        (0, 1.0, "dense"),
-        (0, 0.1, "topk"),
-        (0, 0.01, "topk"),
-    ]
+    each = [(1.0, "dense"), (0.1, "topk"), (0.01, "topk")]
+    assert [(job.seed, job.density, job.method) for job in jobs] == [(seed, *one) for seed in (1, 0) for one in each]
     assert {(job.ranks, job.steps, job.every, job.text) for job in jobs} == {(2, 9, 4, None)}
 
 
@@ -57,6 +51,7 @@ GOOD = {"tasks": ["digits"], "ranks": [2], "densities": [0.1], "methods": ["topk
             {"tasks": ["digit", "heavy_tail"]},
             r"Unknown task 'digit'\. Did you mean 'digits'\? Known names: digits, text",
         ),
+        ({"ranks": []}, r"Expected at least one of ranks, but got none\."),
         ({"methods": ["tpok"]}, r"Unknown sparsifier 'tpok'\. Did you mean 'topk'"),
         ({"ranks": [1]}, r"Expected ranks to be at least 2, but got 1\."),
         ({"ranks": [1000]}, r"Expected at least 16000 examples to train on"),
