@@ -67,6 +67,23 @@ def parse(parser: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
+@pytest.fixture
+def trainer_of(parser: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Build Trainer, model and data from a command line without running anything."""
+    from pytorch_lightning.cli import LightningCLI
+
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE)])
+    module = sys.modules["train_digits"]
+
+    def run(config: str, *overrides: str) -> Any:
+        configs = [f"--config={ROOT / 'configs' / name}.yaml" for name in ("base", *config.split())]
+        args = [*configs, "--trainer.accelerator=cpu", "--trainer.logger=false", *overrides]
+        return LightningCLI(module.DigitsClassifier, module.Digits, run=False, args=args).trainer
+
+    return run
+
+
 @pytest.mark.parametrize("name", SPARSE)
 def test_every_configuration_builds_its_sparsifier(parse: Any, name: str) -> None:
     settings = parse(name).strategy.config
@@ -119,12 +136,12 @@ def test_every_configuration_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert process.exitcode == 0, log.read_text()[-3000:]
 
 
-def test_the_dense_configuration_is_plain_ddp(parse: Any) -> None:
-    assert type(parse("dense").strategy).__module__ == "pytorch_lightning.strategies.ddp"
+def test_the_dense_configuration_is_plain_ddp(trainer_of: Any) -> None:
+    assert type(trainer_of("dense").strategy).__module__ == "pytorch_lightning.strategies.ddp"
 
 
-def test_configurations_lie_over_each_other(parse: Any) -> None:
-    trainer = parse("exdyna epochs")
+def test_configurations_lie_over_each_other(trainer_of: Any) -> None:
+    trainer = trainer_of("exdyna epochs")
     assert type(trainer.strategy.config.sparsifier) is ls.ExDyna
     assert (trainer.max_steps, trainer.max_epochs, trainer.check_val_every_n_epoch) == (-1, 30, 1)
 
@@ -274,7 +291,7 @@ def test_the_optimizer_of_a_configuration_is_that_of_this_package(monkeypatch: p
     assert group["params"] == list(model.parameters())
 
 
-def test_the_sweep_gives_the_example_what_it_takes(parse: Any) -> None:
+def test_the_sweep_gives_the_example_what_it_takes(trainer_of: Any) -> None:
     pytest.importorskip("wandb", reason="W&B is not installed")
     import yaml
 
@@ -287,7 +304,7 @@ def test_the_sweep_gives_the_example_what_it_takes(parse: Any) -> None:
     every = zip(*(islice(cycle(values), 3) for values in parameters.values()), strict=True)
     for values in every:  # each seed and density, and some sparsifiers: parsing takes a second
         given = dict(zip(parameters, values, strict=True))
-        trainer = parse("base", logger, *(f"--{name}={value}" for name, value in given.items()))
+        trainer = trainer_of("base", logger, *(f"--{name}={value}" for name, value in given.items()))
         assert trainer.strategy.config.sparsifier == ls.SPARSIFIERS.resolve(given["trainer.strategy.sparsifier"])
         assert trainer.strategy.config.density(0) == given["trainer.strategy.density"]
     [made] = trainer.loggers
