@@ -175,6 +175,8 @@ def report(
     with _complaints("report"):
         if not runs and not workspace:
             raise ValueError("Expected folders of runs, or --workspace with a project of W&B, but got neither.")
+        if publish and not workspace:
+            raise ValueError("Expected --workspace with a project of W&B, to publish there, but got none.")
     if runs:
         _report(runs, names, title, out, svg, json)
     if workspace:

@@ -37,6 +37,7 @@ COMPLAINTS = {
     f"report {'x' * 300}": "xxx, but got: File name too long.",
     "report . --out .": "Expected a run in ., but found none of metrics.csv",
     "report": "Expected folders of runs, or --workspace with a project of W&B, but got neither.",
+    "report . --publish": "Expected --workspace with a project of W&B, to publish there, but got none.",
     "report --workspace a/b/c": "Expected project to be one name without a slash, but got 'b/c'.",
 }
 
