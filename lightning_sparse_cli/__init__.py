@@ -99,8 +99,8 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     """Return the parser of the program, for its help, and those of its commands."""
     program = _Parser("lightning-sparse", PURPOSE, "", [*COMMANDS, "version", "help"])
     program.add_argument("--version", action="store_true", help="Print versions and the device, for reports of errors.")
-    listed = program.add_subparsers(title="commands", metavar="COMMAND", prog=program.prog, parser_class=_no_parser)
-    parsers = {}
+    listed = program.add_subparsers(title="commands", metavar="COMMAND", prog=program.prog, parser_class=ArgumentParser)
+    parsers = {}  # not those of the list, which would find what is unknown too late
     for name, command in COMMANDS.items():
         text, _, examples = inspect.cleandoc(command.__doc__ or "").partition(f"\n\n{EXAMPLES}\n")
         listed.add_parser(name, help=" ".join(text.partition("\n\n")[0].split()))
@@ -110,10 +110,6 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
         for one in _parameters(command):
             _add(parser, one, kinds[one.name])
     return program, parsers
-
-
-def _no_parser(**_: Any) -> None:
-    """In the place of a parser, where a command is only listed."""
 
 
 def _add(parser: _Parser, parameter: inspect.Parameter, kind: Any) -> None:
