@@ -168,7 +168,7 @@ def report(
 
     Examples:
       lightning-sparse report lightning_logs/version_0
-      lightning-sparse report runs/dense runs/topk --names dense "Top-k" --out compared.html --svg figures
+      lightning-sparse report runs/dense runs/top_k --names dense "Top-k" --out compared.html --svg figures
       lightning-sparse report wandb/offline-run-20260101_120000-abcd1234 --json
       lightning-sparse report --workspace my-team/my-project --results val/perplexity --publish
     """
@@ -245,7 +245,7 @@ def compare(
     command again does only what is missing.
 
     Examples:
-      lightning-sparse compare --tasks digits --sparsifiers topk union_topk --seeds 0
+      lightning-sparse compare --tasks digits --sparsifiers top_k union_top_k --seeds 0
       lightning-sparse compare --tasks text --text my_text.txt --jobs 4
     """
     need("rich", "sklearn")
@@ -301,9 +301,9 @@ def replay(
     the same command again does only what is missing.
 
     Examples:
-      lightning-sparse replay --streams heavy_tail --sparsifiers topk union_topk --steps 20
+      lightning-sparse replay --streams heavy_tail --sparsifiers top_k union_top_k --steps 20
       lightning-sparse replay --ranks 64 --densities 0.001 --out large
-      lightning-sparse replay --sparsifiers topk --json > topk.json
+      lightning-sparse replay --sparsifiers top_k --json > top_k.json
     """
     need("rich", "sklearn")
     from lightning_sparse.tools.compare import recorded, tables

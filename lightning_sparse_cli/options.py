@@ -30,7 +30,7 @@ OPTIONS = {
     ),
     "seeds": "Seeds of data and initial parameters; with several, everything is repeated with each.",
     "sparsifiers": (
-        "Names of sparsifiers, such as topk; left out, all that it makes sense to try. A wrong name is answered with "
+        "Names of sparsifiers, such as top_k; left out, all that it makes sense to try. A wrong name is answered with "
         "all that there are."
     ),
     "steps": "Number of steps of each stream or training; advise times them.",

@@ -148,7 +148,7 @@ def expect_on(
     """
     check_sizes(parameters)
     known = links.network.ranks
-    method = Method("union_topk", density, links.sparse, second_moments=True)
+    method = Method("union_top_k", density, links.sparse, second_moments=True)
     for scenario in scenarios(known, ranks, gbit, rtt):
         n, rate, added = scenario
         near = links.network if (n, rate) == (known, None) else links.network.between(n, rate and rate * 1e9)

@@ -130,8 +130,8 @@ def test_words_become_values() -> None:
     def parsed(*args: str) -> Any:
         return cli._parsers()[1]["replay"].parse(args)
 
-    given = parsed("--ranks", "4", "8", "--seeds=1", "--sparsifiers", "topk", "no", "--out=a=b", "--json")
-    assert (given.ranks, given.seeds, given.sparsifiers) == ([4, 8], [1], ["topk", "no"])
+    given = parsed("--ranks", "4", "8", "--seeds=1", "--sparsifiers", "top_k", "no", "--out=a=b", "--json")
+    assert (given.ranks, given.seeds, given.sparsifiers) == ([4, 8], [1], ["top_k", "no"])
     assert (given.out, given.json) == (Path("a=b"), True)
     assert (parsed().ranks, parsed().sparsifiers, parsed().json) == ([8], None, False)
 
@@ -145,11 +145,11 @@ def test_replay_prints_rows_as_they_come_and_leaves_numbers_and_tables(
     original, before = recorded.compare, []
     monkeypatch.setattr(recorded, "compare", lambda *args: before.append(capsys.readouterr().out) or original(*args))
     threads = torch.get_num_threads()
-    cli.main([*REPLAY, "--sparsifiers", "topk", "micro", f"--out={tmp_path / 'x'}"])
+    cli.main([*REPLAY, "--sparsifiers", "top_k", "micro", f"--out={tmp_path / 'x'}"])
     assert torch.get_num_threads() == threads
     rows = lines(tmp_path / "x" / "replay.csv")
     assert [(row["stream"], row["ranks"], row["density"], row["method"]) for row in rows] == [
-        ("heavy_tail", "2", density, method) for density in ("0.01", "0.001") for method in ("topk", "micro")
+        ("heavy_tail", "2", density, method) for density in ("0.01", "0.001") for method in ("top_k", "micro")
     ]
     assert float(rows[0]["bytes_sent"]) == 4 + 20 * 8
     assert rows[1]["relative_density_error"] == "0.0"
@@ -162,7 +162,7 @@ def test_replay_prints_rows_as_they_come_and_leaves_numbers_and_tables(
     assert before[0] == ""
     first, second, third = ("".join(text) for text in before[1:])
     assert "heavy_tail, 2 ranks, density 0.01, 4 steps, seed 0\nmethod " in first
-    assert first.splitlines()[-1].split()[0] == "topk"
+    assert first.splitlines()[-1].split()[0] == "top_k"
     assert [line.split()[0] for line in (second + third).splitlines() if line][:2] == ["micro", "heavy_tail,"]
 
 
@@ -174,19 +174,19 @@ def test_a_bar_is_shown_on_a_terminal_and_rows_go_where_the_output_goes(
             return True
 
     monkeypatch.setattr(sys, "stderr", Terminal())
-    cli.main([*REPLAY, "--sparsifiers", "topk", f"--out={tmp_path}"])
+    cli.main([*REPLAY, "--sparsifiers", "top_k", f"--out={tmp_path}"])
     assert "2/2" in sys.stderr.getvalue()  # type: ignore[attr-defined]
-    assert "topk" not in sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert "top_k" not in sys.stderr.getvalue()  # type: ignore[attr-defined]
     assert capsys.readouterr().out.count("\ntopk ") == 2
 
 
 def test_compare_leaves_numbers_curves_and_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cli.main([*COMPARE, "--sparsifiers", "topk", "--every", "2", "--out", str(tmp_path)])
+    cli.main([*COMPARE, "--sparsifiers", "top_k", "--every", "2", "--out", str(tmp_path)])
     rows = lines(tmp_path / "compare.csv")
-    assert [(row["method"], row["seed"]) for row in rows] == [(m, s) for s in "01" for m in ("dense", "topk")]
+    assert [(row["method"], row["seed"]) for row in rows] == [(m, s) for s in "01" for m in ("dense", "top_k")]
     curves = lines(tmp_path / "compare_curves.csv")
     assert [(row["method"], row["step"]) for row in curves[:4]] == [
-        (m, s) for m in ("dense", "topk") for s in ("2", "3")
+        (m, s) for m in ("dense", "top_k") for s in ("2", "3")
     ]
     assert curves[1]["loss"] == rows[0]["loss"]
     written = (tmp_path / "compare.md").read_text()
@@ -199,7 +199,7 @@ def test_compare_leaves_numbers_curves_and_tables(tmp_path: Path, capsys: pytest
 def test_what_was_replayed_is_not_done_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cut: int
 ) -> None:
-    command = [*REPLAY, "--sparsifiers", "topk", "micro", "--out", str(tmp_path)]
+    command = [*REPLAY, "--sparsifiers", "top_k", "micro", "--out", str(tmp_path)]
     cli.main(command)
     shown, path = capsys.readouterr().out, tmp_path / "replay.csv"
     whole, tables = path.read_bytes(), (tmp_path / "replay.md").read_bytes()
@@ -217,7 +217,7 @@ def test_what_was_replayed_is_not_done_again(
 def test_an_interrupted_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = [*COMPARE, "--sparsifiers", "topk", "--out"]
+    command = [*COMPARE, "--sparsifiers", "top_k", "--out"]
     cli.main([*command, str(tmp_path / "whole")])
     original, done = training.execute, []
 
@@ -267,11 +267,11 @@ def test_a_diverging_method_is_reported_and_the_others_go_on(tmp_path: Path, mon
         return tasks.digits(width=2, optimizer=optimizer, **settings)
 
     monkeypatch.setitem(tasks.TASKS, "digits", explosive)
-    cli.main([*COMPARE, "--steps=8", "--sparsifiers", "union_topk+momentum", "topk", "--out", str(tmp_path)])
+    cli.main([*COMPARE, "--steps=8", "--sparsifiers", "union_top_k+momentum", "top_k", "--out", str(tmp_path)])
     found = {(row["method"], row["loss"] == "nan") for row in lines(tmp_path / "compare.csv")}
-    assert found == {("dense", False), ("topk", False), ("union_topk+momentum", True)}
+    assert found == {("dense", False), ("top_k", False), ("union_top_k+momentum", True)}
     assert "diverged | diverged" in (tmp_path / "compare.md").read_text()
-    assert {row["method"] for row in lines(tmp_path / "compare_curves.csv")} == {"dense", "topk"}
+    assert {row["method"] for row in lines(tmp_path / "compare_curves.csv")} == {"dense", "top_k"}
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_a_diverging_method_is_reported_and_the_others_go_on(tmp_path: Path, mon
             ["replay", "--streams", "digit"],
             "Unknown stream 'digit'. Did you mean 'digits'? Known names: digits, heavy_",
         ),
-        (["replay", "--sparsifiers", "topk", "tpok"], "Unknown sparsifier 'tpok'. Did you mean 'topk'"),
+        (["replay", "--sparsifiers", "top_k", "tpok"], "Unknown sparsifier 'tpok'. Did you mean 'top_k'"),
         (["replay", "--streams", "text", "--text", "{binary}"], "binary: invalid start byte."),
         (["compare", "--tasks", "text", "--text", "{short}"], "Expected at least 32 examples to train on"),
         (["compare", "--tasks", "heavy_tail"], "Unknown task 'heavy_tail'. Known names: digits, text."),
@@ -378,14 +378,14 @@ def test_the_benchmark_asks_for_what_the_documentation_shows(monkeypatch: pytest
 
 
 def test_json_is_the_only_output_and_has_the_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cli.main([*REPLAY, "--sparsifiers", "topk", "micro", "--json", "--out", str(tmp_path / "replay")])
+    cli.main([*REPLAY, "--sparsifiers", "top_k", "micro", "--json", "--out", str(tmp_path / "replay")])
     replayed = json.loads(capsys.readouterr().out)
     assert [(row["density"], row["method"]) for row in replayed] == [
-        (density, method) for density in (0.01, 0.001) for method in ("topk", "micro")
+        (density, method) for density in (0.01, 0.001) for method in ("top_k", "micro")
     ]
     assert replayed[0]["bytes_sent"] == 4 + 20 * 8
-    cli.main([*COMPARE, "--sparsifiers", "topk", "--json", "--out", str(tmp_path / "compare")])
-    assert [row["method"] for row in json.loads(capsys.readouterr().out)] == ["dense", "topk", "dense", "topk"]
+    cli.main([*COMPARE, "--sparsifiers", "top_k", "--json", "--out", str(tmp_path / "compare")])
+    assert [row["method"] for row in json.loads(capsys.readouterr().out)] == ["dense", "top_k", "dense", "top_k"]
 
 
 def test_json_has_no_number_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
