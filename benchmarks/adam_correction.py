@@ -1,8 +1,8 @@
 """What is left of Adam behind a sparsified exchange, and which remedy helps?
 
-Trains the word model of the judge's text task (LSTM, 223 208 parameters at 1000 words) densely and behind an exchange,
-with several ways to combine Adam and error feedback. The ranks are threads of one process (`simulate`), on the code
-that trains.
+Trains the word model of the text task of `lightning-sparse compare` (LSTM, 223 208 parameters at 1000 words) densely
+and behind an exchange, with several ways to combine Adam and error feedback. The ranks are threads of one process
+(`simulate`), on the code that trains.
 
 Held fixed: model, text, number of ranks, batch, number of steps, weight decay 0.01, beta2 0.999, and a constant rate.
 Sparsifier, density, method, rate and seed vary. A seed decides the initial parameters and the order of sequences.

@@ -1,6 +1,6 @@
 """Everything that docs/comparison.md shows: all sparsifiers on recorded gradients, and training at equal bytes.
 
-Calls `lightning-sparse simulate` and `lightning-sparse judge` with the settings of the documentation, into two folders
+Calls `lightning-sparse replay` and `lightning-sparse compare` with the settings of the documentation, into two folders
 of their own. Takes hours; what was interrupted goes on where it stopped when the same command is given again.
 
     OMP_NUM_THREADS=1 python benchmarks/compare_sparsifiers.py --out comparison --jobs 4
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jsonargparse import CLI
 
-from lightning_sparse_cli.commands import judge, simulate
+from lightning_sparse_cli.commands import compare, replay
 
 
 def main(out: Path = Path("comparison"), jobs: int = 1, text: str | None = None) -> None:
@@ -22,23 +22,23 @@ def main(out: Path = Path("comparison"), jobs: int = 1, text: str | None = None)
         text: text file such as WikiText-2's; None: the text that comes with Python.
     """
     densities = [0.01, 0.001]
-    simulate(
-        streams=["digits", "text", "heavy_tail"],
+    replay(
+        streams=["heavy_tail", "digits", "text"],
         ranks=[4, 8, 16],
         densities=densities,
         steps=120,
         text=text,
-        out=out / "simulate",
+        out=out / "replay",
     )
-    judge(
+    compare(
         tasks=["digits", "text"],
-        ranks=8,
-        densities=densities,
+        ranks=[8],
+        budgets=densities,
         seeds=[0, 1, 2],
         steps=400,
         text=text,
         jobs=jobs,
-        out=out / "judge",
+        out=out / "compare",
     )
 
 

@@ -9,138 +9,150 @@ from __future__ import annotations
 import difflib
 import inspect
 import platform
-import re
 import shutil
 import subprocess
 import sys
+import textwrap
+from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from runpy import run_path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
-from lightning_sparse_cli.commands import advise, dashboard, judge, need, probe, report, simulate
+from lightning_sparse_cli.commands import advise, compare, probe, replay, report
+from lightning_sparse_cli.options import OPTIONS
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "probe": probe,
     "advise": advise,
-    "simulate": simulate,
-    "judge": judge,
     "report": report,
-    "dashboard": dashboard,
+    "compare": compare,
+    "replay": replay,
 }
-"""Subcommands; their signatures give the options. What can only be given by position is an argument."""
+"""Their signatures and :data:`~lightning_sparse_cli.options.OPTIONS` make the options. What can only be given by
+position is an argument."""
 PURPOSE = (
-    "Tools for sparsified gradient exchange in PyTorch Lightning: find out whether and how it pays, compare methods, "
-    "and look at runs."
+    "Tools for sparsified gradient exchange in PyTorch Lightning: find out whether and how it pays, look at runs, and "
+    "compare sparsifiers."
 )
-EXAMPLES = "examples:"
-GO_ON = ("simulate", "judge")
+EXAMPLES = "Examples:"
+GO_ON = ("compare", "replay")
 """Those that keep what is finished."""
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run a subcommand.
+    """Run a command.
 
     Args:
-        args: the command line without the command's name; None: what this process was called with.
+        args: the command line without the program's name; None: what this process was called with.
     """
     words = sys.argv[1:] if args is None else list(args)
-    if words[:1] == ["--version"]:  # needs no package
-        return _print_versions()
-    need("jsonargparse", "docstring_parser")
-    parser = _parser()
+    program, parsers = _parsers()
+    name = words[0] if words and not words[0].startswith("-") else None
+    if name is None:
+        if program.parse(words).version:
+            return _print_versions()
+        program.error(f"expected a command, one of {', '.join(COMMANDS)}, but got none")
+    if name not in COMMANDS:
+        program.error(f"expected a command, one of {', '.join(COMMANDS)}, but got {name!r}" + program.close(name))
+    given, command = parsers[name].parse(words[1:]), COMMANDS[name]
+    arguments = [vars(given).pop(one.name) for one in _parameters(command) if _is_argument(one)]
     try:
-        given = parser.parse_args(words)
-    except UnicodeDecodeError as error:
-        parser.error(f"Expected --config to be a file in UTF-8: {error}")
-    options = given[given.subcommand].as_dict()
-    command = COMMANDS[given.subcommand]
-    arguments = [options.pop(name) for name, one in _parameters(command).items() if _is_argument(one)]
-    try:
-        command(*arguments, **{name: options[name] for name in _parameters(command) if name in options})
+        command(*arguments, **vars(given))
     except KeyboardInterrupt:
-        note = " The same command goes on from here." if given.subcommand in GO_ON else ""
+        note = " The same command goes on from here." if name in GO_ON else ""
         print(f"Interrupted.{note}", file=sys.stderr)
         raise SystemExit(130) from None  # as shells say it
 
 
-def _parameters(command: Callable[..., None]) -> dict[str, inspect.Parameter]:
-    return dict(inspect.signature(command).parameters)
+class _Parser(ArgumentParser):
+    """Answers what it cannot read in one line."""
+
+    def __init__(self, prog: str, text: str, examples: str, known: Sequence[str]) -> None:
+        description = "\n\n".join(textwrap.fill(" ".join(part.split()), 80) for part in text.split("\n\n"))
+        kind = RawDescriptionHelpFormatter  # examples keep their lines
+        super().__init__(prog, None, description, examples, formatter_class=kind, allow_abbrev=False, add_help=False)
+        self.known = known
+        self.add_argument("-h", "--help", action="help", help="Show this text.")
+
+    def parse(self, words: Sequence[str]) -> Any:
+        given, unknown = self.parse_known_args(words)
+        if unknown:
+            self.error(f"no option or argument {unknown[0]!r} is known" + self.close(unknown[0]))
+        return given
+
+    def close(self, word: str) -> str:
+        """Return a question with what is close to a word, or nothing."""
+        bare = word.lstrip("-").partition("=")[0]
+        found = difflib.get_close_matches(bare, self.known, n=1)
+        return f". Did you mean {word[: len(word) - len(word.lstrip('-'))]}{found[0]}?" if found else ""
+
+    def error(self, message: str) -> NoReturn:
+        end = "" if message.endswith("?") else "."
+        print(f"{self.prog}: {message}{end} {self.prog} --help explains the options.", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
+    """Return the parser of the program, for its help, and those of its commands."""
+    program = _Parser("lightning-sparse", PURPOSE, "", [*COMMANDS, "version", "help"])
+    program.add_argument("--version", action="store_true", help="Print versions and the device, for reports of errors.")
+    listed = program.add_subparsers(title="commands", metavar="COMMAND", prog=program.prog, parser_class=ArgumentParser)
+    parsers = {}  # not those of the list, which would find what is unknown too late
+    for name, command in COMMANDS.items():
+        text, _, examples = inspect.cleandoc(command.__doc__ or "").partition(f"\n\n{EXAMPLES}\n")
+        listed.add_parser(name, help=" ".join(text.partition("\n\n")[0].split()))
+        known = [one.name for one in _parameters(command)]
+        parser = parsers[name] = _Parser(f"{program.prog} {name}", text, f"{EXAMPLES}\n{examples}", [*known, "help"])
+        kinds = get_type_hints(command)
+        for one in _parameters(command):
+            _add(parser, one, kinds[one.name])
+    return program, parsers
+
+
+def _add(parser: _Parser, parameter: inspect.Parameter, kind: Any) -> None:
+    """Add an option, or an argument, with its default as the last sentence of its help."""
+    default = None if parameter.default is parameter.empty else parameter.default
+    element = next((get_args(one)[0] for one in (kind, *get_args(kind)) if get_origin(one) is list), None)
+    settings: dict[str, Any] = {"help": OPTIONS[parameter.name].replace("%", "%%"), "default": default}
+    if kind is bool:
+        settings["action"] = "store_true"
+    else:
+        settings["type"] = _reader(element or next(one for one in (*get_args(kind), kind) if isinstance(one, type)))
+    if default not in (None, False, []):
+        shown = " ".join(f"{one:g}" if isinstance(one, float) else str(one) for one in default) if element else default
+        settings["help"] += f" Default: {shown}."
+    if _is_argument(parameter):
+        parser.add_argument(parameter.name, nargs="*", **settings)
+        return
+    if element:
+        settings["nargs"] = "+"
+    if parameter.default is parameter.empty:
+        settings |= {"required": True, "action": "extend"}
+    parser.add_argument(f"--{parameter.name}", **settings)
+
+
+def _reader(kind: type) -> Callable[[str], Any]:
+    """Return what reads a word of the command line as a number, a path or itself."""
+
+    def read(word: str) -> Any:
+        try:
+            return kind(word)
+        except ValueError:
+            wanted = "a whole number" if kind is int else "a number"
+            raise ArgumentTypeError(f"expected {wanted}, but got {word!r}") from None
+
+    return read
+
+
+def _parameters(command: Callable[..., None]) -> list[inspect.Parameter]:
+    return list(inspect.signature(command).parameters.values())
 
 
 def _is_argument(parameter: inspect.Parameter) -> bool:
     return parameter.kind is parameter.POSITIONAL_ONLY
-
-
-def _parser() -> Any:
-    from docstring_parser import parse
-    from jsonargparse import ArgumentParser, DefaultHelpFormatter
-
-    class Formatter(DefaultHelpFormatter):
-        def _fill_text(self, text: str, width: int, indent: str) -> str:
-            """Examples keep their lines."""
-            return text if text.startswith(EXAMPLES) else str(super()._fill_text(text, width, indent))
-
-    class Parser(ArgumentParser):
-        known: Sequence[str] = ()
-
-        def error(self, message: str, ex: Exception | None = None) -> Any:
-            """In the words of the command line, with what is close to a command or an option that is not known."""
-            if "are required: " in message:
-                message = re.sub(rf"\b({'|'.join(COMMANDS)})\.(\w+)", required, message)
-            message = re.sub(
-                "^'(.+)' object is not iterable$", r"Expected a list of values in --config, but got one \1", message
-            )
-            message = re.sub(
-                r".*\"config\": File does not exist: (.+)", r"Expected --config to be a file: no \1", message
-            )
-            unknown = r"(?:unrecognized arguments: |invalid choice: '|does not accept option ')(-*)([\w-]+)"
-            if wrong := re.search(unknown, message):
-                of = getattr(ex, "subcommand_parser", None) or self  # keys of a file are refused by the main parser
-                close = difflib.get_close_matches(wrong[2], of.known, n=1)
-                message += f". Did you mean {wrong[1]}{close[0]}?" if close else ""
-            super().error(message, ex)
-
-    def required(found: re.Match[str]) -> str:
-        argument = _is_argument(_parameters(COMMANDS[found[1]])[found[2]])
-        return f"{'' if argument else '--'}{found[2]}"
-
-    parser = Parser(prog="lightning-sparse", description=PURPOSE, allow_abbrev=False, formatter_class=Formatter)
-    parser.known = [*COMMANDS, "version", "help"]
-    parser.add_argument("--version", action="store_true", help="Versions and the device, for reports.")
-    subcommands = parser.add_subcommands(required=True)
-    for name, command in COMMANDS.items():
-        kinds, text = get_type_hints(command), parse(command.__doc__ or "")
-        described = {param.arg_name: param.description for param in text.params}
-        examples = "".join(f"\n  {line}" for one in text.examples for line in (one.description or "").splitlines())
-        options = Parser(description=text.short_description, epilog=EXAMPLES + examples, allow_abbrev=False)
-        options.known = [*_parameters(command), "config", "help"]
-        if "config" not in kinds:
-            options.add_argument("--config", action="config", help="Path to a file with these options.")
-        for option, parameter in _parameters(command).items():
-            element = _element(kinds[option])
-            settings: dict[str, Any] = {"type": element or kinds[option]}
-            if kinds[option] is bool:
-                settings = {"action": "store_true"}
-            if element:
-                settings["nargs"] = "+"
-            if _is_argument(parameter):
-                options.add_argument(option, help=described[option], **settings)
-                continue
-            if parameter.default is not parameter.empty:
-                settings["default"] = parameter.default
-            else:
-                settings |= {"required": True} | ({"action": "extend"} if element else {})
-            options.add_argument(f"--{option}", help=described[option], **settings)
-        subcommands.add_subcommand(name, options, help=text.short_description)
-    return parser
-
-
-def _element(kind: Any) -> Any:
-    """``int`` of ``list[int]`` and of ``list[int] | None``; None of everything else."""
-    return next((get_args(one)[0] for one in (kind, *get_args(kind)) if get_origin(one) is list), None)
 
 
 def _print_versions() -> None:

@@ -1,4 +1,4 @@
-"""The subcommands of ``lightning-sparse``; signatures and docstrings are their options.
+"""The commands of ``lightning-sparse``. Their signatures are their options, their docstrings the texts above these.
 
 They import what they need when they run.
 """
@@ -14,14 +14,13 @@ from runpy import run_path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
-from lightning_sparse_cli.output import print_json, show, tell
+from lightning_sparse_cli.output import Rows, print_json, progress, show, tell, write
 
 if TYPE_CHECKING:
     from lightning_sparse.tools.compare.sheets import Sheet
 
 NEEDED = {
     "jsonargparse": ("jsonargparse", "cli"),
-    "docstring_parser": ("docstring-parser", "cli"),
     "rich": ("rich", "cli"),
     "matplotlib": ("matplotlib", "cli"),
     "plotly": ("plotly", "cli"),
@@ -33,135 +32,54 @@ NEEDED = {
 """Modules that commands need, the packages that they come from, and the extra that has them."""
 
 
-def simulate(
-    streams: list[str] = ["digits", "text", "heavy_tail"],  # noqa: B006  # shown as defaults, never changed
-    ranks: list[int] = [4, 8, 16],  # noqa: B006
-    densities: list[float] = [0.01, 0.001],  # noqa: B006
-    methods: list[str] | None = None,
-    steps: int = 120,
-    seed: int = 0,
-    text: str | None = None,
-    out: Path = Path("simulate"),
+def probe(
+    devices: int | None = None,
+    nodes: int | None = None,
+    accelerator: str = "auto",
+    density: float = 0.01,
+    parameters: list[float] = [14e6, 124e6, 1.5e9],  # noqa: B006  # shown as default, never changed
+    ranks: list[int] = [],  # noqa: B006
+    gbit: list[float] = [],  # noqa: B006
+    rtt: list[float] = [],  # noqa: B006
+    out: Path = Path("probe"),
     json: bool = False,
 ) -> None:
-    """Give all methods the same recorded gradients, and compare density, balance, quality of the picks and traffic.
+    """Measure the links of a cluster before anyone trains on it, and say what an exchange will take.
 
-    What is finished is kept in the folder; the same command again does only what is missing.
-
-    Args:
-        streams: where gradients come from: digits or text, recorded in dense training, or heavy_tail; lists are
-            written as in --streams digits text.
-        ranks: numbers of simulated ranks.
-        densities: k / numel, with k as each method means it: for each rank or for all together.
-        methods: names such as top_k; all if left out. A wrong name is answered with all that there are.
-        steps: length of the streams.
-        seed: of the streams.
-        text: text file for the stream text; if left out, the reference of the Python language.
-        out: folder for simulate.csv, simulate.md and figures; what is finished there is not done again.
-        json: print the numbers as JSON, a list with an object for each stream, density and method, instead of tables.
+    Start it as the training will be started: by itself on one machine, or by torchrun or srun on several nodes. The
+    folder gets probe.md.
 
     Examples:
-        lightning-sparse simulate --streams heavy_tail --methods top_k union_top_k --steps 20
-        lightning-sparse simulate --ranks 64 --densities 0.001 --out large
-        lightning-sparse simulate --methods top_k --json > top_k.json
+      lightning-sparse probe --devices 4
+      lightning-sparse probe --rtt 20 50 --parameters 124e6 7e9
+      srun lightning-sparse probe --rtt 20 50
+      torchrun --nnodes 2 --nproc-per-node 4 --no-python lightning-sparse probe --parameters 124e6
     """
-    need("matplotlib", "rich", "sklearn")
-    from lightning_sparse.tools.compare import recorded
-    from lightning_sparse.tools.compare.figures import simulate_figures
-    from lightning_sparse.tools.compare.sheets import Sheet
-    from lightning_sparse.tools.compare.tables import simulate_tables
+    need("rich")
+    from lightning_sparse.tools import probe as tool
 
-    with _complaints("simulate"):
-        jobs = recorded.plan(
-            streams=streams, ranks=ranks, densities=densities, methods=methods, steps=steps, seed=seed, text=text
+    with _complaints("probe"):
+        folder = _folder(out)
+        found = tool.probe(devices, nodes, accelerator, density, parameters, ranks, gbit, rtt)
+    if found is None:
+        return  # one of the ranks beside the first
+    verdicts = found.verdicts()
+    notes = "\n".join(f"- {sentence}" for sentence in (*verdicts, *found.assumptions())) + "\n"
+    write(folder / "probe.md", tables := found.tables(), notes)
+    if json:
+        links = found.links.links
+        return print_json(
+            {"verdicts": verdicts, "links": links, "expected": found.expected, "assumptions": found.assumptions()}
         )
-        sheet = Sheet(_folder(out) / "simulate.csv", recorded.Row)
-        done = sheet.read()
-
-    def work(missing: list[Any]) -> Iterator[tuple[Any, str]]:
-        for row in recorded.execute_all(missing):
-            yield row, f"{row.stream}, {row.ranks} ranks, {row.method}"
-
-    rows = _complete(jobs, sheet, done, work)
-    meanings = "".join(f"- {name}: {meaning}.\n" for name, meaning in recorded.QUANTITIES.items())
-    simulate_figures(rows, out)
-    show(out / "simulate.md", simulate_tables(rows), rows if json else None, meanings)
-
-
-def judge(
-    tasks: list[str] = ["digits", "text"],  # noqa: B006
-    ranks: int = 8,
-    densities: list[float] = [0.01, 0.001],  # noqa: B006
-    methods: list[str] | None = None,
-    seeds: list[int] = [0, 1, 2],  # noqa: B006
-    steps: int = 400,
-    every: int = 50,
-    text: str | None = None,
-    jobs: int = 1,
-    out: Path = Path("judge"),
-    json: bool = False,
-) -> None:
-    """Train with every method, all with the same traffic, and compare the losses.
-
-    What is finished is kept in the folder; the same command again does only what is missing.
-
-    Args:
-        tasks: what to train: digits or text; lists are written as in --tasks digits text.
-        ranks: number of simulated ranks.
-        densities: a method may send the bytes that MiCRO sends at this density.
-        methods: names such as top_k; all if left out. A wrong name is answered with all that there are. Dense
-            training is always there.
-        seeds: of initial parameters and order of examples.
-        steps: length of each training.
-        every: steps between points of the curves.
-        text: text file for the task text; if left out, the reference of the Python language.
-        jobs: processes to train in, with one torch thread each.
-        out: folder for judge.csv, judge_curves.csv, judge.md and figures; what is finished there is not done again.
-        json: print the results as JSON, a list with an object for each training, instead of tables.
-
-    Examples:
-        lightning-sparse judge --tasks digits --methods top_k union_top_k --seeds 0
-        lightning-sparse judge --tasks text --text my_text.txt --jobs 4
-    """
-    need("matplotlib", "rich", "sklearn")
-    from lightning_sparse.tools.compare import training
-    from lightning_sparse.tools.compare.figures import judge_figures
-    from lightning_sparse.tools.compare.sheets import Sheet
-    from lightning_sparse.tools.compare.tables import judge_tables
-
-    with _complaints("judge"):
-        wanted = training.plan(
-            tasks=tasks,
-            ranks=ranks,
-            densities=densities,
-            methods=methods,
-            seeds=seeds,
-            steps=steps,
-            every=every,
-            text=text,
-        )
-        if jobs < 1:
-            raise ValueError(f"Expected jobs to be at least 1, but got {jobs}.")
-        sheet = Sheet(_folder(out) / "judge.csv", training.Result)
-        curves = Sheet(out / "judge_curves.csv", training.CurvePoint)
-        done = sheet.read()
-        curves.read()  # what cannot be read is found now, not after hours
-
-    def work(missing: list[Any]) -> Iterator[tuple[Any, str]]:
-        for result, points in training.execute_all(missing, jobs):
-            curves.append(points)  # before the result, which cannot stay behind without its curve
-            yield result, f"{result.task} {result.method}: loss {result.loss:.4f}"
-
-    results = _complete(wanted, sheet, done, work)
-    judge_figures(results, curves.read(), out)
-    show(out / "judge.md", judge_tables(results), results if json else None)
+    show(folder, tables)
+    print(*verdicts, sep="\n")
 
 
 def advise(
     config: list[Path],
     ranks: list[int] = [],  # noqa: B006
     gbit: list[float] = [],  # noqa: B006
-    rtt: float | None = None,
+    rtt: list[float] = [],  # noqa: B006
     sparsifiers: list[str] | None = None,
     densities: list[float] = [0.1, 0.01, 0.001],  # noqa: B006
     model: str | None = None,
@@ -173,28 +91,14 @@ def advise(
 ) -> None:
     """Say whether sparsification pays for a training, and which; writes the configuration to use.
 
-    Runs some steps of the training that a LightningCLI configuration describes, with its own devices and launcher.
-
-    Args:
-        config: a LightningCLI configuration, such as config.yaml in a run's log folder; of several, later ones replace
-            what earlier ones say.
-        ranks: other numbers of ranks to predict for; lists are written as in --ranks 8 64.
-        gbit: rates of a link to predict for, in Gbit/s, as in --gbit 1 10 100.
-        rtt: milliseconds to add to each round trip, as between regions; as measured if left out.
-        sparsifiers: names such as top_k; all but random_k if left out.
-        densities: to predict for.
-        model: import path of the LightningModule, if the configuration does not name its class.
-        data: import path of the LightningDataModule, likewise.
-        warmup: steps that are not timed.
-        steps: steps that are timed.
-        out: folder for advice.md, advice.csv, advice.png and config.yaml, one for each network.
-        json: print the predictions as JSON, an object with verdicts, assumptions and predictions, instead of tables.
+    Runs some steps of the training that a LightningCLI configuration describes, with its own devices and launcher. The
+    folder gets advice.md, advice.csv, advice.png, and a configuration for each network.
 
     Examples:
-        lightning-sparse advise --config config.yaml
-        lightning-sparse advise --config base.yaml --config large.yaml --gbit 1 10 --ranks 8 64
+      lightning-sparse advise --config config.yaml
+      lightning-sparse advise --config base.yaml --config large.yaml --gbit 1 10 --ranks 8 64
     """
-    need("matplotlib", "rich", "yaml")
+    need("jsonargparse", "matplotlib", "rich", "yaml")
     from lightning_utilities.core.rank_zero import rank_zero_only
 
     from lightning_sparse.tools.advisor.config import advise_config
@@ -245,82 +149,43 @@ def advise(
         print(f"{path} ({scenario.label})")
 
 
-def probe(
-    devices: int | None = None,
-    nodes: int | None = None,
-    accelerator: str = "auto",
-    density: float = 0.01,
-    parameters: list[float] = [14e6, 124e6, 1.5e9],  # noqa: B006
-    ranks: list[int] = [],  # noqa: B006
-    gbit: list[float] = [],  # noqa: B006
-    rtt: list[float] = [],  # noqa: B006
-    out: Path = Path("probe"),
-    json: bool = False,
-) -> None:
-    """Measure the links of a cluster before anyone trains on it, and say what an exchange will take.
-
-    Start it as the training will be started: by itself on one machine, or by torchrun or srun on several nodes.
-
-    Args:
-        devices: processes of a node; if left out, those of the launcher, all GPUs, or 2 without GPUs.
-        nodes: number of nodes; if left out, those of the launcher, or 1.
-        accelerator: of Lightning, such as cpu or cuda.
-        density: of the sparse exchange.
-        parameters: numbers of parameters to predict for, as in --parameters 14e6 7e9.
-        ranks: other numbers of ranks to predict for.
-        gbit: other rates of a link to predict for, in Gbit/s.
-        rtt: milliseconds to add to each round trip, for a distance that cannot be measured here.
-        out: folder for probe.md.
-        json: print links and expectations as JSON instead of tables.
-
-    Examples:
-        lightning-sparse probe --devices 4
-        lightning-sparse probe --rtt 20 50 --parameters 124e6 7e9
-        srun lightning-sparse probe --rtt 20 50
-        torchrun --nnodes 2 --nproc-per-node 4 --no-python lightning-sparse probe --parameters 124e6
-    """
-    need("rich")
-    from lightning_sparse.tools import probe as tool
-
-    with _complaints("probe"):
-        folder = _folder(out)
-        found = tool.probe(devices, nodes, accelerator, density, parameters, ranks, gbit, rtt)
-    if found is None:
-        return  # one of the ranks beside the first
-    verdicts = found.verdicts()
-    notes = "\n".join(f"- {sentence}" for sentence in (*verdicts, *found.assumptions())) + "\n"
-    links = found.links
-    rows = {"verdicts": verdicts, "links": links.links, "expected": found.expected, "assumptions": found.assumptions()}
-    show(folder / "probe.md", found.tables(), rows if json else None, notes)
-    if not json:
-        print(*verdicts, sep="\n")
-
-
 def report(
-    runs: list[Path],
+    runs: list[Path] = [],  # noqa: B006
     /,
     names: list[str] | None = None,
     title: str | None = None,
     out: Path = Path("report.html"),
     svg: Path | None = None,
+    workspace: str | None = None,
+    results: list[str] = ["train/loss", "val/loss", "val/accuracy"],  # noqa: B006
+    publish: bool = False,
     json: bool = False,
 ) -> None:
     """Turn the logs of one or several runs into one page with figures that needs no network.
 
-    Args:
-        runs: folders of CSVLogger, of W&B offline runs (offline-run-*) or of TensorBoardLogger, or folders above
-            several ones.
-        names: of all runs, or of those that can be read, in their order; what distinguishes their paths, if left out.
-        title: of the page; the names of the runs, if left out.
-        out: file for the page.
-        svg: folder for all figures as SVG files; none are written, if left out.
-        json: print the runs in numbers as JSON, a list with an object for each run, instead of a table.
+    With --workspace, the same figures also become a workspace of Weights & Biases for all runs of a project. Its
+    specification is a JSON file beside the page; no account is needed, and nothing is sent without --publish.
 
     Examples:
-        lightning-sparse report lightning_logs/version_0
-        lightning-sparse report runs/dense runs/top_k --names dense "Top-k" --out compared.html --svg figures
-        lightning-sparse report wandb/offline-run-20260101_120000-abcd1234 --json
+      lightning-sparse report lightning_logs/version_0
+      lightning-sparse report runs/dense runs/top_k --names dense "Top-k" --out compared.html --svg figures
+      lightning-sparse report wandb/offline-run-20260101_120000-abcd1234 --json
+      lightning-sparse report --workspace my-team/my-project --results val/perplexity --publish
     """
+    with _complaints("report"):
+        if not runs and not workspace:
+            raise ValueError("Expected folders of runs, or --workspace with a project of W&B, but got neither.")
+        if publish and not workspace:
+            raise ValueError("Expected --workspace with a project of W&B, to publish there, but got none.")
+    if runs:
+        _report(runs, names, title, out, svg, json)
+    if workspace:
+        _workspace(workspace, title or "Sparsified training", results, out.with_suffix(".json"), publish, json)
+
+
+def _report(
+    runs: list[Path], names: list[str] | None, title: str | None, out: Path, svg: Path | None, json: bool
+) -> None:
     need("plotly", "rich", *(["matplotlib"] if svg else []))
     package = find_spec("lightning_sparse")  # does not import it
     assert package is not None and package.origin is not None
@@ -346,38 +211,117 @@ def report(
     print(f"The page is {out}." + (f" Figures are in {svg}." if svg else ""))
 
 
-def dashboard(
-    entity: str,
-    project: str,
-    name: str = "Sparsified training",
-    results: list[str] = ["train/loss", "val/loss", "val/accuracy"],  # noqa: B006
-    out: Path = Path("dashboard.json"),
-    publish: bool = False,
-) -> None:
-    """Make a Weights & Biases workspace with the papers' figures, as a file or online.
-
-    Args:
-        entity: user or team that owns the project.
-        project: that the runs are logged to.
-        name: of the workspace.
-        results: logged quantities to draw against steps, megabytes and seconds; lists are written as in
-            --results train/loss val/loss.
-        out: file for the specification of the workspace; nothing is sent, and no account is needed.
-        publish: also save the workspace online; log in with wandb login before.
-
-    Examples:
-        lightning-sparse dashboard --entity my-team --project my-project
-        lightning-sparse dashboard --entity my-team --project my-project --results val/perplexity --publish
-    """
+def _workspace(project: str, name: str, results: list[str], path: Path, publish: bool, json: bool) -> None:
     need("wandb", "wandb_workspaces")
     from lightning_sparse.tools.report.dashboard import publish_workspace, workspace, write_specification
 
-    with _complaints("dashboard"):
-        made = workspace(entity, project, name, results)
-        write_specification(made, out)
-        print(f"The specification is {out}.")
+    with _complaints("report"):
+        team, _, project = project.partition("/")
+        made = workspace(team, project, name, results)
+        write_specification(made, path)
+        said = [f"The specification of the workspace is {path}."]
         if publish:
-            print(f"The workspace is {publish_workspace(made)}.")
+            said.append(f"The workspace is {publish_workspace(made)}.")
+    print(*said, sep="\n", file=sys.stderr if json else sys.stdout)
+
+
+def compare(
+    tasks: list[str] = ["digits", "text"],  # noqa: B006
+    ranks: list[int] = [8],  # noqa: B006
+    budgets: list[float] = [0.01, 0.001],  # noqa: B006
+    sparsifiers: list[str] | None = None,
+    seeds: list[int] = [0, 1, 2],  # noqa: B006
+    steps: int = 400,
+    every: int = 50,
+    text: str | None = None,
+    jobs: int = 1,
+    out: Path = Path("compare"),
+    json: bool = False,
+) -> None:
+    """Train simulated ranks with every sparsifier, all with the same traffic, and compare the losses.
+
+    Each training is printed when it ends; tables with the best mean loss first come last. Dense training is always
+    there. The folder gets compare.csv, compare_curves.csv and compare.md. What is finished is kept in it: the same
+    command again does only what is missing.
+
+    Examples:
+      lightning-sparse compare --tasks digits --sparsifiers top_k union_top_k --seeds 0
+      lightning-sparse compare --tasks text --text my_text.txt --jobs 4
+    """
+    need("rich", "sklearn")
+    from lightning_sparse.tools.compare import tables, training
+    from lightning_sparse.tools.compare.sheets import Sheet
+
+    with _complaints("compare"):
+        if jobs < 1:
+            raise ValueError(f"Expected jobs to be at least 1, but got {jobs}.")
+        wanted = training.plan(
+            tasks=tasks,
+            ranks=ranks,
+            densities=budgets,
+            methods=sparsifiers,
+            seeds=seeds,
+            steps=steps,
+            every=every,
+            text=text,
+        )
+        sheet = Sheet(_folder(out) / "compare.csv", training.Result)
+        curves = Sheet(out / "compare_curves.csv", training.CurvePoint)
+        done = sheet.read()
+        curves.read()  # what cannot be read is found now, not after hours
+
+    def work(missing: list[Any]) -> Iterator[Any]:
+        for result, points in training.execute_all(missing, jobs):
+            curves.append(points)  # before the result, which cannot stay behind without its curve
+            yield result
+
+    printed = None if json else Rows(tables.TRAINED, tables.trained)
+    results = _complete(wanted, sheet, done, work, printed)
+    write(out / "compare.md", ranking := tables.compare_tables(results))
+    if json:
+        return print_json(results)
+    show(out, ranking)
+
+
+def replay(
+    streams: list[str] = ["heavy_tail", "digits", "text"],  # noqa: B006
+    ranks: list[int] = [8],  # noqa: B006
+    densities: list[float] = [0.01, 0.001],  # noqa: B006
+    sparsifiers: list[str] | None = None,
+    steps: int = 120,
+    seeds: list[int] = [0],  # noqa: B006
+    text: str | None = None,
+    out: Path = Path("replay"),
+    json: bool = False,
+) -> None:
+    """Give all sparsifiers the same recorded gradients, and compare density, balance, quality of the picks and traffic.
+
+    A density is meant as in the paper of each sparsifier: for each rank, or for all together. Each row is printed when
+    it is there. The folder gets replay.csv, and replay.md, which explains the numbers. What is finished is kept in it:
+    the same command again does only what is missing.
+
+    Examples:
+      lightning-sparse replay --streams heavy_tail --sparsifiers top_k union_top_k --steps 20
+      lightning-sparse replay --ranks 64 --densities 0.001 --out large
+      lightning-sparse replay --sparsifiers top_k --json > top_k.json
+    """
+    need("rich", "sklearn")
+    from lightning_sparse.tools.compare import recorded, tables
+    from lightning_sparse.tools.compare.sheets import Sheet
+
+    with _complaints("replay"):
+        jobs = recorded.plan(
+            streams=streams, ranks=ranks, densities=densities, methods=sparsifiers, steps=steps, seeds=seeds, text=text
+        )
+        sheet = Sheet(_folder(out) / "replay.csv", recorded.Row)
+        done = sheet.read()
+    printed = None if json else Rows(tables.REPLAYED, tables.replayed)
+    rows = _complete(jobs, sheet, done, recorded.execute_all, printed)
+    meanings = "".join(f"- {name}: {meaning}.\n" for name, meaning in recorded.QUANTITIES.items())
+    write(out / "replay.md", tables.replay_tables(rows), meanings)
+    if json:
+        return print_json(rows)
+    show(out, [])
 
 
 def need(*modules: str) -> None:
@@ -422,33 +366,28 @@ def _folder(out: Path, option: str = "out") -> Path:
     return out
 
 
-def _complete(jobs: Sequence[Any], sheet: Sheet[Any], done: Iterable[Any], work: Any) -> list[Any]:
+def _complete(
+    jobs: Sequence[Any], sheet: Sheet[Any], done: Iterable[Any], work: Any, printed: Rows | None
+) -> list[Any]:
     """Results of all jobs: those that are there, and, as they are made and written, the others.
 
     Args:
         jobs: in the order of the results.
         sheet: where results are kept.
         done: those that are in it.
-        work: makes results from jobs, each with a text to show.
+        work: makes results from jobs.
+        printed: prints each result, if there is one.
     """
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
     results = {result.key: result for result in done}
     missing = [job for job in jobs if job.key not in results]
-    times = TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn()
-    columns = (BarColumn(), MofNCompleteColumn(), *times, TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        bar = progress.add_task("working", total=len(jobs), completed=len(jobs) - len(missing))
-        for result, text in work(missing):
+    for job in jobs:
+        if printed and job.key in results:
+            printed.add(results[job.key])
+    with progress(len(jobs), len(jobs) - len(missing)) as advance:
+        for result in work(missing):
             sheet.append([result])
             results[result.key] = result
-            progress.update(bar, advance=1, description=text)
+            if printed:
+                printed.add(result)
+            advance()
     return [results[job.key] for job in jobs]

@@ -268,15 +268,33 @@ def test_figures_of_the_documentation_are_drawn_from_its_tables(tmp_path: Path) 
     rows = csv.DictReader((ROOT / "docs/step_time.csv").read_text().splitlines())
     [dense] = [r for r in rows if (r["model"], r["mbit"], r["variant"]) == ("lstm", "100", "dense")]
     assert f">{float(dense['step_ms']) / 1000:.2g}<" in drawn
-    with (ROOT / "docs/comparison/judge.csv").open(newline="") as file:
-        head, *lines = csv.reader(file)
-    some = [line for line in lines if line[0] == "text" and line[3] in ("dense", "top_k", "union_top_k", "random_k")]
-    with (tmp_path / "judge.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([head, *some])
-    benchmark("judge_figure").main(tmp_path / "judge.csv", tmp_path)
-    for name in ("loss", "quality"):
-        drawn = (tmp_path / f"judge_end_{name}.svg").read_text()
-        assert "union_top_k" in drawn
+    for name, some in (
+        ("compare", ("dense", "top_k", "union_top_k", "random_k")),
+        ("replay", ("top_k", "union_top_k", "hard_threshold")),
+    ):
+        with (ROOT / f"docs/comparison/{name}.csv").open(newline="") as file:
+            head, *lines = csv.reader(file)
+        kept = [line for line in lines if line[0] == "text" and line[3] in some]
+        with (tmp_path / f"{name}.csv").open("w", newline="") as file:
+            csv.writer(file).writerows([head, *kept])
+    figures = benchmark("compare_figures")
+    figures.main(tmp_path / "compare.csv", tmp_path / "replay.csv")
+    names = [*(f"compare_end_{name}" for name in ("loss", "quality")), *(f"replay_{name}" for name in figures.AXES)]
+    assert {path.stem for path in tmp_path.glob("*_*.svg")} == {*names, "step_time"}
+    for name in names:
+        assert ">union_top_k</text>" in (tmp_path / f"{name}.svg").read_text()  # letters, not their shapes
+
+
+def test_figures_of_the_comparison_say_what_diverged_and_what_was_never_reached(tmp_path: Path) -> None:
+    figures = benchmark("compare_figures")
+    result, row = figures.Result, figures.recorded.Row
+    ends = [("dense", 0.5), ("top_k", 1.0), ("micro", float("nan"))]
+    runs = [result("text", 4, 0.01, name, 0, 20, 0.01, 0.01, 2.0, loss, 50.0, "perplexity") for name, loss in ends]
+    figures.draw_ends(runs, "loss", tmp_path / "ends.svg")
+    assert "micro (diverged)" in (tmp_path / "ends.svg").read_text()
+    rows = [row("text", 4, 0.1, "top_k", steps, 0, 1.0, None, *[1.0] * 7) for steps in (9, 10)]
+    assert [repr(figures._value(one, "steps_to_target")) for one in rows] == ["nan", "10.0"]  # too few to tell
+    assert len({(one.colour, one.dash) for one in figures.looks().values()}) == len(figures.METHODS)
 
 
 def test_a_gpt_as_a_new_user_writes_it_is_trained_densely_and_behind_the_exchange(

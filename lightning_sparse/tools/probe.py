@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from lightning_sparse import FabricSparseDDPStrategy
-from lightning_sparse.core.checks import check_number, check_positive, expect
+from lightning_sparse.core.checks import check_positive, expect
 from lightning_sparse.core.console import Table, plain
 from lightning_sparse.density import check_density
 from lightning_sparse.tools.advisor.prediction import MARGIN, Method, Scenario, scenarios
@@ -25,9 +25,8 @@ class Expectation(NamedTuple):
 
     ranks: int
     gbit: float | None
-    """Gbit/s of a link in one direction; None: as measured."""
     rtt_ms: float
-    """Milliseconds that are added to each round trip."""
+    """These three are fields of a :class:`~lightning_sparse.tools.advisor.prediction.Scenario`."""
     parameters: int
     dense_seconds: float
     """All-reduce of 32 bits of each parameter."""
@@ -41,7 +40,7 @@ class Expectation(NamedTuple):
     @property
     def label(self) -> str:
         """Name of the network in tables."""
-        return Scenario(self.ranks, self.gbit).label + (f", RTT + {self.rtt_ms:g} ms" if self.rtt_ms else "")
+        return Scenario(*self[:3]).label
 
 
 class Probe(NamedTuple):
@@ -147,31 +146,29 @@ def expect_on(
     Raises:
         ValueError: for numbers outside their ranges.
     """
-    check_numbers(parameters, rtt)
+    check_sizes(parameters)
     known = links.network.ranks
     method = Method("union_top_k", density, links.sparse, second_moments=True)
-    for n, rate in scenarios(known, ranks, gbit):
+    for scenario in scenarios(known, ranks, gbit, rtt):
+        n, rate, added = scenario
         near = links.network if (n, rate) == (known, None) else links.network.between(n, rate and rate * 1e9)
         cost = links.sparse if near is links.network else method.between(known, n, near).cost
-        for added in (0.0, *map(float, rtt)):
-            network = near.farther(added / 1e3)
-            for count in map(int, parameters):
-                dense, half = network.all_reduce(4 * count), network.all_reduce(2 * count)
-                longer = cost.on(network).transfer(count) - cost.on(near).transfer(count)
-                sparse = float(cost.compute(count) + cost.transfer(count)) + longer
-                yield Expectation(n, rate, added, count, dense, half, sparse, pays_below(dense, sparse))
+        network = near.farther(added / 1e3)
+        for count in map(int, parameters):
+            dense, half = network.all_reduce(4 * count), network.all_reduce(2 * count)
+            longer = cost.on(network).transfer(count) - cost.on(near).transfer(count)
+            sparse = float(cost.compute(count) + cost.transfer(count)) + longer
+            yield Expectation(*scenario, count, dense, half, sparse, pays_below(dense, sparse))
 
 
-def check_numbers(parameters: Sequence[float], rtt: Sequence[float]) -> None:
-    """Raise for numbers of parameters or round trips that cannot be.
+def check_sizes(parameters: Sequence[float]) -> None:
+    """Raise for numbers of parameters that cannot be.
 
     Raises:
         ValueError: naming the argument.
     """
     for count in parameters:
         check_positive(count, "parameters")
-    for milliseconds in rtt:
-        check_number(milliseconds, "rtt", "a finite number of milliseconds of at least 0")
 
 
 def pays_below(dense: float, sparse: float) -> float:
@@ -225,8 +222,8 @@ def probe(
     for name, value in (("devices", devices), ("nodes", nodes)):
         expect(value is None or value > 0, name, "at least 1", value)
     check_density(density)
-    check_numbers(parameters, rtt)
-    scenarios(2, ranks, gbit)  # for its errors, before anything is measured
+    check_sizes(parameters)
+    scenarios(2, ranks, gbit, rtt)  # for its errors, before anything is measured
     package = importlib.import_module(FabricSparseDDPStrategy.package)
     chosen: Any = devices
     if chosen is None:

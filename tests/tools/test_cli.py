@@ -295,13 +295,8 @@ def test_the_optimizer_of_a_configuration_is_that_of_this_package(monkeypatch: p
     optimizer = model.configure_optimizers()
     assert type(optimizer) is getattr(ls, name)
     [group] = optimizer.param_groups
-    assert [group[key] for key in ("lr", "betas", "eps", "weight_decay", "maximize")] == [
-        2e-3,
-        (0.9, 0.95),
-        1e-6,
-        0,
-        True,
-    ]
+    expected = {"lr": 2e-3, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0, "maximize": True}
+    assert {key: group[key] for key in expected} == expected
     assert group["params"] == list(model.parameters())
 
 

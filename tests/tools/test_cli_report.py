@@ -1,12 +1,9 @@
-"""The commands report and dashboard, examples in --help, and JSON."""
+"""The command report, and JSON."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +11,9 @@ from pathlib import Path
 import pytest
 
 import lightning_sparse_cli as cli
-from lightning_sparse_cli import commands
 from tests.tools.report.made_up import compared
 
-for needed in ("jsonargparse", "matplotlib", "plotly", "rich"):
+for needed in ("matplotlib", "plotly", "rich"):
     pytest.importorskip(needed, reason=f"{needed} is not installed")
 
 
@@ -40,7 +36,9 @@ COMPLAINTS = {
     "report nothing_there": "Expected a run in nothing_there, but there is no such file or folder.",
     f"report {'x' * 300}": "xxx, but got: File name too long.",
     "report . --out .": "Expected a run in ., but found none of metrics.csv",
-    "dashboard --entity a/b --project c": "Expected entity to be one name without a slash, but got 'a/b'.",
+    "report": "Expected folders of runs, or --workspace with a project of W&B, but got neither.",
+    "report . --publish": "Expected --workspace with a project of W&B, to publish there, but got none.",
+    "report --workspace a/b/c": "Expected project to be one name without a slash, but got 'b/c'.",
 }
 
 
@@ -48,7 +46,7 @@ COMPLAINTS = {
 def test_bad_input_is_one_line(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if command.startswith("dashboard"):
+    if "workspace" in command:
         pytest.importorskip("wandb_workspaces", reason="wandb-workspaces is not installed")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stop:
@@ -94,69 +92,18 @@ def test_what_is_odd_about_runs_is_said_and_the_others_are_shown(
 
 
 @pytest.mark.filterwarnings("ignore:Pydantic V1 style:DeprecationWarning")
-def test_dashboard_writes_its_specification_without_an_account(
+def test_a_workspace_is_written_without_an_account_beside_the_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("wandb_workspaces", reason="wandb-workspaces is not installed")
-    out = tmp_path / "dashboard.json"
-    cli.main(["dashboard", "--entity", "team", "--project", "p", "--results", "val/loss", "--out", str(out)])
-    assert json.loads(out.read_text())["displayName"] == "Sparsified training"
-    assert capsys.readouterr().out == f"The specification is {out}.\n"
-
-
-@pytest.mark.parametrize(("module", "package", "extra"), [("plotly", "plotly", "cli"), ("rich", "rich", "cli")])
-def test_a_missing_package_of_report_is_named(
-    monkeypatch: pytest.MonkeyPatch, module: str, package: str, extra: str
-) -> None:
-    found = importlib.util.find_spec
-    monkeypatch.setattr(commands, "find_spec", lambda name: None if name == module else found(name))
-    with pytest.raises(SystemExit, match=rf"needs {package}\. .*'lightning-sparse\[{extra}\]'"):
-        cli.main(["report", "somewhere"])
-
-
-@pytest.mark.parametrize(("module", "package"), [("wandb", "wandb"), ("wandb_workspaces", "wandb-workspaces")])
-def test_a_missing_package_of_dashboard_is_named(monkeypatch: pytest.MonkeyPatch, module: str, package: str) -> None:
-    found = importlib.util.find_spec
-    monkeypatch.setattr(commands, "find_spec", lambda name: None if name == module else found(name) or found("json"))
-    with pytest.raises(SystemExit, match=rf"needs {package}\. .*'lightning-sparse\[dashboard\]'"):
-        cli.main(["dashboard", "--entity", "a", "--project", "b"])
-
-
-@pytest.mark.parametrize("command", cli.COMMANDS)
-def test_help_has_examples_and_the_parser_takes_them(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main([command, "--help"])
-    examples = re.findall(rf"^  lightning-sparse ({command} .*)$", capsys.readouterr().out, flags=re.MULTILINE)
-    assert len(examples) >= 2
-    parser = cli._parser()
-    for example in examples:
-        parser.parse_args(shlex.split(example.partition(" > ")[0]))
-
-
-@pytest.mark.parametrize(
-    ("words", "close"),
-    [(["repot", "x"], "report"), (["dashbord"], "dashboard"), (["report", "x", "--nams", "y"], "--names")],
-)
-def test_a_mistyped_word_is_answered_with_what_is_close(
-    words: list[str], close: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(words)
-    assert f"Did you mean {close}?" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("command", "missing"), [("report", "runs"), ("dashboard", "--entity, --project"), ("advise", "--config")]
-)
-def test_what_is_missing_is_asked_for_by_its_name(
-    command: str, missing: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        cli.main([command])
-    assert f"required: {missing}\n" in capsys.readouterr().err
-
-
-def test_help_says_what_the_program_is(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["--help"])
-    assert cli.PURPOSE in " ".join(capsys.readouterr().out.split())
+    out = tmp_path / "here.html"
+    command = ["report", "--workspace", "team/p", "--results", "val/loss", "--out", str(out)]
+    cli.main(command)
+    made = out.with_suffix(".json")
+    assert json.loads(made.read_text())["displayName"] == "Sparsified training"
+    assert capsys.readouterr().out == f"The specification of the workspace is {made}.\n"
+    assert not out.exists()
+    cli.main([*command, *(str(run) for run in compared(tmp_path / "runs")), "--title", "Mine", "--json"])
+    assert len(json.loads(capsys.readouterr().out)) == 3
+    assert "<title>Mine</title>" in out.read_text()
+    assert json.loads(made.read_text())["displayName"] == "Mine"

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 pytest.importorskip("rich", reason="rich is not installed")
-pytest.importorskip("jsonargparse", reason="jsonargparse is not installed")
 
 import lightning_sparse_cli as cli
 from lightning_sparse.tools import probe
@@ -101,14 +100,10 @@ def test_devices_that_this_machine_has_not_are_refused(accelerator: str) -> None
 
 def test_many_links_are_told_by_kind() -> None:
     hosts = [rank // 10 for rank in range(20)]
+    following = [hosts[(rank + 1) % 20] for rank in range(20)]
     many = tuple(
-        Link(
-            f"n{host}",
-            f"n{hosts[(rank + 1) % 20]}",
-            1e-3 if host == hosts[(rank + 1) % 20] else 30e-3,
-            RATE / (1 + rank),
-        )
-        for rank, host in enumerate(hosts)
+        Link(f"n{host}", f"n{other}", 1e-3 if host == other else 30e-3, RATE / (1 + rank))
+        for rank, (host, other) in enumerate(zip(hosts, following, strict=True))
     )
     table = probe.Probe(LINKS._replace(links=many), 0.01, ()).tables()[0]
     assert [row[2] for row in table.rows] == ["1", "30"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lightning_sparse import Rules
-from lightning_sparse.core.checks import check_integer, check_positive, plain
+from lightning_sparse.core.checks import check_integer, check_number, check_positive, plain
 from lightning_sparse.engine.traffic import count_bytes
 from lightning_sparse.grouping import DDP_BUCKET_MB, Messages, ParameterSize, bucket_numels, make_plan
 from lightning_sparse.memories import SecondMoment
@@ -170,11 +170,14 @@ class Scenario(NamedTuple):
     ranks: int
     gbit: float | None
     """Gbit/s of a link in one direction; None: as measured."""
+    rtt_ms: float = 0.0
+    """Milliseconds that are added to each round trip."""
 
     @property
     def label(self) -> str:
         """Name of the scenario in tables."""
-        return f"{self.ranks} ranks, " + ("measured" if self.gbit is None else f"{self.gbit:g} Gbit/s")
+        rate = "measured" if self.gbit is None else f"{self.gbit:g} Gbit/s"
+        return f"{self.ranks} ranks, {rate}" + (f", RTT + {self.rtt_ms:g} ms" if self.rtt_ms else "")
 
 
 class Prediction(NamedTuple):
@@ -201,22 +204,27 @@ class Prediction(NamedTuple):
         return not self.builtin and self.method != EVERYTHING
 
 
-def scenarios(known: int, ranks: Sequence[int], gbit: Sequence[float]) -> list[Scenario]:
+def scenarios(known: int, ranks: Sequence[int], gbit: Sequence[float], rtt: Sequence[float] = ()) -> list[Scenario]:
     """Return the measured network, if there is one, and all pairs of given numbers; a missing one is that of here.
+
+    Each is followed by itself with longer round trips.
 
     Args:
         known: number of present ranks.
         ranks: other numbers of ranks.
         gbit: rates.
+        rtt: milliseconds that are added to each round trip.
 
     Raises:
-        ValueError: if a number is not positive, or there is one rank only and no rate is given.
+        ValueError: if a number is out of its range, or there is one rank only and no rate is given.
     """
-    ranks, gbit = plain((list(ranks), list(gbit)))
+    ranks, gbit, rtt = plain((list(ranks), list(gbit), list(rtt)))
     for n in ranks:
         check_integer(n, "ranks")
     for rate in gbit:
         check_positive(rate, "gbit", infinite=True)
+    for milliseconds in rtt:
+        check_number(milliseconds, "rtt", "a finite number of milliseconds of at least 0")
     here = [Scenario(n, None) for n in (known, *([] if gbit else ranks))] if known > 1 else []
     others = [Scenario(n, rate) for n in (ranks or [known]) for rate in gbit]
     found = list(dict.fromkeys(one for one in here + others if one.ranks > 1))
@@ -225,12 +233,10 @@ def scenarios(known: int, ranks: Sequence[int], gbit: Sequence[float]) -> list[S
             "Expected a network to predict for, but there is one rank only: give ranks and gbit (--ranks 8 --gbit 10), "
             "or devices in the trainer."
         )
-    return found
+    return list(dict.fromkeys(one._replace(rtt_ms=float(added)) for one in found for added in (0.0, *rtt)))
 
 
-def predict(
-    measured: Measured, wanted: Sequence[Scenario], rtt: float | None = None, rules: Rules = ALL_SPARSE
-) -> Iterator[Prediction]:
+def predict(measured: Measured, wanted: Sequence[Scenario], rules: Rules = ALL_SPARSE) -> Iterator[Prediction]:
     """Predict step times of all methods under all groupings; methods of DDP under DDP's buckets only.
 
     For a method under a grouping, messages travel together or separately: the faster one counts.
@@ -238,19 +244,17 @@ def predict(
     Args:
         measured: on one machine.
         wanted: what to predict for.
-        rtt: milliseconds that a round trip between two ranks takes longer than here, at least 0; None: as measured.
         rules: of the parameters that stay dense behind a sparsifier.
     """
     known = measured.profile.network.ranks
     for scenario in wanted:
         rows, network = [], None
-        if scenario == (known, None) and rtt is None:
+        if scenario == Scenario(known, None):
             methods = list(measured.methods)
         else:
             rate = None if scenario.gbit is None else scenario.gbit * 1e9
             here = measured.profile.network if known > 1 else Network.ring(2, LATENCY, float("inf"))
-            network = here.between(scenario.ranks, rate)
-            network = network if rtt is None else network.farther(rtt / 1e3)
+            network = here.between(scenario.ranks, rate).farther(scenario.rtt_ms / 1e3)
             value_bytes = measured.sizes[0].element_size
             methods = [method.between(known, scenario.ranks, network, value_bytes) for method in measured.methods]
         for method in methods:

@@ -101,9 +101,9 @@ def write_csv(advice: Advice, path: Path) -> None:
     """Write all predictions, with every grouping."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(["ranks", "gbit", *Prediction._fields[1:]])
+        writer.writerow([*Scenario._fields, *Prediction._fields[1:]])
         for p in advice.predictions:
-            writer.writerow([p.scenario.ranks, "" if p.scenario.gbit is None else p.scenario.gbit, *p[1:]])
+            writer.writerow([*p.scenario, *p[1:]])
 
 
 def figure(advice: Advice, path: Path) -> None:
@@ -197,6 +197,7 @@ def write_configs(advice: Advice, folder: Path, given: dict[str, Any] | None = N
         section["trainer"] = trainer | {"strategy": strategy}
         text = yaml.safe_dump(given | {"fit": section} if given.get("fit") else section, sort_keys=False)
         rate = "" if scenario.gbit is None else f"-{scenario.gbit:g}-gbit"
+        rate += f"-{scenario.rtt_ms:g}-ms" if scenario.rtt_ms else ""
         paths.append(folder / (f"config-{scenario.ranks}-ranks{rate}.yaml" if paths else "config.yaml"))
         sentences = [advice.verdict(scenario), *advice.remarks(scenario)]
         if (memory := _own(trainer.get("strategy")).get("memory")) and not advice.best(scenario).sparse:

@@ -16,7 +16,7 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_sparse import Rules, Watch
-from lightning_sparse.core.checks import check_integer, check_number, plain
+from lightning_sparse.core.checks import check_integer, plain
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.integrations import packages
 from lightning_sparse.sparsifiers import SPARSIFIERS
@@ -196,7 +196,7 @@ class Advice:
                 f"{1e9 * network.all_reduce.beta:.3g} ns a byte, all-gather {1e6 * network.all_gather.alpha:.3g} us + "
                 f"{1e9 * network.all_gather.beta:.3g} ns a byte of each rank.",
             )
-        if any(scenario != (network.ranks, None) for scenario in self.scenarios):
+        if any(scenario != Scenario(network.ranks, None) for scenario in self.scenarios):
             sentences += [
                 "Other networks: a fixed price and a price for each byte. "
                 + (
@@ -226,7 +226,7 @@ def advise(
     trainer: dict[str, Any] | None = None,
     ranks: Sequence[int] = (),
     gbit: Sequence[float] = (),
-    rtt: float | None = None,
+    rtt: Sequence[float] = (),
     sparsifiers: Sequence[str] | None = None,
     densities: Sequence[float] = (0.1, 0.01, 0.001),
     warmup: int = 5,
@@ -252,8 +252,7 @@ def advise(
             treatment of parameters and buffers are kept.
         ranks: other numbers of ranks to predict for.
         gbit: rates to predict for, of a link in one direction, in Gbit/s.
-        rtt: milliseconds that a round trip between two ranks takes longer than here, in all networks that are
-            predicted for; None: as measured.
+        rtt: milliseconds to add to each round trip; all networks are predicted for with and without.
         sparsifiers: names; None: all but ``random_k``, which is fast and diverges. ``everything`` is dense in other
             groups.
         densities: to predict for, in (0, 1].
@@ -286,9 +285,7 @@ def advise(
     """
     for name, value, least in (("warmup", warmup, 1), ("steps", steps, 2)):
         check_integer(value, name, least)
-    if rtt is not None:
-        check_number(rtt, "rtt", "a number of milliseconds of at least 0, or None")
-    warmup, steps, rtt, densities = plain((warmup, steps, rtt, list(densities)))
+    warmup, steps, densities = plain((warmup, steps, list(densities)))
     name = package_of(type(module))
     package = importlib.import_module(name)
     _check_data(package.LightningDataModule, train_dataloaders, datamodule)
@@ -307,7 +304,7 @@ def advise(
         strategy.observers = [survey]
         options |= OWN_OPTIONS | {"max_steps": warmup + steps + 2, "strategy": strategy}
         profiler = package.Trainer(**options)
-        wanted = scenarios(profiler.world_size, ranks, gbit)
+        wanted = scenarios(profiler.world_size, ranks, gbit, rtt)
         data = train_dataloaders if datamodule is None else datamodule
         if isinstance(data, package.LightningDataModule) and profiler.is_global_zero:
             # Before other ranks are started, whose own errors would hide that data is missing.
@@ -323,7 +320,7 @@ def advise(
             "does training_step return a loss that depends on the parameters, and is there data to train on?"
         )
     measured = survey.result
-    advice = Advice(measured, tuple(predict(measured, wanted, rtt, rules_of(given))))
+    advice = Advice(measured, tuple(predict(measured, wanted, rules_of(given))))
     remarks = [remark for scenario in advice.scenarios for remark in advice.remarks(scenario)]
     if remarks and not silenced(given):
         rank_zero_warn(f"{remarks[0]} watch=ls.Watch(adam=False) of the strategy silences this.")

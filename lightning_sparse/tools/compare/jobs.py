@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
+
+import torch
 
 from lightning_sparse.core.registry import unknown
 from lightning_sparse.density import check_density
@@ -75,7 +78,7 @@ def plan(
         raise ValueError(f"Expected every to be at least 1, but got {every}.")
     if seeds and not -(2**63) <= min(seeds) <= max(seeds) < 2**64:
         raise ValueError(f"Expected seeds to be numbers of 64 bits, as torch takes them, but got {list(seeds)}.")
-    lists = {f"{kind}s": sources, "ranks": ranks, "densities": densities, "methods": methods, "seeds": seeds}
+    lists = {f"{kind}s": sources, "ranks": ranks, "densities": densities, "sparsifiers": methods, "seeds": seeds}
     for name, given in lists.items():
         if not given:
             raise ValueError(f"Expected at least one of {name}, but got none.")
@@ -89,3 +92,14 @@ def plan(
         for method in methods
     ]
     return list(dict.fromkeys(jobs))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run the block with one torch thread: tensors are small, and threads that wait for each other cost more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -146,5 +146,5 @@ def choose(names: Sequence[str] | None) -> list[Method]:
     known = {method.name: method for method in [*METHODS, DENSE]}
     for name in names or []:
         if name not in known:
-            raise unknown("method", name, known)
+            raise unknown("sparsifier", name, known)
     return list(METHODS) if names is None else [known[name] for name in names]

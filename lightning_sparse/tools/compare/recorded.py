@@ -63,7 +63,7 @@ QUANTITIES: Mapping[str, str] = {
 
 
 class Row(NamedTuple):
-    """Results of one method on one stream; a line of ``simulate.csv``. Measures: :data:`QUANTITIES`."""
+    """Results of one method on one stream; a line of ``replay.csv``. Measures: :data:`QUANTITIES`."""
 
     stream: str
     ranks: int
@@ -114,19 +114,18 @@ def stream(name: str, *, ranks: int, steps: int, seed: int = 0, text: str | None
     return list(record(make(name, ranks=ranks, seed=seed, text=text), steps))
 
 
-def plan(*, streams: Sequence[str], methods: Sequence[str] | None, seed: int = 0, **settings: Any) -> list[Job]:
+def plan(*, streams: Sequence[str], methods: Sequence[str] | None, **settings: Any) -> list[Job]:
     """Return jobs for every method on every stream, with every number of ranks and density.
 
     Args:
         streams: names in :data:`STREAMS`.
         methods: names in :data:`~lightning_sparse.tools.compare.methods.METHODS`; None: all that differ in more than
             their memory.
-        seed: of the streams.
-        settings: numbers of ranks (each at least 1), densities and other arguments of
+        settings: numbers of ranks (each at least 1), densities, seeds and other arguments of
             :func:`~lightning_sparse.tools.compare.jobs.plan`.
 
     Example:
-        >>> jobs = plan(streams=["text"], ranks=[2, 4], densities=[0.1], methods=["top_k"], steps=5)
+        >>> jobs = plan(streams=["text"], ranks=[2, 4], densities=[0.1], methods=["top_k"], seeds=[0], steps=5)
         >>> [(job.source, job.ranks, job.density, job.method) for job in jobs]
         [('text', 2, 0.1, 'top_k'), ('text', 4, 0.1, 'top_k')]
     """
@@ -136,7 +135,7 @@ def plan(*, streams: Sequence[str], methods: Sequence[str] | None, seed: int = 0
         for method in chosen:
             parts.setdefault((method.sparsifier, method.exchange), method)
         chosen = list(parts.values())
-    return jobs.plan(streams, kind="stream", known=STREAMS, least_ranks=1, methods=chosen, seeds=[seed], **settings)
+    return jobs.plan(streams, kind="stream", known=STREAMS, least_ranks=1, methods=chosen, **settings)
 
 
 def execute_all(wanted: Iterable[Job]) -> Iterator[Row]:
@@ -145,12 +144,14 @@ def execute_all(wanted: Iterable[Job]) -> Iterator[Row]:
     Args:
         wanted: jobs, with those of one stream and number of ranks next to each other.
     """
-    for (name, ranks, seed, steps, text), some in groupby(wanted, lambda job: (*job[:2], *job[4:6], job.text)):
-        gradients = stream(name, ranks=ranks, steps=steps, seed=seed, text=text)
-        for job in some:
-            [method] = choose([job.method])
-            source, _, density, _, _, _ = job.key
-            yield Row(source, ranks, density, method.name, steps, seed, **compare(gradients, method, job.density))  # type: ignore[arg-type]
+    with jobs.one_thread():
+        for (name, ranks, seed, steps, text), some in groupby(wanted, lambda job: (*job[:2], *job[4:6], job.text)):
+            gradients = stream(name, ranks=ranks, steps=steps, seed=seed, text=text)
+            for job in some:
+                [method] = choose([job.method])
+                source, _, density, _, _, _ = job.key
+                measures: dict[str, Any] = compare(gradients, method, job.density)
+                yield Row(source, ranks, density, method.name, steps, seed, **measures)
 
 
 def compare(gradients: Sequence[Tensor], method: Method, density: float) -> dict[str, float | int | None]:

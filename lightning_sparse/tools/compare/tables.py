@@ -13,13 +13,13 @@ from lightning_sparse.tools.compare.methods import DENSE
 from lightning_sparse.tools.compare.training import Result
 
 
-def judge_tables(results: Sequence[Result]) -> list[Table]:
+def compare_tables(results: Sequence[Result]) -> list[Table]:
     """Return a table for each task, number of ranks, length and density, best mean loss first and dense training last.
 
     Args:
         results: in any order.
     """
-    return [_judge_table(group) for group in contests(results)]
+    return [_compare_table(group) for group in contests(results)]
 
 
 def contests(results: Sequence[Result]) -> list[list[Result]]:
@@ -53,7 +53,7 @@ def title(contest: Sequence[Result]) -> str:
     return f"{first.task}, {first.ranks} ranks, {first.steps} steps{traffic}"
 
 
-def _judge_table(contest: list[Result]) -> Table:
+def _compare_table(contest: list[Result]) -> Table:
     seeds = sorted({result.seed for result in contest})
     numbers = [f"loss, seed {seed}" for seed in seeds] if len(seeds) > 1 else []
     header = ["method", "density given", "MB sent", "training loss", *numbers, contest[0].quality_name]
@@ -68,7 +68,37 @@ def _judge_table(contest: list[Result]) -> Table:
     return Table(title(contest), header, [cells for *_, cells in sorted(rows, key=lambda row: row[:3])])
 
 
-def simulate_tables(rows: Sequence[recorded.Row]) -> list[Table]:
+TRAINED = ["method", "seed", "density given", "MB sent", "training loss", "accuracy or perplexity"]
+"""Header of :func:`trained`."""
+
+
+def trained(result: Result) -> tuple[str, list[str]]:
+    """Return title and cells of one training."""
+    given, sent = f"{result.given_density:.3g}", _sent(result.megabytes)
+    cells = [result.method, str(result.seed), given, sent, _loss(result.loss), _number(result.quality, 1)]
+    return title([result]), cells
+
+
+REPLAYED = ["method", "density error / %", "steps to target", "f(t)", "build-up", "estimate", "5 %", "95 %"]
+REPLAYED += ["captured", "kB sent"]
+"""Header of :func:`replayed`."""
+
+
+def replayed(row: recorded.Row) -> tuple[str, list[str]]:
+    """Return title and cells of one method on one stream."""
+    setting = f"{row.stream}, {row.ranks} ranks, density {row.density:g}, {row.steps} steps, seed {row.seed}"
+    never = "never" if row.steps >= recorded.STAY else "-"
+    return setting, [
+        row.method,
+        _number(row.relative_density_error, 1),
+        never if row.steps_to_target is None else str(row.steps_to_target),
+        *(_number(x, 2) for x in (row.padding_ratio, row.build_up, row.estimate, row.estimate_low, row.estimate_high)),
+        _number(row.captured, 3),
+        _number(row.bytes_sent / 1e3, 1),
+    ]
+
+
+def replay_tables(rows: Sequence[recorded.Row]) -> list[Table]:
     """Return a table for each stream, number of ranks, length, density and seed.
 
     Args:
@@ -78,30 +108,8 @@ def simulate_tables(rows: Sequence[recorded.Row]) -> list[Table]:
     def setting(row: recorded.Row) -> tuple[str, int, float, int, int]:
         return row.stream, row.ranks, -row.density, row.steps, row.seed
 
-    tables = []
-    for _, some in groupby(sorted(rows, key=setting), setting):
-        group = list(some)
-        first = group[0]
-        name = f"{first.stream}, {first.ranks} ranks, density {first.density:g}, {first.steps} steps, seed {first.seed}"
-        header = ["method", "density error / %", "steps to target", "f(t)", "build-up", "estimate", "5 %", "95 %"]
-        tables.append(Table(name, [*header, "captured", "kB sent"], [_measures(row) for row in group]))
-    return tables
-
-
-def _measures(row: recorded.Row) -> list[str]:
-    estimates = [_number(x, 2) for x in (row.estimate, row.estimate_low, row.estimate_high)]
-    never = "never" if row.steps >= recorded.STAY else "-"
-    steps = never if row.steps_to_target is None else str(row.steps_to_target)
-    return [
-        row.method,
-        _number(row.relative_density_error, 1),
-        steps,
-        _number(row.padding_ratio, 2),
-        _number(row.build_up, 2),
-        *estimates,
-        _number(row.captured, 3),
-        _number(row.bytes_sent / 1e3, 1),
-    ]
+    groups = [list(some) for _, some in groupby(sorted(rows, key=setting), setting)]
+    return [Table(replayed(group[0])[0], REPLAYED, [replayed(row)[1] for row in group]) for group in groups]
 
 
 def _sent(megabytes: float) -> str:

@@ -99,7 +99,7 @@ def train(task: Task, method: Method, density: float, *, steps: int, every: int 
 
 
 class Result(NamedTuple):
-    """End of a training; a line of ``judge.csv``. NaN if it diverged."""
+    """End of a training; a line of ``compare.csv``. NaN if it diverged."""
 
     task: str
     ranks: int
@@ -127,7 +127,7 @@ class Result(NamedTuple):
 
 
 class CurvePoint(NamedTuple):
-    """State of a training after some steps; a line of ``judge_curves.csv``."""
+    """State of a training after some steps; a line of ``compare_curves.csv``."""
 
     task: str
     ranks: int
@@ -141,23 +141,22 @@ class CurvePoint(NamedTuple):
     quality: float
 
 
-def plan(*, tasks: Sequence[str], ranks: int, methods: Sequence[str] | None, **settings: Any) -> list[Job]:
+def plan(*, tasks: Sequence[str], methods: Sequence[str] | None, **settings: Any) -> list[Job]:
     """Return jobs for every method on every task, density and seed; dense once for each task and seed.
 
     Args:
         tasks: names in :data:`~lightning_sparse.tools.compare.tasks.TASKS`.
-        ranks: number of simulated ranks, at least 2: a single rank sends nothing.
         methods: names in :data:`~lightning_sparse.tools.compare.methods.METHODS`; None: all.
-        settings: densities, seeds and other arguments of :func:`~lightning_sparse.tools.compare.jobs.plan`. A method
-            may send the bytes of MiCRO at a density.
+        settings: numbers of ranks (each at least 2: a single rank sends nothing), densities, seeds and other arguments
+            of :func:`~lightning_sparse.tools.compare.jobs.plan`. A method may send the bytes of MiCRO at a density.
 
     Example:
-        >>> jobs = plan(tasks=["digits"], ranks=2, densities=[0.1], methods=["top_k"], seeds=[0], steps=5)
+        >>> jobs = plan(tasks=["digits"], ranks=[2], densities=[0.1], methods=["top_k"], seeds=[0], steps=5)
         >>> [(job.method, job.density) for job in jobs]
         [('dense', 1.0), ('top_k', 0.1)]
     """
     chosen = [DENSE, *choose(methods)]
-    return jobs.plan(tasks, kind="task", known=list(TASKS), ranks=[ranks], least_ranks=2, methods=chosen, **settings)
+    return jobs.plan(tasks, kind="task", known=list(TASKS), least_ranks=2, methods=chosen, **settings)
 
 
 def execute(job: Job) -> tuple[Result, list[CurvePoint]]:
@@ -191,12 +190,8 @@ def execute_all(wanted: Iterable[Job], processes: int) -> Iterator[tuple[Result,
     if processes < 1:
         raise ValueError(f"Expected at least 1 process, but got {processes}.")
     if processes == 1:
-        before = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
+        with jobs.one_thread():
             yield from map(execute, wanted)
-        finally:
-            torch.set_num_threads(before)
         return
     others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), initializer=serve) as pool:

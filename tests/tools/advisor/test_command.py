@@ -80,24 +80,8 @@ def test_options_reach_the_advisor_and_files_are_written(
         return found, TOY
 
     monkeypatch.setattr(config, "advise_config", stand_in)
-    command = [
-        "advise",
-        "--config",
-        "some.yaml",
-        "over.yaml",
-        "--config=it.yaml",
-        "--ranks",
-        "8",
-        "64",
-        "--gbit",
-        "1",
-        "2.5",
-        "--rtt",
-        "80",
-        "--sparsifiers",
-        "top_k",
-        "dgc",
-    ]
+    command = ["advise", "--config", "some.yaml", "over.yaml", "--config=it.yaml", "--sparsifiers", "top_k", "dgc"]
+    command += ["--ranks", "8", "64", "--gbit", "1", "2.5", "--rtt", "20", "80"]
     command += ["--densities", "0.1", "0.01", "--warmup=2", "--steps=3", "--model", "a.B", "--data", "c.D"]
     cli.main([*command, "--out", str(tmp_path / "x" / "y")])
     assert asked.pop("progress")
@@ -105,7 +89,7 @@ def test_options_reach_the_advisor_and_files_are_written(
         "config": (Path("some.yaml"), Path("over.yaml"), Path("it.yaml")),
         "ranks": [8, 64],
         "gbit": [1.0, 2.5],
-        "rtt": 80.0,
+        "rtt": [20.0, 80.0],
         "sparsifiers": ["top_k", "dgc"],
         "densities": [0.1, 0.01],
         "warmup": 2,
@@ -184,8 +168,7 @@ def test_the_configuration_must_be_given(capsys: pytest.CaptureFixture[str]) -> 
         cli.main(["advise"])
     assert stop.value.code == 2
     answer = capsys.readouterr().err
-    assert "usage: lightning-sparse" in answer
-    assert "config" in answer
+    assert answer.startswith("lightning-sparse advise: the following arguments are required: --config.")
 
 
 MODEL = """

@@ -359,6 +359,8 @@ def test_the_same_ranks_and_network_change_prices_only(name: str) -> None:
 )
 def test_what_is_predicted_for(known: int, ranks: list[int], gbit: list[float], expected: list[Any]) -> None:
     assert scenarios(known, ranks, gbit) == [Scenario(*one) for one in expected]
+    far = [Scenario(*one, rtt_ms) for one in expected for rtt_ms in (0.0, 20.0)]
+    assert scenarios(known, ranks, gbit, [20, 0, 20]) == far
 
 
 @pytest.mark.parametrize(
@@ -381,6 +383,12 @@ def test_what_is_predicted_for(known: int, ranks: list[int], gbit: list[float], 
 def test_numbers_that_make_no_scenario(known: int, ranks: Any, gbit: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         scenarios(known, ranks, gbit)
+
+
+@pytest.mark.parametrize("rtt", [-1.0, math.inf, math.nan, "far"])
+def test_round_trips_that_cannot_be_are_refused(rtt: Any) -> None:
+    with pytest.raises(ValueError, match="Expected rtt to be a finite number of milliseconds of at least 0, but got"):
+        scenarios(2, [], [], [rtt])
 
 
 def test_every_method_is_predicted_in_every_scenario() -> None:
@@ -593,7 +601,7 @@ def test_a_late_step_lasts_as_long_as_its_longer_half() -> None:
 
 def test_a_round_trip_is_added_to_fixed_prices_only() -> None:
     seen = measured(ranks=4)
-    near, far = (next(p for p in predict(seen, [Scenario(4, None)], rtt) if p.sparse) for rtt in (0.0, 100.0))
+    near, far = (next(p for p in predict(seen, [Scenario(4, None, rtt)]) if p.sparse) for rtt in (0.0, 100.0))
     assert far.step_seconds > near.step_seconds + 0.1
     network = Network(Line(1.0, 2.0), Line(3.0, 4.0), 4).farther(0.1)
     assert (network.all_reduce.alpha, network.all_reduce.beta) == (pytest.approx(1.0 + 4 * 0.05), 2.0)

@@ -130,13 +130,14 @@ def test_assumptions_are_about_what_was_done() -> None:
 
 def test_the_file_has_every_prediction(tmp_path: Path) -> None:
     seen = measured()
-    found = Advice(seen, tuple(predict(seen, scenarios(2, [8], [10]))))
+    found = Advice(seen, tuple(predict(seen, scenarios(2, [8], [10], [20]))))
     write_csv(found, tmp_path / "advice.csv")
     with (tmp_path / "advice.csv").open(newline="") as file:
         lines = list(csv.DictReader(file))
-    assert len(lines) == len(found.predictions) == 2 * (4 + 4 * len(TRIED))
+    assert len(lines) == len(found.predictions) == 4 * (4 + 4 * len(TRIED))
     for line, one in zip(lines, found.predictions, strict=True):
         assert (int(line["ranks"]), line["gbit"]) == (one.scenario.ranks, str(one.scenario.gbit or ""))
+        assert float(line["rtt_ms"]) == one.scenario.rtt_ms
         assert (line["method"], line["grouping"], line["builtin"]) == (one.method, one.grouping, str(one.builtin))
         assert line["messages"] == one.messages
         for name in ("density", "groups", "step_seconds", "exposed_seconds", "over_dense"):
@@ -195,10 +196,11 @@ def test_a_configuration_for_each_grouping(trainer_of: Any, tmp_path: Path, name
 
 def test_a_configuration_for_each_network(tmp_path: Path) -> None:
     yaml = pytest.importorskip("yaml", reason="pyyaml is not installed")
-    elsewhere = THERE._replace(gbit=None)
-    found = advice([predicted("top_k", 1.5), *(predicted("dgc", 0.5, scenario=one) for one in (THERE, elsewhere))])
+    others = THERE, THERE._replace(gbit=None), THERE._replace(rtt_ms=20.0)
+    found = advice([predicted("top_k", 1.5), *(predicted("dgc", 0.5, scenario=one) for one in others)])
     paths = write_configs(found, tmp_path, given())
-    assert [path.name for path in paths] == ["config.yaml", "config-8-ranks-1-gbit.yaml", "config-8-ranks.yaml"]
+    ways = ("-1-gbit", "", "-1-gbit-20-ms")
+    assert [path.name for path in paths] == ["config.yaml", *(f"config-8-ranks{way}.yaml" for way in ways)]
     strategies = [yaml.safe_load(path.read_text())["trainer"]["strategy"] for path in paths]
     assert strategies[0] == "ddp"
     assert strategies[1] == strategies[2]

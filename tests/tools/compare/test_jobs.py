@@ -24,30 +24,24 @@ def small_digits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_plan_has_dense_once_for_each_task_and_seed() -> None:
     jobs = plan(
         tasks=["digits"],
-        ranks=2,
+        ranks=[2],
         densities=[0.1, 0.01, 0.1],
         methods=["top_k", "dense"],
         seeds=[1, 0],
         steps=9,
         every=4,
     )
-    assert [(job.seed, job.density, job.method) for job in jobs] == [
-        (1, 1.0, "dense"),
-        (1, 0.1, "top_k"),
-        (1, 0.01, "top_k"),
-        (0, 1.0, "dense"),
-        (0, 0.1, "top_k"),
-        (0, 0.01, "top_k"),
-    ]
+    each = [(1.0, "dense"), (0.1, "top_k"), (0.01, "top_k")]
+    assert [(job.seed, job.density, job.method) for job in jobs] == [(seed, *one) for seed in (1, 0) for one in each]
     assert {(job.ranks, job.steps, job.every, job.text) for job in jobs} == {(2, 9, 4, None)}
 
 
 def test_without_names_all_methods_are_planned() -> None:
-    jobs = plan(tasks=["digits"], ranks=2, densities=[0.1], methods=None, seeds=[0], steps=9)
+    jobs = plan(tasks=["digits"], ranks=[2], densities=[0.1], methods=None, seeds=[0], steps=9)
     assert [job.method for job in jobs] == ["dense", *(method.name for method in choose(None))]
 
 
-GOOD = {"tasks": ["digits"], "ranks": 2, "densities": [0.1], "methods": ["top_k"], "seeds": [0], "steps": 5}
+GOOD = {"tasks": ["digits"], "ranks": [2], "densities": [0.1], "methods": ["top_k"], "seeds": [0], "steps": 5}
 
 
 @pytest.mark.parametrize(
@@ -57,9 +51,10 @@ GOOD = {"tasks": ["digits"], "ranks": 2, "densities": [0.1], "methods": ["top_k"
             {"tasks": ["digit", "heavy_tail"]},
             r"Unknown task 'digit'\. Did you mean 'digits'\? Known names: digits, text",
         ),
-        ({"methods": ["tpok"]}, r"Unknown method 'tpok'\. Did you mean 'top_k'"),
-        ({"ranks": 1}, r"Expected ranks to be at least 2, but got 1\."),
-        ({"ranks": 1000}, r"Expected at least 16000 examples to train on"),
+        ({"ranks": []}, r"Expected at least one of ranks, but got none\."),
+        ({"methods": ["tpok"]}, r"Unknown sparsifier 'tpok'\. Did you mean 'top_k'"),
+        ({"ranks": [1]}, r"Expected ranks to be at least 2, but got 1\."),
+        ({"ranks": [1000]}, r"Expected at least 16000 examples to train on"),
         ({"steps": 0}, r"Expected steps to be at least 1, but got 0\."),
         ({"every": 0}, r"Expected every to be at least 1, but got 0\."),
         ({"densities": [0.0]}, r"Expected density to be a number in \(0, 1\]"),

@@ -95,5 +95,5 @@ def test_methods_are_chosen_by_name_in_the_order_of_the_names() -> None:
     assert [method.name for method in choose(["micro", "dense", "top_k"])] == ["micro", "dense", "top_k"]
     assert choose(None) == METHODS
     assert choose([]) == []
-    with pytest.raises(ValueError, match=r"Unknown method 'tpok'\. Did you mean 'top_k'"):
+    with pytest.raises(ValueError, match=r"Unknown sparsifier 'tpok'\. Did you mean 'top_k'"):
         choose(["top_k", "tpok", "7"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_sparse.tools.compare.recorded import Row
-from lightning_sparse.tools.compare.tables import Table, by_method, contests, judge_tables, simulate_tables, title
+from lightning_sparse.tools.compare.tables import Table, by_method, compare_tables, contests, replay_tables, title
 from lightning_sparse.tools.compare.training import Result
 
 NAN = float("nan")
@@ -24,7 +24,7 @@ def test_a_table_is_markdown() -> None:
     )
 
 
-def test_the_judges_table_has_the_best_mean_first_and_dense_last() -> None:
+def test_the_table_has_the_best_mean_first_and_dense_last() -> None:
     results = [
         result("dense", 0, 0.5, density=1.0, megabytes=1234.5),
         result("top_k", 1, 2.0, quality=20.0),
@@ -34,7 +34,7 @@ def test_the_judges_table_has_the_best_mean_first_and_dense_last() -> None:
         result("micro", 0, 1.25),
         result("micro", 1, 1.25),
     ]
-    [table] = judge_tables(results)
+    [table] = compare_tables(results)
     assert table.markdown() == (
         "### text, 4 ranks, 100 steps, bytes of MiCRO at density 0.01\n\n"
         "| method | density given | MB sent | training loss | loss, seed 0 | loss, seed 1 | perplexity |\n"
@@ -47,12 +47,12 @@ def test_the_judges_table_has_the_best_mean_first_and_dense_last() -> None:
 
 
 def test_a_perplexity_beyond_all_measure_is_short() -> None:
-    [table] = judge_tables([result("random_k", 0, 25.0, quality=70359430887328.0)])
+    [table] = compare_tables([result("random_k", 0, 25.0, quality=70359430887328.0)])
     assert table.rows[0][-1] == "7e+13"
 
 
 def test_one_seed_needs_no_column_of_its_own() -> None:
-    [table] = judge_tables([result("top_k", 7, 1.0)])
+    [table] = compare_tables([result("top_k", 7, 1.0)])
     assert table.header == ["method", "density given", "MB sent", "training loss", "perplexity"]
 
 
@@ -71,9 +71,7 @@ def test_runs_of_a_method_are_in_order_of_seeds() -> None:
 
 @pytest.mark.parametrize(("steps", "said"), [(9, "-"), (10, "never")])
 def test_runs_too_short_to_stay_near_the_target_do_not_say_never(steps: int, said: str) -> None:
-    [table] = simulate_tables(
-        [Row("text", 8, 0.01, "top_k", steps, 0, 12.34, None, 1.5, 2.3, 0.9, 0.5, 1.0, 0.9, 12.0)]
-    )
+    [table] = replay_tables([Row("text", 8, 0.01, "top_k", steps, 0, 12.34, None, 1.5, 2.3, 0.9, 0.5, 1.0, 0.9, 12.0)])
     assert table.rows[0][2] == said
 
 
@@ -87,7 +85,7 @@ def test_the_open_loops_tables() -> None:
         row("text", 8, 0.01, "micro", 17),
         row("text", 4, 0.01, "top_k", 3),
     ]
-    tables = simulate_tables(rows)
+    tables = replay_tables(rows)
     assert [table.title for table in tables] == [
         "text, 4 ranks, density 0.01, 120 steps, seed 0",
         "text, 8 ranks, density 0.01, 120 steps, seed 0",

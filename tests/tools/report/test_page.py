@@ -138,17 +138,7 @@ def test_figures_as_files(few: list[Run], tmp_path: Path) -> None:
 
 
 def test_names_in_figures_are_texts_and_files_do_not_collide(tmp_path: Path) -> None:
-    names = [
-        "val/loss",
-        "val_loss",
-        "VAL/LOSS",
-        "$x_1$ loss",
-        r"$\frac{1$ loss",
-        "损失 acc",
-        "x" * 400,
-        "?",
-        "$",
-    ]
+    names = ["val/loss", "val_loss", "VAL/LOSS", "$x_1$ loss", r"$\frac{1$ loss", "损失 acc", "x" * 400, "?", "$"]
     for folder in "ab":
         logged = [{"step": step, **dict.fromkeys(names, 1.0 + step), "sparse/time/select_ms": 1.0} for step in range(3)]
         write_csv(tmp_path / folder, logged)
