@@ -34,7 +34,7 @@ from lightning_sparse.methods.exchanges import *  # noqa: F403
 from lightning_sparse.methods.grouping import GROUPINGS, Grouping, MergeBelow, Rules
 from lightning_sparse.methods.memory import *  # noqa: F403
 from lightning_sparse.methods.sparsifiers import *  # noqa: F403
-from lightning_sparse.tuning.performance import HiddenDensity, OptimalMerge, TimeBudget
+from lightning_sparse.tuning.performance import HiddenDensity, OptimalMerge
 
 if _packages.preferred() == _packages.PYTORCH_LIGHTNING:
     from lightning_sparse.integrations.lightning_fabric import FabricSparseDDPStrategy, FabricSparseHSDPStrategy
@@ -79,7 +79,6 @@ __all__ = [
     "SparsificationConfig",
     "SparsityMonitor",
     "StepTrace",
-    "TimeBudget",
     "Traffic",
     "Warmup",
     "Watch",

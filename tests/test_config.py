@@ -51,7 +51,6 @@ def test_what_travels_together_is_left_open_only_where_a_profile_decides(given: 
     decided: list[tuple[str, dict[str, Any]]] = [
         ("step", {"grouping": "layer"}),
         ("auto", {"grouping": ls.OptimalMerge()}),
-        ("auto", {"density": ls.TimeBudget()}),
         ("group", {"density": ls.HiddenDensity()}),
         ("group", {"grouping": ls.OptimalMerge("published")}),
         ("group", {"grouping": ls.OptimalMerge(), "density": ls.HiddenDensity()}),

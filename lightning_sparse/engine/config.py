@@ -329,8 +329,8 @@ class SparsificationConfig:
     """Messages that travel together: "step" joins those of all groups when the last gradients of a step are here, so
     that a step takes two or three collectives however many groups there are; "group" sends those of each group as soon
     as its own gradients are here, while backward goes on; "auto" is "step" with most settings, "group" with
-    ``HiddenDensity`` and ``OptimalMerge("published")``, and with ``OptimalMerge()`` and ``TimeBudget`` the one that a
-    profile of the first steps predicts to be better."""
+    ``HiddenDensity`` and ``OptimalMerge("published")``, and with ``OptimalMerge()`` the one that a profile of the
+    first steps predicts to be better."""
     dense: Sequence[str] = ()
     """Shell-style patterns of parameter names that stay dense, such as ``["*.bias"]``, next to those of ``rules``; each
     has to match."""

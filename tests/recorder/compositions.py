@@ -43,7 +43,7 @@ AXES = {
     "ranks": ["3", "2", "4"],
 }
 """What a sparsifier, an exchange and a memory are combined with; the first of each is preferred. What measures times
-(OptimalMerge, HiddenDensity, TimeBudget, fallback) is left out: no two runs share them."""
+(OptimalMerge, HiddenDensity, fallback) is left out: no two runs share them."""
 
 
 def settings_of(registry: Any) -> list[str]:
