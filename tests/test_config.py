@@ -67,7 +67,6 @@ def test_what_travels_together_is_left_open_only_where_a_profile_decides(given: 
         ({"executor": "tread"}, "one of 'auto', 'inline', 'thread', but got 'tread'. Did you mean 'thread'?"),
         ({"messages": "steps"}, "one of 'auto', 'step', 'group', but got 'steps'. Did you mean 'step'?"),
         ({"fallback": "Dense"}, "Expected fallback to be 'dense' or None, but got 'Dense'. Did you mean 'dense'?"),
-        ({"nonfinite": None}, "Expected nonfinite to be 'skip' or 'nan', but got None."),
         ({"lr_aware": 1}, "Expected lr_aware to be True or False, but got 1."),
         ({"lr_aware": True, "memory": ls.NoMemory()}, "lr_aware=True rescales residuals, and NoMemory has none."),
         ({"bucket_cap_mb": 0}, "Expected bucket_cap_mb to be a number above 0, or None, but got 0."),

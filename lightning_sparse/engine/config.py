@@ -355,11 +355,6 @@ class SparsificationConfig:
     single_device: Literal["dense", "sparse"] = "dense"
     """Way to train with one rank only: "dense" trains as plain DDP does, "sparse" selects coordinates and keeps
     residuals as with several ranks, to try a method."""
-    nonfinite: Literal["skip", "nan"] = "skip"
-    """Response to a gradient that is not finite on some rank. All ranks agree, nothing is sent, finite gradients wait
-    in the residuals, and averages become NaN. With loss scaling the scaler skips the step. Without: "skip" leaves the
-    optimizer's step out on all ranks (on CUDA, the host waits for backward to learn about it, but for fused
-    optimizers), "nan" leaves it to the optimizer, as plain DDP does."""
     lr_aware: bool = False
     """Rescale residuals when the learning rate changes: multiply those of each parameter group by
     ``lr_old / lr_new``. For SGD; refused with optimizers that scale gradients by themselves, such as Adam."""

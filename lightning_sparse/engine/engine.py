@@ -154,7 +154,7 @@ class Engine(EngineView):
     def skip_void(self, optimizer: torch.optim.Optimizer) -> None:
         """Let this optimizer's next step ignore the NaN gradients of a skipped step.
 
-        With ``nonfinite="skip"`` and without a loss scale, the engine does so by itself when the step begins. Call this
+        Without a loss scale, the engine does so by itself when the step begins. Call this
         where other code reads gradients before that.
 
         On a device, torch's fused optimizers get the flag of a skipped step as from a ``GradScaler``, and the host does

@@ -96,7 +96,6 @@ def losses_are_those_of_the_cpu(device: str) -> Numbers:
         {**TOPK, "exchange": "reduce_union"},
         {**TOPK, "grouping": "layer"},
         {**TOPK, "executor": "thread"},
-        {**TOPK, "nonfinite": "nan"},
         {**TOPK, "memory": ls.ClipByNorm(1.0, ls.Residual())},
         {**TOPK, "memory": ls.LowPass(0.25)},
         {"sparsifier": "exdyna", "density": 0.05},

@@ -128,7 +128,7 @@ class OptimizerBinding:
             self._outermost = optimizer
             if not self.optimizers:
                 self._stepped_by.update(dict.fromkeys(held, weakref.ref(optimizer)))
-        if mine and self._reducer.settings.nonfinite == "skip" and self._reducer.loss_scale() is None:
+        if mine and self._reducer.loss_scale() is None:
             self.skip_void(optimizer)
         self.leave_out(optimizer)
         if self._reducer.settings.delay:
