@@ -29,7 +29,7 @@ from lightning_sparse.integrations.partitions import PartitionMap
 from lightning_sparse.methods import exchanges as _exchanges
 from lightning_sparse.methods import memory as _memory
 from lightning_sparse.methods import sparsifiers as _sparsifiers
-from lightning_sparse.methods.density import Accordion, Constant, DensitySchedule, Warmup
+from lightning_sparse.methods.density import Constant, DensitySchedule, Warmup
 from lightning_sparse.methods.exchanges import *  # noqa: F403
 from lightning_sparse.methods.grouping import GROUPINGS, Grouping, MergeBelow, Rules
 from lightning_sparse.methods.memory import *  # noqa: F403
@@ -53,7 +53,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GROUPINGS",
-    "Accordion",
     "Adam",
     "AdamW",
     "BuildUp",

@@ -299,9 +299,9 @@ class Engine(EngineView):
     def regroup(self, plan: Sequence[Group], messages: Messages | None = None) -> None:
         """Cut the parameters into other groups, from the next step on; collective, between two steps.
 
-        Residuals and momenta belong to parameters and move with them: none is lost. States of sparsifiers and density
-        schedules, such as thresholds, belong to groups and start anew. The residual of a parameter that becomes dense
-        is sent in the next step.
+        Residuals and momenta belong to parameters and move with them: none is lost. States of sparsifiers, such as
+        thresholds, belong to groups and start anew. The residual of a parameter that becomes dense is sent in the next
+        step.
 
         Args:
             plan: groups of the same parameters, see :func:`~lightning_sparse.methods.grouping.make_plan`; whole ones,

@@ -15,13 +15,13 @@ import lightning_sparse as ls
 from lightning_sparse.methods.density import DensitySchedule
 from tests.contract.cases import CASES
 
-SCHEDULES = (ls.Constant, ls.Warmup, ls.Accordion)
+SCHEDULES = (ls.Constant, ls.Warmup)
 KINDS: list[type] = [
     *(kind for registry in (ls.SPARSIFIERS, ls.EXCHANGES, ls.MEMORIES) for _, kind in registry.items()),
     *SCHEDULES,
 ]
 NEEDED: dict[str, Any] = {
-    "density": 0.5, "start": 0.5, "end": 0.1, "steps": 3, "low": 0.1, "high": 0.5, "interval": 2, "max_norm": 1.0,
+    "density": 0.5, "start": 0.5, "end": 0.1, "steps": 3, "max_norm": 1.0,
     "decay": 0.1,
 }  # fmt: skip
 """Settings without a default."""

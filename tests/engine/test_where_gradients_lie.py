@@ -107,8 +107,8 @@ MEMORIES = [
 METHODS: dict[str, dict[str, Any]] = {
     "union_topk": {"sparsifier": "union_topk"},
     "sent densely": {"sparsifier": "topk", "exchange": "dense"},
-    "accordion": {"sparsifier": "shared_topk", "density": ls.Accordion(0.02, 0.2, interval=2)},
-    "everything": {"sparsifier": "everything", "density": ls.Accordion(0.02, 0.2, interval=2)},
+    "shared_topk": {"sparsifier": "shared_topk", "density": 0.05},
+    "everything": {"sparsifier": "everything"},
 }
 AXES: list[list[Any]] = [
     ["bucket", "layer", "model"],

@@ -151,7 +151,6 @@ PLANS: list[dict[str, Any]] = [
     {"memory": ls.ClipByNorm(0.1)},
     {"memory": ls.NoMemory()},
     {"density": ls.Warmup(0.5, 0.05, steps=12)},
-    {"density": ls.Accordion(0.05, 0.5, interval=4)},
     {"executor": "thread"},
     {"executor": "inline"},
     {"find_unused_parameters": True},

@@ -374,7 +374,7 @@ def train_with_and_without(executor: str, seed: int, number: int) -> tuple[tuple
     memory, wrong = MEMORIES[number], bad_batches(seed, batches=PLAIN)
     options = {
         "sparsifier": ["topk", "exdyna", "sidco_e", "clt_k", "union_topk"][(number + seed) % 5],
-        "density": [0.05, ls.Accordion(0.02, 0.2, interval=3)][number % 2],
+        "density": 0.05,
         "grouping": "layer",
         "executor": executor,
         "memory": memory,

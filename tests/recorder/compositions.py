@@ -35,7 +35,7 @@ AXES = {
     "grouping": ["'layer'", "'bucket'", "'model'", *NEEDED["MergeBelow"]],
     "messages": ["step", "group"],
     "executor": ["inline", "thread"],
-    "density": ["0.05", "Warmup(0.3, 0.02, steps=8)", "Accordion(0.02, 0.2, interval=2)", "0.2", "1.0"],
+    "density": ["0.05", "Warmup(0.3, 0.02, steps=8)", "0.2", "1.0"],
     "dtype": ["float32", "bfloat16", "float16", "float64"],
     "optimizer": ["SGD", "momentum", "AdamW", "ls.AdamW"],
     "layout": ["unused", "unused in views", "all used"],

@@ -93,7 +93,7 @@ FIELDS: dict[str, Any] = {
     "settings": TEXT,
     "parameters": {str: {str: VECTOR}},
     "counters": {str: {str: NUMBER}},
-    "groups": [{"name": TEXT, "parameters": [TEXT], "numel": SIZE, "dense?": FLAG, "state": {"density": NAMED}}],
+    "groups": [{"name": TEXT, "parameters": [TEXT], "numel": SIZE, "dense?": FLAG, "state": NAMED}],
     "rates": {str: RATE},
 }
 """The fields of a state, with the kind of each: ``{str: kind}`` is a dict by name, in the top level by name of the

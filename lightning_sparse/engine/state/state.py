@@ -33,7 +33,6 @@ from lightning_sparse.engine.state.schema import (
     to_plain,
     with_pending,
 )
-from lightning_sparse.methods.density import GroupDensity
 
 
 class Shard(NamedTuple):
@@ -50,10 +49,6 @@ class Shard(NamedTuple):
         return cls(0, numel, numel)
 
 
-Learned = tuple[GroupState, GroupDensity]
-"""The state of a group and its density, with what was learned about it."""
-
-
 class LoadPlan(NamedTuple):
     """The engine that a state makes; nothing of it counts before all ranks have a plan."""
 
@@ -62,8 +57,8 @@ class LoadPlan(NamedTuple):
     settings: SparsificationConfig
     groups: list[GroupReducer]
     """New ones, which remember what the state does."""
-    learned: list[Learned | None]
-    """About each group; None: nothing that fits."""
+    learned: list[GroupState | None]
+    """The state of each group, with what was learned about it; None: nothing that fits."""
     misfits: list[str]
     """Sentences about what was learned of groups and does not fit."""
     lost: list[str]
@@ -225,7 +220,7 @@ class EngineState:
             if known is not None and others:
                 plan.misfits.append(f"{_anew(group)}, because it does not fit on {name_ranks(others)}.")
             elif known is not None:
-                group.state, group.density = known
+                group.state = known
         late = plan.state["late"]
         if len({late_of for _, _, (*_, late_of) in on_ranks}) > 1:  # others may know more than the weights of rank 0
             late = self._comm.broadcast_object(late, 0, self._device)
@@ -394,14 +389,11 @@ def _plain_learned(group: GroupReducer) -> dict[str, Any]:
         "dense": plan.dense,
         "parameters": [p.name for p in plan.parameters],
         "numel": plan.numel,
-        "state": {
-            "selector": to_plain((state.selector, state.counts, state.union)),
-            "density": group.density.state_dict(),
-        },
+        "state": {"selector": to_plain((state.selector, state.counts, state.union))},
     }
 
 
-def _understand(group: GroupReducer, learned: Mapping[str, Any], world_size: int) -> Learned:
+def _understand(group: GroupReducer, learned: Mapping[str, Any], world_size: int) -> GroupState:
     """Read what :func:`_plain_learned` gave about a group like this one; changes nothing.
 
     Raises:
@@ -420,6 +412,4 @@ def _understand(group: GroupReducer, learned: Mapping[str, Any], world_size: int
     if counts is not None:
         like = torch.zeros(world_size, dtype=torch.int64, device=group.device)
         counts, union = from_plain(counts, like), from_plain(union, like[0])
-    density = group.density.schedule.for_group()
-    density.load_state_dict(state["density"], group.plan.numel, group.device)
-    return group.state._replace(selector=selector, counts=counts, union=union), density
+    return group.state._replace(selector=selector, counts=counts, union=union)

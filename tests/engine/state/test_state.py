@@ -112,13 +112,12 @@ def go_on(options: dict[str, Any], earlier: bool = False) -> tuple[bool, list[st
     return same, notes, len(found)
 
 
-DENSITIES = [ls.Warmup(0.25, 0.01, 10), ls.Accordion(0.02, 0.2, interval=3), ls.Accordion(0.02, 0.2, interval=4)]
 RUNS: list[dict[str, Any]] = [
     *({"sparsifier": sparsifier} for sparsifier in ("topk", "exdyna", "sidco_e")),  # others: test_checkpoints.py
     {"sparsifier": ls.MiCRO(variant="published")},
     {"sparsifier": ls.ExDyna(variant="published", num_blocks=4), "density": 0.1},
     *({"memory": memory, "sparsifier": "union_topk"} for memory in MEMORIES),
-    *({"density": density} for density in DENSITIES),
+    {"density": ls.Warmup(0.25, 0.01, 10)},
     *({"grouping": grouping} for grouping in ("bucket", "model", ls.MergeBelow(500))),
     {"rules": ls.Rules(densities={"0.*": 0.1}), "executor": "inline"},
 ]
@@ -341,14 +340,6 @@ LEARNED: dict[str, tuple[dict[str, Any], Any]] = {
     "counts": ({"sparsifier": "exdyna"}, put(torch.ones(3).long(), "groups", 0, "state", "selector", 1)),
     "union": ({"sparsifier": "exdyna"}, put(None, "groups", 0, "state", "selector", 2)),
     "numel": ({}, put(7, "groups", 0, "numel")),
-    "no density": (
-        {"density": ls.Accordion(0.02, 0.2, interval=3)},
-        drop("groups", 0, "state", "density", "seen"),
-    ),
-    "density": (
-        {"density": ls.Accordion(0.02, 0.2, interval=3)},
-        put(torch.ones(7), "groups", 0, "state", "density", "total"),
-    ),
 }
 
 
