@@ -25,6 +25,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import timedelta
 from functools import cache
 from itertools import pairwise
+from numbers import Integral, Real
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -427,9 +428,10 @@ class SparsificationConfig:
         return Residual() if self.memory is None else self.memory
 
     @property
-    def algorithm(self) -> str:
-        """Settings that a saved state depends on, as text."""
-        return repr((self.sparsifier, self.density, self.memory_in_use, self.exchange))
+    def algorithm(self) -> dict[str, Any]:
+        """Settings that a saved state depends on, as in :meth:`as_dict`."""
+        kinds = {"sparsifier": self.sparsifier, "density": self.density, "exchange": self.exchange}
+        return {name: _plain(value) for name, value in {**kinds, "memory": self.memory_in_use}.items()}
 
     def as_dict(self) -> dict[str, Any]:
         """Return the settings as plain values, for a logger: ``log_hyperparams(config.as_dict())``.
@@ -490,4 +492,8 @@ def _plain(value: Any) -> Any:
     if is_dataclass(value):
         own = {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
         return {"class": type(value).__name__, **own}
-    return value if value is None or isinstance(value, (str, int, float)) else repr(value)
+    if isinstance(value, (bool, str, type(None))):
+        return value
+    if isinstance(value, Real):  # of numpy, too
+        return int(value) if isinstance(value, Integral) else float(value)
+    return repr(value)

@@ -378,7 +378,8 @@ def test_other_settings_keep_residuals_and_are_told(two_ranks: Ranks, tmp_path: 
     two_ranks(save, str(tmp_path))
     saved = pending_on_disk(tmp_path)
     results = two_ranks(resume, str(tmp_path), SPARSE | {"sparsifier": "topk"})
-    assert "do not fit in every respect. On ranks 0, 1: The settings were" in results[0][0][0]
+    told = "On ranks 0, 1: The settings have changed: sparsifier was UnionTopK(max_factor=2.0), and is TopK()"
+    assert f"do not fit in every respect. {told}" in results[0][0][0]
     assert torch.equal(torch.stack([pending[0] for _, pending, _ in results]), saved)
 
 

@@ -36,10 +36,12 @@ from lightning_sparse.engine.state.schema import NOTHING, State, check_state, ch
 Path = str | os.PathLike[str]
 DENSE = "it is of a training without this exchange"
 """Problem of a rank whose checkpoint nothing waited for: if all ranks have it, it is none."""
-FORMAT = 2
+FORMAT = 3
 """Version of the format of side files and of the marker; changes when their meaning does."""
 MARKER: dict[str, int | str] = {
     "world_size": 1,
+    "node_size": 1,
+    "exchanging": 1,
     "step": 0,
     "global_step": -1,
     "save": r"\w+-\d+",
@@ -248,7 +250,7 @@ def restore(
         problem = reason(error, SideFileError)
     notes = engine.all_gather_object(Note(step, problem))
     trouble, dropped, remarks = by_reason(notes), "", []
-    resized = not trouble and isinstance(marker, dict) and _exchanging(marker) != engine.exchanging
+    resized = not trouble and isinstance(marker, dict) and marker["exchanging"] != engine.exchanging
     if resized and resize == "zero":
         state, dropped = _emptied(state, engine)
     try:
@@ -334,9 +336,8 @@ def _check_marker(marker: Any) -> None:
             fits = isinstance(value, str) and re.fullmatch(expected, value, re.ASCII) is not None
         if not fits:
             raise SideFileError(f"the checkpoint names the {field} {value!r}, which is none")
-    for field in ("node_size", "exchanging"):  # earlier versions had neither
-        value = marker.get(field, 1)
-        if not is_integer(value) or value < 1 or marker["world_size"] % value:
+    for field in ("node_size", "exchanging"):
+        if marker["world_size"] % (value := marker[field]):
             raise SideFileError(
                 f"the checkpoint names the {field} {value!r} of {marker['world_size']} ranks, which is none"
             )
@@ -344,20 +345,13 @@ def _check_marker(marker: Any) -> None:
 
 def _nodes_of(marker: dict[str, Any]) -> tuple[int, int]:
     """Return the number of nodes that a checkpoint was saved by, and of ranks in each, see :class:`.Nodes`."""
-    size = marker.get("node_size", 1)
-    return marker["world_size"] // size, size
-
-
-def _exchanging(marker: dict[str, Any]) -> int:
-    """Return the number of ranks or nodes that exchanged gradients, see :attr:`.EngineView.exchanging`."""
-    number: int = marker.get("exchanging", _nodes_of(marker)[0])
-    return number
+    return marker["world_size"] // marker["node_size"], marker["node_size"]
 
 
 def _read_state(path: Path, marker: dict[str, Any], engine: Engine, load: Callable[[str], Any]) -> State:
     """Read this rank's own state; join those of its node if parts were others; merge all if nodes were."""
     nodes, size = _nodes_of(marker)
-    alike = (nodes, _exchanging(marker)) == (engine.comm.world_size, engine.exchanging)
+    alike = (nodes, marker["exchanging"]) == (engine.comm.world_size, engine.exchanging)
     if alike and size == engine.ranks_of_a_replica:
         return _read(path, marker, engine.rank, load)
     if alike:

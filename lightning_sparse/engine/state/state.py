@@ -23,6 +23,7 @@ from lightning_sparse.engine.state.record import Averages, Kept
 from lightning_sparse.engine.state.schema import (
     STATE_FORMAT,
     State,
+    changes_between,
     check_state,
     checksum,
     from_plain,
@@ -242,7 +243,8 @@ class EngineState:
         whole = with_pending(state, world_size) if self._comm.rank == 0 else state
         plan = LoadPlan(state, settings, [], [], [], lost, whole)
         if not alike and (state["groups"] or any(state["parameters"].values())):  # one device may have left nothing
-            plan.misfits.append(f"The settings were {state['settings']}, and are {settings.algorithm}.")
+            changes = changes_between(state["settings"], settings.algorithm)
+            plan.misfits.append(f"The settings have changed: {'; '.join(changes)}.")
         given = {one["name"]: one for one in state["groups"] if alike and state["world_size"] == world_size}
         # Of dense groups nothing is learned that others could use, and fallback="dense" begins with sparse ones again.
         known_of = {name for one in state["groups"] if not one.get("dense", False) for name in one["parameters"]}
