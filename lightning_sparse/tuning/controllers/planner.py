@@ -68,16 +68,17 @@ class Planner:
         """The profile, for a checkpoint."""
         return None if self.profile is None else self.profile.as_dict()
 
-    def before_step(self, engine: Engine) -> None:
-        """Count steps; after the last timed one, measure the rest and change the groups."""
+    def before_step(self, engine: Engine) -> bool:
+        """Count steps; after the last timed one, measure the rest and change the groups, which is all."""
         profiler = self._profiler
         if profiler is None:
-            return
+            return True
         if profiler.seen == 0 and engine.comm.rank == 0:
             print(f"sparse_ddp: profiling {profiler.steps} steps after {profiler.warmup} of warm-up ...", flush=True)
         if profiler.before_step():
             self._profiler = None
             self._apply(self._measure(profiler, engine), engine)
+        return self._profiler is None
 
     def close(self) -> None:
         """Stop timing backward."""
