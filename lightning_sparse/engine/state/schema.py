@@ -124,10 +124,8 @@ def check_state(state: Any) -> State:
         ValueError: naming what is missing or not as expected.
     """
     if not isinstance(state, Mapping) or not is_integer(state.get("format")) or state["format"] != STATE_FORMAT:
-        found = f"format {_brief(state.get('format', MISSING))}" if isinstance(state, Mapping) else _brief(state)
-        raise ValueError(
-            f"Expected a state of format {STATE_FORMAT}, as Engine.state_dict() gives it, but got {found}."
-        )
+        got = f"format {_brief(state.get('format', MISSING))}" if isinstance(state, Mapping) else _brief(state)
+        raise ValueError(f"Expected a state of format {STATE_FORMAT}, as Engine.state_dict() gives it, but got {got}.")
     whole: State = {"sent": {}, **state}  # of a state that is taken alone
     for name, kind in FIELDS.items():
         _check(whole.get(name, MISSING), kind, f"the state's {name}")
