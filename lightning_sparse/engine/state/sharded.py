@@ -32,7 +32,7 @@ from lightning_sparse.engine.state.schema import State, check_state, dense, with
 
 LATE = "late"
 """Begins the names of averages that come one step late."""
-APART = ("parameters", "pending", "spans")
+APART = ("parameters", "spans")
 """Fields of a state that are saved as tensors, or follow from how parameters are sharded."""
 
 
