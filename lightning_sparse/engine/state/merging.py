@@ -43,7 +43,7 @@ def merge_states(states: Iterable[State]) -> State:
         ...     files = (f"{folder}/{rank}.pt" for rank in range(world_size))
         ...     engine.load_state_dict(ls.merge_states(torch.load(file) for file in files))
         >>> for rank, value in enumerate([1.0, 2.0]):
-        ...     state = {**NOTHING, "format": STATE_FORMAT, "step": 7, "void_steps": 0, "rank": rank, "world_size": 2}
+        ...     state = {**NOTHING, "format": STATE_FORMAT, "step": 7, "skipped_steps": 0, "rank": rank, "world_size": 2}
         ...     state |= {"settings": {}, "parameters": {"weight": {"residual": torch.full((3,), value)}}}
         ...     torch.save(state, f"{folder}/{rank}.pt")
         >>> merged = ls.merge_states(torch.load(f"{folder}/{rank}.pt") for rank in range(2))

@@ -36,7 +36,7 @@ class HiddenDensity(DensitySchedule):
 
     Example:
         >>> import lightning_sparse as ls
-        >>> strategy = ls.SparseDDPStrategy(density=ls.HiddenDensity(0.001, 0.25), grouping="layer", executor="thread")
+        >>> strategy = ls.SparseDDPStrategy(density=ls.tuning.HiddenDensity(0.001, 0.25), grouping="layer", executor="thread")
 
     References:
         Shi et al., Layer-wise Adaptive Gradient Sparsification for Distributed Deep Learning with Convergence

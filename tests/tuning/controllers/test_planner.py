@@ -77,7 +77,12 @@ def train(
 @pytest.mark.parametrize("rule", ["optimal", "published"])
 @pytest.mark.parametrize("executor", by_default(["thread", "inline"]))
 def test_groups_follow_the_profile(two_ranks: Ranks, rule: Any, executor: str) -> None:
-    options = {"density": 0.05, "grouping": ls.OptimalMerge(rule, **SOON), "executor": executor, "dense": ["left.bias"]}
+    options = {
+        "density": 0.05,
+        "grouping": ls.tuning.OptimalMerge(rule, **SOON),
+        "executor": executor,
+        "dense": ["left.bias"],
+    }
     first, second = two_ranks(train, options)
     for key in ("plans", "saved"):
         assert first[key] == second[key]
@@ -86,7 +91,7 @@ def test_groups_follow_the_profile(two_ranks: Ranks, rule: Any, executor: str) -
     assert plans[:3] == [make_plan(sizes, "model", EVERYTHING_SPARSE.also_dense(["left.bias"]))] * 3
     profile = Profile.from_dict(first["saved"])
     rules = EVERYTHING_SPARSE.also_dense(["left.bias"])
-    assert plans[3:] == [make_plan(sizes, ls.OptimalMerge(rule), rules, 0.001, profile, 0.05)] * 3
+    assert plans[3:] == [make_plan(sizes, ls.tuning.OptimalMerge(rule), rules, 0.001, profile, 0.05)] * 3
     # In the order of backward, which is not that of registration.
     layers = [layer.name for layer in profile.layers]
     assert (layers[0], layers[-1]) == ("head", "trunk")
@@ -135,11 +140,11 @@ def collectives_of(options: dict[str, Any], fixed: Line) -> tuple[str, int, Coun
     return *found, seen
 
 
-class Profiled(ls.Constant):
+class Profiled(ls.density.Constant):
     needs_profile = True
 
 
-@pytest.mark.parametrize("grouping", ["layer", ls.OptimalMerge(**SOON)], ids=repr)
+@pytest.mark.parametrize("grouping", ["layer", ls.tuning.OptimalMerge(**SOON)], ids=repr)
 def test_what_travels_together_follows_the_profile(two_ranks: Ranks, grouping: Any) -> None:
     schedule = Profiled(0.05) if grouping == "layer" else 0.05
     options = {"density": schedule, "grouping": grouping, "executor": "thread"}
@@ -156,12 +161,17 @@ def test_what_travels_together_follows_the_profile(two_ranks: Ranks, grouping: A
 
 def shortened_collectives(options: dict[str, Any], fixed: Line) -> tuple[str, int, Counter[str]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ls.Grouping, "profiled_steps", (1, 2))
+        patch.setattr(ls.grouping.Grouping, "profiled_steps", (1, 2))
         return collectives_of(options, fixed)
 
 
 def test_what_is_measured_without_help_is_a_profile(two_ranks: Ranks) -> None:
-    options = {"sparsifier": "exdyna", "density": 0.05, "grouping": ls.OptimalMerge(**SOON), "executor": "thread"}
+    options = {
+        "sparsifier": "exdyna",
+        "density": 0.05,
+        "grouping": ls.tuning.OptimalMerge(**SOON),
+        "executor": "thread",
+    }
     first, second = two_ranks(train, options, None, None)
     assert first["saved"] == second["saved"]
     profile = Profile.from_dict(first["saved"])
@@ -188,7 +198,7 @@ LAYOUTS: list[tuple[dict[str, Any], int]] = [
     by_default(
         [
             # Each sparsifier meets two layouts.
-            ("optimal", "inline", ["union_topk", "topk"]),
+            ("optimal", "inline", ["union_top_k", "top_k"]),
             *((rule, executor, None) for rule in ("optimal", "published") for executor in ("inline", "thread")),
         ]
     ),
@@ -199,9 +209,9 @@ def test_density_1_trains_like_plain_ddp(
     # Bit for bit: with two ranks a sum has one order, and halving is exact.
     for number, (ddp, accumulate) in enumerate(LAYOUTS):
         plain = two_ranks(train, None, ddp, None, accumulate)
-        for sparsifier in ("union_topk", "topk") if sparsifiers is None else [sparsifiers[number % 2]]:
+        for sparsifier in ("union_top_k", "top_k") if sparsifiers is None else [sparsifiers[number % 2]]:
             options = {"sparsifier": sparsifier, "density": 1.0, "executor": executor}
-            options["grouping"] = ls.OptimalMerge(rule, **SOON)
+            options["grouping"] = ls.tuning.OptimalMerge(rule, **SOON)
             for found, expected in zip(two_ranks(train, options, ddp, APART, accumulate), plain, strict=True):
                 assert torch.equal(found["parameters"], expected["parameters"]), (ddp, sparsifier)
                 assert found["plans"][2] != found["plans"][3]
@@ -210,7 +220,7 @@ def test_density_1_trains_like_plain_ddp(
 
 def test_a_schedule_of_density_1_trains_like_plain_ddp(two_ranks: Ranks) -> None:
     plain = two_ranks(train, None)[0]["parameters"]
-    with_default_steps = {"density": ls.HiddenDensity(1.0, 1.0), "grouping": ls.OptimalMerge(**SOON)}
+    with_default_steps = {"density": ls.tuning.HiddenDensity(1.0, 1.0), "grouping": ls.tuning.OptimalMerge(**SOON)}
     for found in two_ranks(train, with_default_steps, None, Line(1e-6, 1e-12)):
         assert torch.equal(found["parameters"], plain)
         assert {group.density for group in found["plans"][-1]} == {1.0}
@@ -232,10 +242,15 @@ def balance(options: dict[str, Any]) -> tuple[int, list[tuple[Tensor, Tensor]]]:
 
 @pytest.mark.parametrize(
     ("executor", "sparsifier"),
-    by_default(product(["thread", "inline"], ["union_topk", "exdyna", "topk", "sidco_e"]), 2),
+    by_default(product(["thread", "inline"], ["union_top_k", "exdyna", "top_k", "sidco_e"]), 2),
 )
 def test_no_residual_is_lost_when_the_plan_comes(two_ranks: Ranks, executor: str, sparsifier: str) -> None:
-    options = {"sparsifier": sparsifier, "density": 0.05, "grouping": ls.OptimalMerge(**SOON), "executor": executor}
+    options = {
+        "sparsifier": sparsifier,
+        "density": 0.05,
+        "grouping": ls.tuning.OptimalMerge(**SOON),
+        "executor": executor,
+    }
     for groups, seen in two_ranks(balance, options):
         assert groups > 1 or executor == "inline"
         for held, missing in seen:
@@ -260,7 +275,7 @@ def attached(options: dict[str, Any], profile: Any, extra: bool, cap: float, sai
 
 
 def test_a_saved_profile_is_used_at_once(two_ranks: Ranks) -> None:
-    options = {"density": 0.05, "grouping": ls.OptimalMerge(**SOON), "executor": "thread"}
+    options = {"density": 0.05, "grouping": ls.tuning.OptimalMerge(**SOON), "executor": "thread"}
     trained = two_ranks(train, options)[0]
     saved, plan = trained["saved"], trained["plans"][-1]
     for ranks in ((0, 1), (0,)):  # what rank 0 knows is enough
@@ -277,7 +292,7 @@ def test_a_saved_profile_is_used_at_once(two_ranks: Ranks) -> None:
         assert [group.name for group in found] == ["head..trunk"]
     # Another grouping and another density in time need nothing else than the same profile.
     for found, timed, _ in two_ranks(
-        attached, options | {"grouping": ls.OptimalMerge("published")}, saved, False, 25, (0,)
+        attached, options | {"grouping": ls.tuning.OptimalMerge("published")}, saved, False, 25, (0,)
     ):
         assert not timed
         assert [p.name for group in found for p in group.parameters] == [p.name for g in plan for p in g.parameters]
@@ -289,8 +304,8 @@ def test_a_saved_profile_is_used_at_once(two_ranks: Ranks) -> None:
         ({}, True, (0, 1)),
         ({"density": 0.06}, False, (0, 1)),
         ({"executor": "inline"}, False, (0, 1)),
-        ({"sparsifier": "topk"}, False, (0, 1)),
-        ({"memory": ls.NoMemory()}, False, (0, 1)),
+        ({"sparsifier": "top_k"}, False, (0, 1)),
+        ({"memory": ls.memories.NoMemory()}, False, (0, 1)),
         ({}, False, (1,)),
         ({}, False, ()),
     ],
@@ -298,7 +313,7 @@ def test_a_saved_profile_is_used_at_once(two_ranks: Ranks) -> None:
 def test_another_profile_is_not_used(
     two_ranks: Ranks, change: dict[str, Any], extra: bool, said_by: tuple[int, ...]
 ) -> None:
-    options = {"density": 0.05, "grouping": ls.OptimalMerge(**SOON), "executor": "thread"}
+    options = {"density": 0.05, "grouping": ls.tuning.OptimalMerge(**SOON), "executor": "thread"}
     saved = known_profile(two_ranks)
     for found, timed, profile in two_ranks(attached, options | change, saved, extra, 0.001, said_by):
         assert [group.name for group in found] == ["model"]
@@ -311,13 +326,13 @@ KNOWN: list[dict[str, Any]] = []
 
 def known_profile(two_ranks: Ranks) -> dict[str, Any]:
     if not KNOWN:
-        options = {"density": 0.05, "grouping": ls.OptimalMerge(**SOON), "executor": "thread"}
+        options = {"density": 0.05, "grouping": ls.tuning.OptimalMerge(**SOON), "executor": "thread"}
         KNOWN.append(two_ranks(train, options)[0]["saved"])
     return KNOWN[0]
 
 
 def test_a_profile_of_more_ranks_is_not_used(three_ranks: Ranks, two_ranks: Ranks) -> None:
-    options = {"density": 0.05, "grouping": ls.OptimalMerge(**SOON), "executor": "thread"}
+    options = {"density": 0.05, "grouping": ls.tuning.OptimalMerge(**SOON), "executor": "thread"}
     for found, timed, _ in three_ranks(attached, options, known_profile(two_ranks), False, 0.001, (0, 1, 2)):
         assert [group.name for group in found] == ["model"]
         assert timed
@@ -336,7 +351,7 @@ def refused(options: dict[str, Any], profile: Any = None, renamed: bool = False)
 
 
 def test_profiles_and_models_that_do_not_fit_are_refused_on_all_ranks(two_ranks: Ranks) -> None:
-    options = {"density": 0.05, "grouping": ls.OptimalMerge(**SOON), "executor": "thread"}
+    options = {"density": 0.05, "grouping": ls.tuning.OptimalMerge(**SOON), "executor": "thread"}
     saved = known_profile(two_ranks)
     layers = [
         [name, [p.replace("trunk", "stem") for p in parameters], *rest] for name, parameters, *rest in saved["layers"]
@@ -362,10 +377,10 @@ def densities(options: dict[str, Any], low: Line, high: Line | None) -> tuple[li
     return seen
 
 
-@pytest.mark.parametrize("grouping", ["layer", ls.OptimalMerge(**SOON)], ids=repr)
+@pytest.mark.parametrize("grouping", ["layer", ls.tuning.OptimalMerge(**SOON)], ids=repr)
 def test_groups_send_what_hides(two_ranks: Ranks, grouping: Any) -> None:
-    schedule = ls.HiddenDensity(0.05, 0.5)
-    options = {"sparsifier": "striped_topk", "density": schedule, "grouping": grouping, "dense": ["left.bias"]}
+    schedule = ls.tuning.HiddenDensity(0.05, 0.5)
+    options = {"sparsifier": "striped_top_k", "density": schedule, "grouping": grouping, "dense": ["left.bias"]}
     with_short_warmup = two_ranks(shortened, options | {"executor": "thread"}, Line(0.0, 0.0), Line(1e-12, 0.0))
     for plan, saved, summary in with_short_warmup:
         profile = Profile.from_dict(saved)
@@ -393,15 +408,15 @@ def test_groups_send_what_hides(two_ranks: Ranks, grouping: Any) -> None:
 @pytest.mark.parametrize(
     ("grouping", "schedule"),
     [
-        ("layer", ls.HiddenDensity(0.05, 0.5)),
-        pytest.param(ls.OptimalMerge(**SOON), ls.HiddenDensity(0.05, 0.5), marks=pytest.mark.thorough),
-        (ls.OptimalMerge(**SOON), 0.1),
+        ("layer", ls.tuning.HiddenDensity(0.05, 0.5)),
+        pytest.param(ls.tuning.OptimalMerge(**SOON), ls.tuning.HiddenDensity(0.05, 0.5), marks=pytest.mark.thorough),
+        (ls.tuning.OptimalMerge(**SOON), 0.1),
     ],
     ids=repr,
 )
 def test_densities_of_their_own_are_kept(two_ranks: Ranks, grouping: Any, schedule: Any) -> None:
     own = {"trunk.*": 0.9, "head.weight": 0.001}
-    options = {"sparsifier": "striped_topk", "density": schedule, "grouping": grouping, "executor": "thread"}
+    options = {"sparsifier": "striped_top_k", "density": schedule, "grouping": grouping, "executor": "thread"}
     options["rules"] = ls.Rules(["left.bias"], densities=own)
     for plan, saved, _ in two_ranks(shortened, options, Line(0.0, 0.0), None):
         tried = [0.1] if schedule == 0.1 else [0.05, math.sqrt(0.025), 0.5]
@@ -417,7 +432,7 @@ def test_densities_of_their_own_are_kept(two_ranks: Ranks, grouping: Any, schedu
 
 
 @dataclass(frozen=True)
-class InHalves(ls.Grouping):
+class InHalves(ls.grouping.Grouping):
     """The layers of the first half of backward, and the others."""
 
     needs_profile = True
@@ -439,7 +454,7 @@ class InHalves(ls.Grouping):
 
 
 @dataclass(frozen=True)
-class ByBackward(ls.DensitySchedule):
+class ByBackward(ls.density.DensitySchedule):
     """0.5 for the group that is complete last, 0.05 for the others."""
 
     needs_profile = True
@@ -455,7 +470,7 @@ class ByBackward(ls.DensitySchedule):
 
 
 def test_groupings_and_densities_of_ones_own_can_follow_from_a_profile(two_ranks: Ranks) -> None:
-    options = {"sparsifier": "striped_topk", "grouping": InHalves(), "executor": "thread"}
+    options = {"sparsifier": "striped_top_k", "grouping": InHalves(), "executor": "thread"}
     for plan, saved, _ in two_ranks(densities, {**options, "density": 0.05}, Line(0.0, 0.0), None):
         assert [group.name for group in plan] == ["early", "late at 0.05"]
         assert sum(len(group.parameters) for group in plan) == sum(len(layer[1]) for layer in saved["layers"])
@@ -467,12 +482,12 @@ def test_groupings_and_densities_of_ones_own_can_follow_from_a_profile(two_ranks
 def shortened(options: dict[str, Any], low: Line, high: Line | None) -> Any:
     """With a profile after three steps, whatever the grouping says."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ls.Grouping, "profiled_steps", (1, 2))
+        patch.setattr(ls.grouping.Grouping, "profiled_steps", (1, 2))
         return densities(options, low, high)
 
 
 def test_before_the_profile_a_schedule_stays_at_its_floor(two_ranks: Ranks) -> None:
-    options = {"sparsifier": "striped_topk", "density": ls.HiddenDensity(0.02, 0.5)}
+    options = {"sparsifier": "striped_top_k", "density": ls.tuning.HiddenDensity(0.02, 0.5)}
     for density, plan in two_ranks(first_step, options):
         assert density == pytest.approx(0.02, rel=0.02)
         assert {group.density for group in plan} == {None}
@@ -489,7 +504,7 @@ def first_step(options: dict[str, Any]) -> tuple[float, list[Group]]:
 
 def closed_early() -> list[bool]:
     with contextlib.redirect_stdout(io.StringIO()):
-        model, engine = wrapped({"grouping": ls.OptimalMerge(**SOON)})
+        model, engine = wrapped({"grouping": ls.tuning.OptimalMerge(**SOON)})
         model(batches(1)[0]).square().mean().backward()
         before = bool(model._forward_hooks)
         engine.close()
@@ -503,7 +518,7 @@ def test_a_closed_engine_watches_nothing(two_ranks: Ranks) -> None:
 def unused() -> tuple[list[Group], dict[str, Any], bool]:
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
         fix_costs(patch, APART)
-        options = {"sparsifier": "topk", "density": 0.05, "grouping": ls.OptimalMerge(**SOON)}
+        options = {"sparsifier": "top_k", "density": 0.05, "grouping": ls.tuning.OptimalMerge(**SOON)}
         model, engine = wrapped(options, {"find_unused_parameters": True})
         for batch in batches(5):
             model.zero_grad()
@@ -527,15 +542,15 @@ def delivered(cap: float | None) -> tuple[list[float], list[int]]:
     with contextlib.redirect_stdout(io.StringIO()):
         module = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(14)))
         model = DistributedDataParallel(module, **({} if cap is None else {"bucket_cap_mb": cap}))
-        engine = ls.attach(model, sparsifier="topk", grouping=ls.OptimalMerge(**SOON), executor="inline")
+        engine = ls.attach(model, sparsifier="top_k", grouping=ls.tuning.OptimalMerge(**SOON), executor="inline")
         seen: list[int] = []
-        receive = engine.receive
+        receive = engine._receive
 
         def note(bucket: Any) -> Any:
             seen.append(bucket.buffer().numel())
             return receive(bucket)
 
-        engine.receive = note
+        engine._receive = note
         for _ in range(5):
             seen.clear()
             model(torch.ones(2, 256)).sum().backward()
@@ -557,8 +572,8 @@ def everything_dense() -> list[str]:
     told = []
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
         fix_network(patch)
-        for density in (0.01, ls.HiddenDensity()):
-            options = {"density": density, "grouping": ls.OptimalMerge(**SOON), "dense": ["*"]}
+        for density in (0.01, ls.tuning.HiddenDensity()):
+            options = {"density": density, "grouping": ls.tuning.OptimalMerge(**SOON), "dense": ["*"]}
             model, engine = wrapped(options)
             for batch in batches(5):
                 model(batch).square().mean().backward()
@@ -596,7 +611,7 @@ def test_a_thread_needs_a_processor(two_ranks: Ranks, executor: str, processors:
 def test_one_rank_plans_for_itself(tmp_path: Any) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        settings = {"density": 0.05, "grouping": ls.OptimalMerge(**SOON), "single_device": "sparse"}
+        settings = {"density": 0.05, "grouping": ls.tuning.OptimalMerge(**SOON), "single_device": "sparse"}
         seen = train(settings, None, None)
     finally:
         dist.destroy_process_group()
@@ -613,14 +628,14 @@ def test_one_rank_plans_for_itself(tmp_path: Any) -> None:
     ("grouping", "density", "expected"),
     [
         ("layer", 0.1, False),
-        (ls.OptimalMerge(), 0.1, True),
+        (ls.tuning.OptimalMerge(), 0.1, True),
         ("optimal_merge", 0.1, True),
-        ("layer", ls.HiddenDensity(), True),
+        ("layer", ls.tuning.HiddenDensity(), True),
         ("layer", ls.Warmup(0.1, 0.01, 5), False),
     ],
 )
 def test_only_those_who_need_a_profile_make_one(grouping: Any, density: Any, expected: bool) -> None:
-    settings = ls.SparsificationConfig(sparsifier="topk", density=density, grouping=grouping)
+    settings = ls.engine.config.SparsificationConfig(sparsifier="top_k", density=density, grouping=grouping)
     assert Planner.wanted(settings) == expected
 
 
@@ -628,12 +643,12 @@ def test_a_schedule_that_needs_a_profile_refuses_bad_settings() -> None:
     for name in ("floor", "cap"):
         for value in (0, 1.1, -0.1, math.nan, True, "much"):
             with pytest.raises(ValueError, match=rf"Expected {name} to be a number in \(0, 1\]"):
-                ls.HiddenDensity(**{name: value})
+                ls.tuning.HiddenDensity(**{name: value})
     with pytest.raises(ValueError, match=r"Expected floor to be at most cap, but got floor=0\.2 and cap=0\.1"):
-        ls.HiddenDensity(0.2, 0.1)
+        ls.tuning.HiddenDensity(0.2, 0.1)
     for floor, cap in ((0.001, 0.1), (0.3, 0.3), (1.0, 1.0)):
-        tried = ls.HiddenDensity(floor, cap).tried
+        tried = ls.tuning.HiddenDensity(floor, cap).tried
         assert (tried[0], tried[-1]) == (floor, cap)
         assert tried == sorted(set(tried))
         assert len(tried) == (1 if floor == cap else 3)
-        assert ls.HiddenDensity(floor, cap)(1000) == floor
+        assert ls.tuning.HiddenDensity(floor, cap)(1000) == floor
