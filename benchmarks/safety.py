@@ -1,10 +1,10 @@
 """What do skipped steps that can be taken back, and the watchdogs, cost?
 
 Two processes on one machine train over loopback. Two copies of a model take turns, in an order that is reversed from
-round to round: "guarded" with the defaults (`nonfinite="skip"`, `Watch()`), and "bare" with `nonfinite="nan"` and
-`watch=None`. A turn's time is the slower rank's; ratios are medians of paired turns with quartiles. Looks of the
-watchdog come once in a hundred steps and miss most turns, so that the time inside everything that exists for safety
-is also added up with a clock: concluding steps, hearing the verdict, dropping gradients, looks.
+round to round: "guarded" with the defaults, and "bare" with `watch=None`, which skips steps as well. A turn's time is
+the slower rank's; ratios are medians of paired turns with quartiles. Looks of the watchdog come once in a hundred steps
+and miss most turns, so that the time inside everything that exists for safety is also added up with a clock: concluding
+steps, hearing the verdict, dropping gradients, looks.
 
     python benchmarks/safety.py
     python benchmarks/safety.py --models [digits] --rounds 100
@@ -68,7 +68,7 @@ class Variant:
     def __init__(self, model: type, guarded: bool, options: dict[str, Any]) -> None:
         torch.manual_seed(0)
         self.ddp = DistributedDataParallel(model())
-        bare = {} if guarded else {"nonfinite": "nan", "watch": None}
+        bare = {} if guarded else {"watch": None}
         self.engine = ls.attach(self.ddp, **options, **bare)
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=1e-3)
         self.guarded = guarded

@@ -55,7 +55,6 @@ def test_what_travels_together_is_left_open_only_where_a_profile_decides(given: 
     decided: list[tuple[str, dict[str, Any]]] = [
         ("step", {"grouping": "layer"}),
         ("auto", {"grouping": ls.tuning.OptimalMerge()}),
-        ("auto", {"density": ls.tuning.TimeBudget()}),
         ("group", {"density": ls.tuning.HiddenDensity()}),
         ("group", {"grouping": ls.tuning.OptimalMerge("published")}),
         ("group", {"grouping": ls.tuning.OptimalMerge(), "density": ls.tuning.HiddenDensity()}),
@@ -72,7 +71,6 @@ def test_what_travels_together_is_left_open_only_where_a_profile_decides(given: 
         ({"executor": "tread"}, "one of 'auto', 'inline', 'thread', but got 'tread'. Did you mean 'thread'?"),
         ({"messages": "steps"}, "one of 'auto', 'step', 'group', but got 'steps'. Did you mean 'step'?"),
         ({"fallback": "dense"}, "Expected fallback to be True or False, but got 'dense'."),
-        ({"nonfinite": None}, "Expected nonfinite to be 'skip' or 'nan', but got None."),
         ({"lr_aware": 1}, "Expected lr_aware to be True or False, but got 1."),
         (
             {"lr_aware": True, "memory": ls.memories.NoMemory()},

@@ -70,8 +70,7 @@ def attach(ddp: DistributedDataParallel, **keywords: Any) -> Engine:
 
     Then call ``engine.bind([optimizer])``: it lets the engine take the steps of torch's Adam and AdamW, gives
     ``lr_aware`` the learning rates, and checks the optimizer against the memory. Steps with gradients that are not
-    finite on some rank are left out on all; with ``nonfinite="nan"`` the optimizer takes them. With loss scaling, pass
-    the ``scaler``.
+    finite on some rank are left out on all. With loss scaling, pass the ``scaler``.
 
     Returns:
         The engine, for statistics and for :meth:`Engine.close`.

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.core.checks import expect
-from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.messages import Steps
 from lightning_sparse.core.step import Context, GroupState
 from lightning_sparse.engine.delivery import spread_divisor
@@ -127,11 +126,11 @@ def _run(
         return settle_group(state, proposed, proposed.skipped, memory), proposed
 
     states: list[GroupState] = []
-    alike, density, counted = None, schedule.for_group(), 0
+    alike, counted = None, 0
     for number, rows in enumerate(gradients):
         alike = _check_rows(rows, alike)
         n, numel = rows.shape
-        ctx = Context(step=counted, density=density(counted), rank=0, world_size=n)
+        ctx = Context(step=counted, density=schedule(counted), rank=0, world_size=n)
         if not states:
             first = numel, rows.dtype, rows.device, ctx._replace(density=schedule(0))
             states = [init_group(*first, memory=memory, sparsifier=sparsifier) for _ in range(n)]
@@ -139,7 +138,6 @@ def _run(
         steps = [run(grads[rank], states[rank], ctx._replace(rank=rank)) for rank in range(n)]
         states, proposed = (list(of_ranks) for of_ranks in zip(*drive_ranks(steps), strict=True))
         if not proposed[0].skipped:
-            density.observe(counted, Gradient([grads[0]]))
             counted += 1
         norms = [norm_of(memory.residual(state.memory)) for state in states]
         yield _trace(number, ctx, grads[0], proposed, norms, sparsifier.ranges(numel, states[0].selector, ctx))

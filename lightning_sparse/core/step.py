@@ -40,7 +40,11 @@ class Agreement(Enum):
 
 
 class Context(NamedTuple):
-    """Facts of a step that any part may read. Equal on all ranks, except ``rank``."""
+    """Facts of a step that any part may read.
+
+    Equal on all ranks, except ``rank``, and what is of this rank's own gradient or memory: ``second``, ``candidates``
+    and ``finite``.
+    """
 
     step: int
     """Synchronised backward passes before this one."""

@@ -25,6 +25,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import timedelta
 from functools import cache
 from itertools import pairwise
+from numbers import Integral, Real
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -331,8 +332,8 @@ class SparsificationConfig(Settings):
     """Messages that travel together: "step" joins those of all groups when the last gradients of a step are here, so
     that a step takes two or three collectives however many groups there are; "group" sends those of each group as soon
     as its own gradients are here, while backward goes on; "auto" is "step" with most settings, "group" with
-    ``HiddenDensity`` and ``OptimalMerge("published")``, and with ``OptimalMerge()`` and ``TimeBudget`` the one that a
-    profile of the first steps predicts to be better."""
+    ``HiddenDensity`` and ``OptimalMerge("published")``, and with ``OptimalMerge()`` the one that a profile of the
+    first steps predicts to be better."""
     dense: Sequence[str] = ()
     """Shell-style patterns of parameter names that stay dense, such as ``["*.bias"]``, next to those of ``rules``; each
     has to match."""
@@ -357,11 +358,6 @@ class SparsificationConfig(Settings):
     single_device: Literal["dense", "sparse"] = "dense"
     """Way to train with one rank only: "dense" trains as plain DDP does, "sparse" selects coordinates and keeps
     residuals as with several ranks, to try a method."""
-    nonfinite: Literal["skip", "nan"] = "skip"
-    """Response to a gradient that is not finite on some rank. All ranks agree, nothing is sent, finite gradients wait
-    in the residuals, and averages become NaN. With loss scaling the scaler skips the step. Without: "skip" leaves the
-    optimizer's step out on all ranks (on CUDA, the host waits for backward to learn about it, but for fused
-    optimizers), "nan" leaves it to the optimizer, as plain DDP does."""
     lr_aware: bool = False
     """Rescale residuals when the learning rate changes: multiply those of each parameter group by
     ``lr_old / lr_new``. For SGD; refused with optimizers that scale gradients by themselves, such as Adam."""
@@ -439,9 +435,10 @@ class SparsificationConfig(Settings):
         return as_exchange(self.exchange, self.sparsifier, self.memory_in_use)
 
     @property
-    def algorithm(self) -> str:
-        """Settings that a saved state depends on, as text."""
-        return repr((self.sparsifier, self.density, self.memory_in_use, self.exchange_in_use))
+    def algorithm(self) -> dict[str, Any]:
+        """Settings that a saved state depends on, as in :meth:`as_dict`."""
+        kinds = {"sparsifier": self.sparsifier, "density": self.density, "exchange": self.exchange_in_use}
+        return {name: _plain(value) for name, value in {**kinds, "memory": self.memory_in_use}.items()}
 
     def as_dict(self) -> dict[str, Any]:
         """Return the settings as plain values, for a logger: ``log_hyperparams(config.as_dict())``.
@@ -505,4 +502,8 @@ def _plain(value: Any) -> Any:
     if is_dataclass(value):
         own = {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
         return {"class": type(value).__name__, **own}
-    return value if value is None or isinstance(value, (str, int, float)) else repr(value)
+    if isinstance(value, (bool, str, type(None))):
+        return value
+    if isinstance(value, Real):  # of numpy, too
+        return int(value) if isinstance(value, Integral) else float(value)
+    return repr(value)

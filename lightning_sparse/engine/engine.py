@@ -75,6 +75,8 @@ class Engine(EngineView):
         self.frozen = dict(frozen or {})
         """Parameters of the model that needed no gradient when it was wrapped."""
         self.observers: list[StepObserver] = []
+        self._called: list[StepObserver] = []
+        """:attr:`observers` that have not said yet that they are done."""
         self.on_warning: Callable[[str, str], None] | None = None
         """Called on rank zero with the kind of each warning and the sentence, for those who pass it on."""
         self.accumulates = False
@@ -155,7 +157,7 @@ class Engine(EngineView):
     def ignore_skipped(self, optimizer: torch.optim.Optimizer) -> None:
         """Let this optimizer's next step ignore the NaN gradients of a skipped step.
 
-        With ``nonfinite="skip"`` and without a loss scale, the engine does so by itself when the step begins. Call this
+        Without a loss scale, the engine does so by itself when the step begins. Call this
         where other code reads gradients before that.
 
         On a device, torch's fused optimizers get the flag of a skipped step as from a ``GradScaler``, and the host does
@@ -271,13 +273,14 @@ class Engine(EngineView):
             rank_zero_warn(sentence)
 
     def add_observer(self, observer: StepObserver) -> None:
-        """Call an observer, which may change groups, at the start of every exchange until the engine is closed.
+        """Call an observer, which may change groups, at the start of every exchange until it is done.
 
         Raises:
             ValueError: for an object without the methods of a :class:`StepObserver`.
         """
         expect(can_observe(observer), "observer", "an object with before_step(engine) and close()", observer)
         self.observers.append(observer)
+        self._called.append(observer)
 
     def _go_direct(self, for_good: bool = False) -> bool:
         """Average DDP's buckets just as DDP does without a hook, until groups change; for plans that are all dense.
@@ -300,9 +303,9 @@ class Engine(EngineView):
     def regroup(self, plan: Sequence[Group], messages: Messages | None = None) -> None:
         """Cut the parameters into other groups, from the next step on; collective, between two steps.
 
-        Residuals and momenta belong to parameters and move with them: none is lost. States of sparsifiers and density
-        schedules, such as thresholds, belong to groups and start anew. The residual of a parameter that becomes dense
-        is sent in the next step.
+        Residuals and momenta belong to parameters and move with them: none is lost. States of sparsifiers, such as
+        thresholds, belong to groups and start anew. The residual of a parameter that becomes dense is sent in the next
+        step.
 
         Args:
             plan: groups of the same parameters, see :func:`~lightning_sparse.methods.grouping.make_plan`; whole ones,
@@ -382,8 +385,9 @@ class Engine(EngineView):
                 self.router.regroup(self.plan, self.messages)
             if not self._compared_kernels:
                 self._compare_kernels()
-            for observer in self.observers:
-                observer.before_step(self)
+            for observer in list(self._called):
+                if observer.before_step(self) is True:
+                    self._called.remove(observer)
             if self.settings.lr_aware:
                 self.router.rescale()
 
@@ -632,11 +636,15 @@ class Engine(EngineView):
 class StepObserver(Protocol):
     """Interface of observers: called at the start of every step of an engine, whose groups they may change."""
 
-    def before_step(self, engine: Engine) -> None:
-        """Called on all ranks when the first gradients of a step are here and nothing is exchanged yet."""
+    def before_step(self, engine: Engine) -> bool | None:
+        """Called on all ranks when the first gradients of a step are here and nothing is exchanged yet.
+
+        Returns:
+            True: done, do not call this again.
+        """
 
     def close(self) -> None:
-        """End with the engine."""
+        """End with the engine, also when done."""
 
 
 def can_observe(given: Any) -> bool:

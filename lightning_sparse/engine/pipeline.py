@@ -334,9 +334,8 @@ class GroupReducer:
     ) -> None:
         self.plan = plan
         self.spans = plan.offsets()
-        schedule = settings.density if plan.density is None else Constant(plan.density)
-        self.density = schedule.for_group()
-        self.always_whole = schedule == Constant(1.0)
+        self.density = settings.density if plan.density is None else Constant(plan.density)
+        self.always_whole = self.density == Constant(1.0)
         """True if a density of 1 is all that this group will ever have."""
         # A group that becomes dense must be able to send what it remembers.
         memory = settings.memory_in_use
@@ -484,7 +483,7 @@ class GroupReducer:
             given.spread_(grad.runs[0])
         delivery = self.delivery(proposed.update.indices, proposed.divisor, ctx.world_size)
         delivery.sample([self.arrived[name] for name in self.spans], scale)
-        self.exchange_made = Exchanged(ctx.step, proposed, grad, spans, delivery, scale)
+        self.exchange_made = Exchanged(proposed, spans, delivery)
 
     def delivery(self, indices: Tensor | None, by: Tensor | None, ranks: int, whole: bool | None = None) -> Delivery:
         """Return the facts about averages of this group, see :class:`Delivery`."""
@@ -530,9 +529,6 @@ class GroupReducer:
         where = slice(None) if sent is None else sent.clamp(max=self.plan.numel - 1)
         before = None if residual is None else residual[where].clone()
         self.state = settle_group(self.state, made.proposed, skipped, self.memory, made.unused)
-        if static_shapes(self.device) or not skipped:
-            places = None if static_shapes(self.device) else made.proposed.statistics.indices
-            self.density.observe(made.step, made.grad, skipped, places, made.scale)
         if residual is None or before is None:
             return None
         return Averages(self.spans, None if isinstance(where, slice) else where, before - residual[where])
@@ -559,15 +555,10 @@ class GroupReducer:
 class Exchanged(NamedTuple):
     """A step of a group that has been exchanged."""
 
-    step: int
     proposed: Proposed
-    grad: Gradient
-    """The average."""
     unused: list[slice]
     """Places of parameters that no rank used."""
     delivery: Delivery
-    scale: Tensor | None
-    """() that the loss, and the average, is multiplied by."""
 
 
 def tensors_in(state: Any) -> Iterator[Tensor]:

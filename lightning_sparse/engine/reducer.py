@@ -361,7 +361,7 @@ class Reducer(Groups):
             averages: buffers, and the futures that end when they hold averages.
         """
         skipped = None
-        if self.settings.nonfinite == "skip" and self.loss_scale() is None:  # else a scaler looks, or nobody
+        if self.loss_scale() is None:  # else a scaler looks
             for average, _ in averages:
                 average.wait()
             skipped = self._anywhere_within(~torch.stack([all_finite(buffer) for _, buffer in averages]).all())
@@ -534,10 +534,7 @@ class Reducer(Groups):
             if at_once and (not self.on_stream.host_knows or skipped):
                 used = (group.arrived[name] for group in self.groups for name in group.arrived.keys() - group.unused)
                 fill_nan_(used, skipped)
-            # On a device, with nonfinite="nan" and without a loss scale, nobody asks.
-            asked = self.on_stream.host_knows or self.settings.nonfinite == "skip" or self.loss_scale() is not None
-            flag = skipped if asked else None
-            decision = Decision(flag, self.on_stream.stream, self.comm.wait_until, self._headers)
+            decision = Decision(skipped, self.on_stream.stream, self.comm.wait_until, self._headers)
             with self.record.changing():
                 averages = {name: each for group in self.groups for name, each in group.averages.items()}
                 sent = [gone for group in self.groups if (gone := group.settle(skipped)) is not None]

@@ -3,8 +3,7 @@
 **The header** of a step is sent with its first message, so that ranks notice that they have drifted apart. It holds a
 rank's step, its flush flag, and a digest of its settings and groups. If one of these differs, messages mean different
 things on different ranks, though their shapes may match. All ranks then raise an error that names the difference: on
-the CPU before any result of the step is used; on a device when the host learns if the step is skipped (with
-``nonfinite="nan"`` and without a loss scale, the host does not ask, and headers are not checked).
+the CPU before any result of the step is used; on a device when the host learns if the step is skipped.
 
 The header travels with other messages. If the difference changes their length, as for a rank that flushes alone, the
 header may not arrive: the network fails, or waits until the timeout.

@@ -76,8 +76,7 @@ class EngineView:
         """True if ``.grad`` belongs to a skipped step: a gradient of some rank was not finite.
 
         All ranks then hold NaN gradients, and finite ones wait in the residuals. The optimizer must skip the step, as a
-        ``GradScaler`` does and as the strategies do with ``nonfinite="skip"``. On a device, asking waits for the
-        exchange; with ``nonfinite="nan"`` and no loss scale, the answer there is always False.
+        ``GradScaler`` does and as the strategies do. On a device, asking waits for the exchange.
         """
         return self._record.skipped
 

@@ -236,7 +236,7 @@ class SparseStrategy:
             drop: remove the gradients of such a step, for any optimizer.
         """
         scaler = getattr(precision, "scaler", None)
-        if self.config.nonfinite != "skip" or (scaler is not None and scaler.is_enabled()):
+        if scaler is not None and scaler.is_enabled():
             return
         for engine in self.engines:
             (engine.drop_skipped if drop else engine.ignore_skipped)(optimizer)

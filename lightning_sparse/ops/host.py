@@ -510,14 +510,6 @@ def put_in_runs_(runs: Sequence[Tensor], indices: Tensor, values: Tensor) -> Non
     written(*runs)
 
 
-def take_from_runs(runs: Sequence[Tensor], indices: Tensor) -> Tensor:
-    """Return ``x[indices]`` where x lies in several runs."""
-    taken = runs[0].new_empty(len(indices))
-    for run, chosen, places in _by_run(runs, indices):
-        taken[chosen] = run.index_select(0, places)
-    return taken
-
-
 def _by_run(runs: Sequence[Tensor], indices: Tensor) -> Iterator[tuple[Tensor, slice | Tensor, Tensor]]:
     """Of each run that some indices fall into: it, which ones these are, and where they lie in it."""
     starts = torch.tensor([0, *(len(run) for run in runs)], device="cpu").cumsum(0)

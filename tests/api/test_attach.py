@@ -81,6 +81,29 @@ def test_what_cannot_observe_is_refused_before_the_first_step(two_ranks: Ranks) 
         assert all("Expected observers to be a list of objects with before_step(engine)" in one for one in said)
 
 
+class Counting:
+    def __init__(self, last: int) -> None:
+        self.last, self.calls, self.closed = last, 0, False
+
+    def before_step(self, engine: ls.Engine) -> bool:
+        self.calls += 1
+        return self.calls == self.last
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_an_observer_that_is_done_is_not_called_again_and_closed_at_the_end(one_rank: None) -> None:
+    observers = [Counting(2), Counting(1), Counting(9)]
+    ddp = DistributedDataParallel(nn.Linear(60, 60))
+    engine = ls.attach(ddp, **SPARSE, single_device="sparse", observers=observers)
+    for _ in range(4):
+        ddp(torch.ones(1, 60)).sum().backward()
+    assert not any(one.closed for one in observers)
+    engine.close()
+    assert [(one.calls, one.closed) for one in observers] == [(2, True), (1, True), (4, True)]
+
+
 def told_of_a_profile() -> str:
     return told(DistributedDataParallel(nn.Linear(3, 3)), profile=on_rank(1, 3, None))
 

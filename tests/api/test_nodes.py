@@ -382,7 +382,7 @@ def refused(size: Any, hosts: list[str] | None, options: dict[str, Any]) -> str:
         (2, None, {"delay": 1}, "Expected delay to be 0 with node_size"),
         (2, None, {"fallback": True}, "Expected fallback to be False with node_size"),
         (2, None, {"grouping": ls.tuning.OptimalMerge()}, "Expected grouping to be one without a profile"),
-        (2, None, {"density": ls.tuning.TimeBudget(0.1)}, "Expected density to be one without a profile"),
+        (2, None, {"density": ls.tuning.HiddenDensity()}, "Expected density to be one without a profile"),
     ],
 )
 def test_what_cannot_be_nodes_is_refused_on_all_ranks(

@@ -18,7 +18,7 @@ from lightning_sparse.methods.density import DensitySchedule
 from lightning_sparse.tools.advisor.prediction import scenarios
 from tests.contract.cases import CASES
 
-SCHEDULES = (ls.density.Constant, ls.Warmup, ls.density.Accordion)
+SCHEDULES = (ls.density.Constant, ls.Warmup)
 KINDS: list[type] = [
     *(
         kind
@@ -28,7 +28,7 @@ KINDS: list[type] = [
     *SCHEDULES,
 ]
 NEEDED: dict[str, Any] = {
-    "density": 0.5, "start": 0.5, "end": 0.1, "steps": 3, "low": 0.1, "high": 0.5, "interval": 2, "max_norm": 1.0,
+    "density": 0.5, "start": 0.5, "end": 0.1, "steps": 3, "max_norm": 1.0,
     "decay": 0.1,
 }  # fmt: skip
 """Settings without a default."""
@@ -123,12 +123,12 @@ def test_numbers_of_numpy_are_kept_as_those_of_python() -> None:
     [
         {"density": 0.5}, {"bucket_cap_mb": 4}, {"bucket_cap_mb": 0.5}, {"lr_aware": True}, {"node_size": 2},
         {"save_residuals": False}, {"find_unused_parameters": True}, {"watch": {"every": 7}},
-        {"rules": {"densities": {"a": 0.25}}}, {"density": {"low": 0.1, "high": 0.5, "interval": 2, "milestones": [4]}},
+        {"rules": {"densities": {"a": 0.25}}}, {"density": {"start": 0.5, "end": 0.125, "steps": 4}},
     ],
     ids=str,
 )  # fmt: skip
 def test_strategies_save_numbers_of_numpy_as_those_of_python(given: dict[str, Any]) -> None:
-    makers: dict[str, Any] = {"watch": ls.Watch, "rules": ls.Rules, "density": ls.density.Accordion}
+    makers: dict[str, Any] = {"watch": ls.Watch, "rules": ls.Rules, "density": ls.Warmup}
 
     def made(value: Any) -> Any:
         [(name, setting)] = given.items()

@@ -167,30 +167,6 @@ def test_every_sparsifier_keeps_ranks_equal_below(two_ranks: Ranks, sparsifier: 
     assert bool(torch.isfinite(first).all())
 
 
-def follow_accordion(options: dict[str, Any]) -> list[float]:
-    """Density at each step: gradients of one size for six steps, five times larger ones after them."""
-    ddp, engine = wrapped("default", torch.float64, **options)
-    assert engine is not None
-    densities = []
-    for step in range(12):
-        ddp.zero_grad()
-        output = ddp(torch.ones(4, 20, dtype=torch.float64) * (1 + dist.get_rank()))
-        (output.sum() * (5 if step >= 6 else 1)).backward()
-        densities.append(round(engine.summary()["density"], 2))
-    engine.close()
-    return densities
-
-
-def test_accordion_switches_densities_alike_on_all_ranks(two_ranks: Ranks) -> None:
-    schedule = ls.density.Accordion(low=0.1, high=0.5, interval=2, threshold=0.5)
-    options = {"sparsifier": "striped_top_k", "density": schedule, "grouping": "model"}
-    first, second = two_ranks(follow_accordion, options)
-    assert first == second
-    assert first[:4] == [0.5] * 4  # nothing to compare with until two intervals are over
-    assert first[4:6] == [0.1] * 2
-    assert set(first[6:]) == {0.1, 0.5}  # back up when gradients grow
-
-
 PLANS: list[tuple[Any, list[str]]] = [
     ("bucket", []),
     ("layer", []),

@@ -131,7 +131,6 @@ SHIFTED: dict[str, list[dict[str, Any]]] = {
         {"density": 1.0},
         {"sparsifier": "everything"},
         {"density": ls.Warmup(1.0, 0.05, 3)},
-        {"density": ls.density.Accordion(0.05, 0.2, interval=2), "grouping": "layer"},
         {"gradient_as_bucket_view": True},
         {"find_unused_parameters": True, "grouping": "model"},
     ],

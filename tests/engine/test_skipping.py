@@ -117,10 +117,6 @@ def test_a_step_that_is_left_out_is_told_once(streams: Streams) -> None:
     assert len([one for one in told if "not finite" in str(one.message)]) == 1
 
 
-def test_with_nan_a_step_is_left_to_the_optimizer(streams: Streams) -> None:
-    assert not flat(Run(FUSED["Adam"], skip=None, nonfinite="nan").steps({SKIPPED}).ddp).isfinite().all()
-
-
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_scaler_that_the_engine_was_not_shown_skips_as_ever(one_rank: None, fused: bool) -> None:
     run = Run(lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=fused), skip=None)

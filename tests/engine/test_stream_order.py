@@ -161,10 +161,6 @@ def several_buckets_of_a_group() -> None:
     Training({"bucket_cap_mb": 0.004}, grouping="model").steps()
 
 
-def nonfinite_gradients_that_nobody_asks_about() -> None:
-    Training(nonfinite="nan").steps()
-
-
 def loss_scale() -> None:
     training = Training()
     scale = torch.full((), 4.0)
@@ -301,7 +297,6 @@ RUNS: list[Callable[[], None]] = [
     clipped_gradients,
     messages_by_group,
     several_buckets_of_a_group,
-    nonfinite_gradients_that_nobody_asks_about,
     loss_scale,
     regroup_in_the_first_hook,
     regroup_between_steps,

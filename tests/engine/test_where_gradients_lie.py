@@ -107,8 +107,8 @@ MEMORIES = [
 METHODS: dict[str, dict[str, Any]] = {
     "union_top_k": {"sparsifier": "union_top_k"},
     "sent densely": {"sparsifier": "top_k", "exchange": "dense"},
-    "accordion": {"sparsifier": "shared_top_k", "density": ls.density.Accordion(0.02, 0.2, interval=2)},
-    "everything": {"sparsifier": "everything", "density": ls.density.Accordion(0.02, 0.2, interval=2)},
+    "shared_top_k": {"sparsifier": "shared_top_k", "density": 0.05},
+    "everything": {"sparsifier": "everything"},
 }
 AXES: list[list[Any]] = [
     ["bucket", "layer", "model"],

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import importlib
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -133,6 +135,25 @@ def test_fabric(tmp_path: Path) -> None:
     found = logged(tmp_path)
     assert [step for step, _ in found["val/accuracy"]] == [10, 20]
     assert found["sparse/density"][-1][1] == pytest.approx(0.01, rel=0.1)
+
+
+def test_accordion_changes_the_densities_of_layers(tmp_path: Path) -> None:
+    output = run([warm_python(), str(EXAMPLES / "accordion.py"), "--fast"], tmp_path)
+    found = re.findall(r"^step (\d+): (\d) of 4 layers are critical", output, re.MULTILINE)
+    assert [step for step, _ in found] == ["5", "10", "15", "20"]
+    assert found[0][1] == "4" and min(number for _, number in found) < "4"
+    assert "dense DDP sends 4.67 MB" in output
+
+
+@pytest.mark.parametrize(
+    ("now", "critical"), [(1.49, False), (1.5, True), (0.5, True), (0.51, False), (math.nan, True)]
+)
+def test_accordion_compares_norms_with_the_one_before(
+    monkeypatch: pytest.MonkeyPatch, now: float, critical: bool
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    callback = importlib.import_module("accordion").Accordion(0.01, 0.1, 5)
+    assert callback.changes(None, now) and callback.changes(1.0, now) == critical
 
 
 def test_plain_ddp_on_two_nodes(tmp_path: Path) -> None:

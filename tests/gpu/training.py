@@ -96,7 +96,6 @@ def losses_are_those_of_the_cpu(device: str) -> Numbers:
         {**TOPK, "exchange": "reduce_union"},
         {**TOPK, "grouping": "layer"},
         {**TOPK, "executor": "thread"},
-        {**TOPK, "nonfinite": "nan"},
         {**TOPK, "memory": ls.memories.ClipByNorm(1.0, ls.memories.Residual())},
         {**TOPK, "memory": ls.memories.LowPass(0.25)},
         {"sparsifier": "exdyna", "density": 0.05},

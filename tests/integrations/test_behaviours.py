@@ -408,7 +408,6 @@ def test_timeout_and_backend_reach_the_process_groups(package: str, monkeypatch:
 
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"nonfinite": "drop"}, ValueError, "Expected nonfinite to be 'skip' or 'nan', but got 'drop'"),
     ({"rules": ["*.bias"]}, ValueError, "rules"),
     ({"resize": "mean"}, ValueError, "resize.*but got 'mean'"),
     ({"watch": True}, ValueError, "watch"),

@@ -280,11 +280,6 @@ def test_an_overflow_on_one_rank_is_skipped_on_all(
         assert bool(result["warnings"]) == (rank == 0 and loss_scale is None)
 
 
-def test_what_is_not_finite_reaches_the_optimizer_if_asked_to(two_ranks: Ranks) -> None:
-    for result in two_ranks(overflow, FABRICS[0], {**SPARSE, "nonfinite": "nan"}, None, False):
-        assert not result["finite"]
-
-
 class Run:
     """Some steps, with a checkpoint on the way or from a checkpoint."""
 
@@ -572,7 +567,6 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"density": 0}, ValueError, r"in \(0, 1\].*but got 0"),
     ({"fallback": "sparse"}, ValueError, "Expected fallback to be True or False"),
     ({"resize": "most"}, ValueError, "Expected resize to be one of 'merge', 'flush', 'zero'"),
-    ({"nonfinite": "stop"}, ValueError, "Expected nonfinite"),
     ({"densty": 0.1}, TypeError, "Did you mean density?"),
     ({"ddp_comm_hook": print}, TypeError, "does not know the keyword 'ddp_comm_hook'"),
     ({"precision_plugin": None}, TypeError, "does not know the keyword 'precision_plugin'"),

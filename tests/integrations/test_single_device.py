@@ -130,7 +130,6 @@ def test_one_device_trains_as_plain_ddp_bit_for_bit_and_says_how_to_rehearse(
     "settings",
     [
         {"grouping": ls.tuning.OptimalMerge()},
-        {"density": ls.tuning.TimeBudget()},
         {"density": ls.tuning.HiddenDensity(), "grouping": "layer"},
         {"fallback": True},
         {"sparsifier": "everything"},

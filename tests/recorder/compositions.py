@@ -36,7 +36,7 @@ AXES = {
     "grouping": ["'layer'", "'bucket'", "'model'", *NEEDED["MergeBelow"]],
     "messages": ["step", "group"],
     "executor": ["inline", "thread"],
-    "density": ["0.05", "Warmup(0.3, 0.02, steps=8)", "Accordion(0.02, 0.2, interval=2)", "0.2", "1.0"],
+    "density": ["0.05", "Warmup(0.3, 0.02, steps=8)", "0.2", "1.0"],
     "dtype": ["float32", "bfloat16", "float16", "float64"],
     "optimizer": ["SGD", "momentum", "AdamW", "ls.AdamW"],
     "layout": ["unused", "unused in views", "all used"],
@@ -44,7 +44,7 @@ AXES = {
     "ranks": ["3", "2", "4"],
 }
 """What a sparsifier, an exchange and a memory are combined with; the first of each is preferred. What measures times
-(OptimalMerge, HiddenDensity, TimeBudget, fallback) is left out: no two runs share them."""
+(OptimalMerge, HiddenDensity, fallback) is left out: no two runs share them."""
 
 
 def settings_of(registry: Any) -> list[str]:

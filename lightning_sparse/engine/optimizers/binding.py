@@ -142,7 +142,7 @@ class OptimizerBinding:
             self._count_alone(optimizer, names)
             if not self.optimizers:
                 self._stepped_by.update(dict.fromkeys(held, weakref.ref(optimizer)))
-        if mine and self._reducer.settings.nonfinite == "skip" and self._reducer.loss_scale() is None:
+        if mine and self._reducer.loss_scale() is None:
             self.ignore_skipped(optimizer)
         self.leave_out(optimizer)
         if self._reducer.settings.delay:

@@ -38,10 +38,12 @@ Path = str | os.PathLike[str]
 DENSE = "it is of a training without this exchange"
 """Problem of a rank whose checkpoint nothing waited for: if all ranks have it, it is none."""
 DAMAGED = "its content does not have the checksum that was written with it"
-FORMAT = 2
+FORMAT = 3
 """Version of the format of side files and of the marker; changes when their meaning does."""
 MARKER: dict[str, int | str] = {
     "world_size": 1,
+    "node_size": 1,
+    "exchanging": 1,
     "step": 0,
     "global_step": -1,
     "save": r"\w+-\d+",
@@ -251,7 +253,7 @@ def restore(
 
     def read(marker: dict[str, Any]) -> Found:
         state = _read_state(path, marker, engine, load)
-        if _exchanging(marker) == engine._exchanging or resize == "merge":
+        if marker["exchanging"] == engine._exchanging or resize == "merge":
             return Found(state)
         if resize == "flush":
             return Found(state, loaded=engine._flush_next_step)
@@ -403,11 +405,11 @@ def check_marker(marker: Any, fields: Mapping[str, int | str]) -> dict[str, Any]
             fits = isinstance(value, str) and re.fullmatch(expected, value, re.ASCII) is not None
         if not fits:
             raise SideFileError(f"the checkpoint names the {field} {value!r}, which is none")
-    ranks = marker.get("world_size", 1)
-    for field in ("node_size", "exchanging"):  # earlier versions had neither
-        value = marker.get(field, 1)
-        if not is_integer(value) or value < 1 or ranks % value:
-            raise SideFileError(f"the checkpoint names the {field} {value!r} of {ranks} ranks, which is none")
+    for field in {"node_size", "exchanging"} & fields.keys():
+        if marker["world_size"] % (value := marker[field]):
+            raise SideFileError(
+                f"the checkpoint names the {field} {value!r} of {marker['world_size']} ranks, which is none"
+            )
     return marker
 
 
@@ -421,20 +423,13 @@ def _step_of(marker: Any, fields: Mapping[str, int | str]) -> int:
 
 def _nodes_of(marker: dict[str, Any]) -> tuple[int, int]:
     """Return the number of nodes that a checkpoint was saved by, and of ranks in each, see :class:`.Nodes`."""
-    size = marker.get("node_size", 1)
-    return marker["world_size"] // size, size
-
-
-def _exchanging(marker: dict[str, Any]) -> int:
-    """Return the number of ranks or nodes that exchanged gradients, see :attr:`.EngineView._exchanging`."""
-    number: int = marker.get("exchanging", _nodes_of(marker)[0])
-    return number
+    return marker["world_size"] // marker["node_size"], marker["node_size"]
 
 
 def _read_state(path: Path, marker: dict[str, Any], engine: Engine, load: Callable[[str], Any]) -> State:
     """Read this rank's own state; join those of its node if parts were others; merge all if nodes were."""
     nodes, size = _nodes_of(marker)
-    alike = (nodes, _exchanging(marker)) == (engine.comm.world_size, engine._exchanging)
+    alike = (nodes, marker["exchanging"]) == (engine.comm.world_size, engine._exchanging)
     if alike and size == engine._ranks_of_a_replica:
         return _read(path, marker, engine.rank, load)
     if alike:

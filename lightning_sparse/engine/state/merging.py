@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_sparse.core.checks import expect
 from lightning_sparse.core.layout import order_from
-from lightning_sparse.engine.state.schema import STATE_FORMAT, State, check_state, give_back
+from lightning_sparse.engine.state.schema import State, check_state, give_back
 
 
 def merge_states(states: Iterable[State]) -> State:
@@ -35,6 +35,7 @@ def merge_states(states: Iterable[State]) -> State:
         Plain PyTorch, from 2 ranks to any other number. ``engine`` is what ``ls.attach`` returns.
 
         >>> import tempfile, torch, lightning_sparse as ls
+        >>> from lightning_sparse.engine.state.schema import NOTHING, STATE_FORMAT
         >>> folder = tempfile.mkdtemp()
         >>> def save(engine, rank):                                      # on every rank
         ...     torch.save(engine.state_dict(), f"{folder}/{rank}.pt")
@@ -42,9 +43,9 @@ def merge_states(states: Iterable[State]) -> State:
         ...     files = (f"{folder}/{rank}.pt" for rank in range(world_size))
         ...     engine.load_state_dict(ls.merge_states(torch.load(file) for file in files))
         >>> for rank, value in enumerate([1.0, 2.0]):
-        ...     state = {"format": 1, "step": 7, "skipped_steps": 0, "rank": rank, "world_size": 2, "settings": "",
-        ...              "parameters": {"weight": {"residual": torch.full((3,), value)}}, "counters": {},
-        ...              "groups": [], "rates": {}}
+        ...     state = {**NOTHING, "format": STATE_FORMAT, "step": 7, "skipped_steps": 0, "rank": rank}
+        ...     kept = {"weight": {"residual": torch.full((3,), value)}}
+        ...     state |= {"world_size": 2, "settings": {}, "parameters": kept}
         ...     torch.save(state, f"{folder}/{rank}.pt")
         >>> merged = ls.merge_states(torch.load(f"{folder}/{rank}.pt") for rank in range(2))
         >>> merged["parameters"]["weight"]["residual"].tolist(), merged["step"]
@@ -78,7 +79,7 @@ def merge_states(states: Iterable[State]) -> State:
         name: {key: (total / len(ranks)).to(dtypes[name, key]) for key, total in vectors.items()}
         for name, vectors in sums.items()
     }
-    return {**head, "format": STATE_FORMAT, "parameters": means, "groups": []}
+    return {**head, "parameters": means, "groups": []}
 
 
 def join_parts(states: Iterable[State]) -> State:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import inspect
 import math
-import re
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +17,8 @@ from lightning_sparse.core.layout import is_layout, sum_dtype
 from lightning_sparse.engine.optimizers.clipping import ALGORITHMS
 from lightning_sparse.methods.memory import SecondMoment
 
-STATE_FORMAT = 2
+STATE_FORMAT = 3
 """Version of the format of ``Engine.state_dict()``; changes when its meaning does."""
-READABLE = 1, 2
-"""Formats that are understood. In the first one, there is nothing pending: what was saved between an exchange and the
-optimizer's step is of before the exchange."""
 State = dict[str, Any]
 """The result of ``Engine.state_dict()``."""
 MISSING = object()
@@ -55,6 +51,12 @@ def _is_number(value: Any) -> bool:
     return is_number(value) and math.isfinite(value)
 
 
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return NAMED.test(value) and all(map(_is_plain, value.values()))
+    return all(map(_is_plain, value)) if isinstance(value, list) else isinstance(value, (int, float, str, type(None)))
+
+
 def _is_vector(value: Any) -> bool:
     dense = isinstance(value, Tensor) and value.layout == torch.strided and value.dim() == 1
     return dense and value.is_floating_point() and bool(value.isfinite().all())
@@ -76,9 +78,9 @@ INDICES = Kind("a vector of ascending int32 coordinates", _is_ascending)
 FLAG = Kind("True or False", lambda x: isinstance(x, bool))
 ALGORITHM = Kind("'norm' or 'value'", lambda x: isinstance(x, str) and x in ALGORITHMS)
 NAMED = Kind("a dict with names as keys", lambda x: isinstance(x, dict) and all(isinstance(name, str) for name in x))
+SETTINGS = Kind("a dict of settings as plain data", lambda x: isinstance(x, dict) and _is_plain(x))
 LIST = Kind("a list", lambda x: isinstance(x, list))
 SURPLUS = _numbers("a number from 1 on and a step", lambda value, step: value >= 1 and _is_int(step))
-LENGTH = _numbers("a number from -1 on and one from 0 to 1", lambda mean, weight: mean >= -1 and 0 <= weight <= 1)
 SQUARE = _numbers("a number from 0 on and one from 0 to 1", lambda mean, weight: mean >= 0 and 0 <= weight <= 1)
 LAYOUT = Kind("sizes and as many strides", lambda x: isinstance(x, list) and all(map(_is_int, x)) and is_layout(x))
 SPAN = _numbers(
@@ -90,15 +92,11 @@ FIELDS: dict[str, Any] = {
     "skipped_steps": COUNT,
     "rank": COUNT,
     "world_size": SIZE,
-    "settings": TEXT,
+    "settings": SETTINGS,
     "parameters": {str: {str: VECTOR}},
     "counters": {str: {str: NUMBER}},
-    "groups": [{"name": TEXT, "parameters": [TEXT], "numel": SIZE, "dense?": FLAG, "state": {"density": NAMED}}],
+    "groups": [{"name": TEXT, "parameters": [TEXT], "numel": SIZE, "dense?": FLAG, "state": NAMED}],
     "rates": {str: RATE},
-}
-"""The fields of a state, with the kind of each: ``{str: kind}`` is a dict by name, in the top level by name of the
-parameter; ``[kind]`` is a list; and of ``{"name": kind}``, a name with a question mark may be missing."""
-LATER: dict[str, Any] = {
     "surplus": {str: SURPLUS},
     "part": [COUNT],
     "spans": {str: SPAN},
@@ -108,12 +106,12 @@ LATER: dict[str, Any] = {
     "sent": {str: {"values": VECTOR, "indices?": INDICES}},
     "late_skipped": [TEXT],
     "absorbed": [TEXT],
-    "lengths": {str: LENGTH},  # squares less 1, of earlier versions
     "squares": {str: SQUARE},
     "clippings": [{"limit": RATE, "algorithm": ALGORITHM, "parameters": [TEXT]}],
 }
-"""Fields that earlier versions did not save: their states are read as if these were empty."""
-NOTHING: State = {name: type(kind)() for name, kind in (FIELDS | LATER).items() if not isinstance(kind, Kind)}
+"""The fields of a state, with the kind of each: ``{str: kind}`` is a dict by name, in the top level by name of the
+parameter; ``[kind]`` is a list; and of ``{"name": kind}``, a name with a question mark may be missing."""
+NOTHING: State = {name: type(kind)() for name, kind in FIELDS.items() if not isinstance(kind, Kind)}
 """The fields of a state that remembers nothing."""
 
 
@@ -125,13 +123,12 @@ def check_state(state: Any) -> State:
     Raises:
         ValueError: naming what is missing or not as expected.
     """
-    if not isinstance(state, Mapping) or not _is_int(found := state.get("format"), 0) or found not in READABLE:
-        raise ValueError(f"Expected a state of format {STATE_FORMAT}, as Engine.state_dict() gives it.")
-    whole: State = {**{name: NOTHING[name] for name in LATER}, **state}
-    for name, kind in (FIELDS | LATER).items():
+    if not isinstance(state, Mapping) or not is_integer(state.get("format")) or state["format"] != STATE_FORMAT:
+        got = f"format {_brief(state.get('format', MISSING))}" if isinstance(state, Mapping) else _brief(state)
+        raise ValueError(f"Expected a state of format {STATE_FORMAT}, as Engine.state_dict() gives it, but got {got}.")
+    whole: State = {"sent": {}, **state}  # of a state that is taken alone
+    for name, kind in FIELDS.items():
         _check(whole.get(name, MISSING), kind, f"the state's {name}")
-    squares = {name: [mean + weight, weight] for name, (mean, weight) in whole["lengths"].items()} | whole["squares"]
-    whole |= {"squares": squares, "lengths": {}}
     if whole["part"] and (len(whole["part"]) != 2 or whole["part"][0] >= whole["part"][1]):
         raise ValueError(f"Expected the state's part to be a number below that of all, but got {whole['part']}.")
     if whole["rank"] >= whole["world_size"]:
@@ -262,7 +259,7 @@ def outline(state: Mapping[str, Any]) -> str:
     }
     groups = [(group["name"], group["parameters"], group["numel"]) for group in state["groups"]]
     spans = sorted((name, list(span)) for name, span in state["spans"].items())
-    facts = (state["step"], state["world_size"], state["settings"], sizes, groups, spans)
+    facts = (state["step"], state["world_size"], checksum(state["settings"]), sizes, groups, spans)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
@@ -307,8 +304,29 @@ def renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> tuple[State, 
 
 def second_moment_in(settings: object) -> SecondMoment | None:
     """Return the memory of this kind in a state's settings, see :attr:`SparsificationConfig.algorithm`; or None."""
-    found = re.search(r"\bSecondMoment\(beta2=([^,()]+), eps=([^,()]+)\)", str(settings))
-    return None if found is None else SecondMoment(float(found[1]), float(found[2]))
+    if not isinstance(settings, Mapping):
+        return None
+    if settings.get("class") == SecondMoment.__name__:
+        return SecondMoment(settings["beta2"], settings["eps"])
+    return next(filter(None, map(second_moment_in, settings.values())), None)
+
+
+def changes_between(before: Any, now: Any, name: str = "") -> Iterator[str]:
+    """Yield which settings differ, in words, see :attr:`SparsificationConfig.algorithm`; of one class, by fields."""
+    if isinstance(before, dict) and isinstance(now, dict) and before.get("class") == now.get("class"):
+        for field in {**before, **now}:
+            path = f"{name}.{field}" if name else field
+            yield from changes_between(before.get(field), now.get(field), path)
+    elif before != now:
+        yield f"{name} was {_in_words(before)}, and is {_in_words(now)}"
+
+
+def _in_words(plain: Any) -> str:
+    """Return settings as the call that makes them."""
+    if not isinstance(plain, dict):
+        return repr(plain)
+    own = (f"{key}={_in_words(value)}" for key, value in plain.items() if key != "class")
+    return f"{plain.get('class', 'dict')}({', '.join(own)})"
 
 
 def to_plain(state: Any) -> Any:

@@ -41,7 +41,7 @@ LATE = "late"
 """Begins the names of averages that come one step late."""
 METADATA, CHECKSUMS = ".metadata", "checksums.json"
 """Files of a folder: what torch says about the others, and the checksums of all."""
-APART = ("parameters", "pending", "spans")
+APART = ("parameters", "spans")
 """Fields of a state that are saved as tensors, or follow from how parameters are sharded."""
 
 

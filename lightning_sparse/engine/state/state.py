@@ -23,6 +23,7 @@ from lightning_sparse.engine.state.record import Averages, Kept
 from lightning_sparse.engine.state.schema import (
     STATE_FORMAT,
     State,
+    changes_between,
     check_state,
     checksum,
     from_plain,
@@ -33,7 +34,6 @@ from lightning_sparse.engine.state.schema import (
     to_plain,
     with_pending,
 )
-from lightning_sparse.methods.density import GroupDensity
 
 
 class Shard(NamedTuple):
@@ -50,10 +50,6 @@ class Shard(NamedTuple):
         return cls(0, numel, numel)
 
 
-Learned = tuple[GroupState, GroupDensity]
-"""The state of a group and its density, with what was learned about it."""
-
-
 class LoadPlan(NamedTuple):
     """The engine that a state makes; nothing of it counts before all ranks have a plan."""
 
@@ -62,8 +58,8 @@ class LoadPlan(NamedTuple):
     settings: SparsificationConfig
     groups: list[GroupReducer]
     """New ones, which remember what the state does."""
-    learned: list[Learned | None]
-    """About each group; None: nothing that fits."""
+    learned: list[GroupState | None]
+    """The state of each group, with what was learned about it; None: nothing that fits."""
     misfits: list[str]
     """Sentences about what was learned of groups and does not fit."""
     lost: list[str]
@@ -225,7 +221,7 @@ class EngineState:
             if known is not None and others:
                 plan.misfits.append(f"{_anew(group)}, because it does not fit on {name_ranks(others)}.")
             elif known is not None:
-                group.state, group.density = known
+                group.state = known
         late = plan.state["late"]
         if len({late_of for _, _, (*_, late_of) in on_ranks}) > 1:  # others may know more than the weights of rank 0
             late = self._comm.broadcast_object(late, 0, self._device)
@@ -247,7 +243,8 @@ class EngineState:
         whole = with_pending(state, world_size) if self._comm.rank == 0 else state
         plan = LoadPlan(state, settings, [], [], [], lost, whole)
         if not alike and (state["groups"] or any(state["parameters"].values())):  # one device may have left nothing
-            plan.misfits.append(f"The settings were {state['settings']}, and are {settings.algorithm}.")
+            changes = changes_between(state["settings"], settings.algorithm)
+            plan.misfits.append(f"The settings have changed: {'; '.join(changes)}.")
         given = {one["name"]: one for one in state["groups"] if alike and state["world_size"] == world_size}
         # Of dense groups nothing is learned that others could use, and fallback=True begins with sparse ones again.
         known_of = {name for one in state["groups"] if not one.get("dense", False) for name in one["parameters"]}
@@ -394,14 +391,11 @@ def _plain_learned(group: GroupReducer) -> dict[str, Any]:
         "dense": plan.dense,
         "parameters": [p.name for p in plan.parameters],
         "numel": plan.numel,
-        "state": {
-            "selector": to_plain((state.selector, state.counts, state.union)),
-            "density": group.density.state_dict(),
-        },
+        "state": {"selector": to_plain((state.selector, state.counts, state.union))},
     }
 
 
-def _understand(group: GroupReducer, learned: Mapping[str, Any], world_size: int) -> Learned:
+def _understand(group: GroupReducer, learned: Mapping[str, Any], world_size: int) -> GroupState:
     """Read what :func:`_plain_learned` gave about a group like this one; changes nothing.
 
     Raises:
@@ -420,6 +414,4 @@ def _understand(group: GroupReducer, learned: Mapping[str, Any], world_size: int
     if counts is not None:
         like = torch.zeros(world_size, dtype=torch.int64, device=group.device)
         counts, union = from_plain(counts, like), from_plain(union, like[0])
-    density = group.density.schedule.for_group()
-    density.load_state_dict(state["density"], group.plan.numel, group.device)
-    return group.state._replace(selector=selector, counts=counts, union=union), density
+    return group.state._replace(selector=selector, counts=counts, union=union)

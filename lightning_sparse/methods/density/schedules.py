@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from lightning_sparse.core.checks import Settings, check_integer, expect, is_number
-from lightning_sparse.core.layout import Gradient
 
 
 def check_density(density: float, name: str = "density") -> float:
@@ -97,54 +93,6 @@ class DensitySchedule(Settings, ABC):
             ValueError: if no density meets the request.
         """
         return plan_at(self.final)
-
-    def for_group(self) -> GroupDensity:
-        """Return the density of one group on one rank; it follows the schedule alone, unless overridden."""
-        return GroupDensity(self)
-
-
-class GroupDensity:
-    """The density of one group. Equal on all ranks, because it depends only on values that are equal on all ranks.
-
-    Args:
-        schedule: gives the density by the step alone.
-    """
-
-    def __init__(self, schedule: DensitySchedule) -> None:
-        self.schedule = schedule
-
-    def __call__(self, step: int) -> float:
-        """Return the density in (0, 1] at a step."""
-        return self.schedule(step)
-
-    def observe(
-        self,
-        step: int,
-        update: Gradient,
-        skipped: Tensor | None = None,
-        places: Tensor | None = None,
-        scale: Tensor | None = None,
-    ) -> None:
-        """Learn from the update of a step; nothing, unless overridden.
-
-        Args:
-            step: its number.
-            update: the average in the gradient's place, NaN throughout if this group's gradient was not finite.
-            skipped: () True if the step is skipped; None: only if the update is NaN.
-            places: coordinates of the update, which is zero elsewhere; None: all.
-            scale: () that the loss, and with it the update, is multiplied by; None: 1.
-        """
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what has been learned, as plain data and tensors on the CPU."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any], numel: int, device: torch.device) -> None:
-        """Continue from a state of the same schedule and group, of ``numel`` coordinates.
-
-        Raises:
-            ValueError: if it is no such state; nothing is changed.
-        """
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ def figure(advice: Advice, path: Path) -> None:
 
 CHOSEN = (
     *("dense", "rules", "memory", "node_size", "executor", "timeout"),
-    *("single_device", "nonfinite", "lr_aware", "watch"),
+    *("single_device", "lr_aware", "watch"),
     *("save_residuals", "strict_resume", "resize"),
 )
 """Settings of our strategy that an advice leaves as they are."""

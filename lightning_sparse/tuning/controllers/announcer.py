@@ -108,15 +108,14 @@ class Announcer:
         self._engine: weakref.ref[Engine] | None = None
         self._before = Counted({}, 0, 0)
 
-    def before_step(self, engine: Engine) -> None:
+    def before_step(self, engine: Engine) -> bool:
         """Log the first line in the first step, when the optimizer is known, which may decide the memory."""
-        if self._engine is not None:
-            return
         self._engine = weakref.ref(engine)
         if engine._speaks:
             say(at_start(engine))
         engine.totals.start()
         self._before = Counted(engine.totals.state_dict(), engine.step, engine.skipped_steps)
+        return True
 
     def close(self) -> None:
         """Log the bytes that this rank sent."""

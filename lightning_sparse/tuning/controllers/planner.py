@@ -68,16 +68,17 @@ class Planner:
         """The profile, for a checkpoint."""
         return None if self.profile is None else self.profile.as_dict()
 
-    def before_step(self, engine: Engine) -> None:
-        """Count steps; after the last timed one, measure the rest and change the groups."""
+    def before_step(self, engine: Engine) -> bool:
+        """Count steps; after the last timed one, measure the rest and change the groups, which is all."""
         profiler = self._profiler
         if profiler is None:
-            return
+            return True
         if profiler.seen == 0 and engine.comm.rank == 0:
             print(f"sparse_ddp: profiling {profiler.steps} steps after {profiler.warmup} of warm-up ...", flush=True)
         if profiler.before_step():
             self._profiler = None
             self._apply(self._measure(profiler, engine), engine)
+        return self._profiler is None
 
     def close(self) -> None:
         """Stop timing backward."""
@@ -105,31 +106,16 @@ class Planner:
     ) -> tuple[list[Group], Profile]:
         """Return groups with their densities, and the profile with the chosen messages.
 
-        If the settings allow both kinds of messages, the one with the larger density is chosen; if these are equal, the
-        one with the shorter predicted step.
-
-        Raises:
-            ValueError: if no density meets the request with any kind of messages.
+        If the settings allow both kinds of messages, the one with the shorter predicted step is chosen.
         """
         possible: Sequence[Messages] = ("step", "group") if settings.messages == "auto" else (settings.messages,)
-        found, refused = [], []
         assert settings.bucket_cap_mb is not None
         plan_at = partial(
             make_plan, self._sizes, settings.grouping, settings.rules, settings.bucket_cap_mb, frozen=frozen
         )
-        for messages in possible:
-            tried = replace(profile, messages=messages)
-            try:
-                plan = settings.density.assign(partial(plan_at, tried), tried)
-            except ValueError as error:
-                refused.append(error)
-            else:
-                seconds = tried.step_seconds(plan, settings.density.final)
-                found.append((mean_density(plan, settings.density.final), -seconds, plan, tried))
-        if not found:
-            raise refused[-1]
-        _, _, plan, chosen = max(found, key=lambda one: one[:2])
-        return plan, chosen
+        profiles = [replace(profile, messages=messages) for messages in possible]
+        choices = [(settings.density.assign(partial(plan_at, one), one), one) for one in profiles]
+        return min(choices, key=lambda choice: choice[1].step_seconds(choice[0], settings.density.final))
 
 
 def fingerprint(sizes: Sequence[ParameterSize], engine: Engine) -> str:
@@ -137,18 +123,6 @@ def fingerprint(sizes: Sequence[ParameterSize], engine: Engine) -> str:
     settings = engine.settings
     facts = (list(sizes), settings.algorithm, settings.executor, engine.comm.world_size, engine.device.type)
     return f"{digest_of(*facts):016x}"
-
-
-def mean_density(plan: Sequence[Group], density: float) -> float:
-    """Return the mean density over the coordinates of all sparsified groups, to 12 digits; 1 if all are dense.
-
-    Args:
-        plan: groups.
-        density: of those without one of their own.
-    """
-    sparse = [group for group in plan if not group.dense]
-    numel = sum(group.numel for group in sparse)
-    return round(sum((group.density or density) * group.numel for group in sparse) / numel, 12) if numel else 1.0
 
 
 def print_profile(profile: Profile, plan: Sequence[Group], density: float) -> None:

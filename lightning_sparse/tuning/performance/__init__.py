@@ -6,7 +6,7 @@ and densities by a profile.
 """
 
 from lightning_sparse.tuning.performance.cost import NOTHING, CostModel, Curve, Line
-from lightning_sparse.tuning.performance.densities import HiddenDensity, TimeBudget, budget_density, hidden_densities
+from lightning_sparse.tuning.performance.densities import HiddenDensity, hidden_densities
 from lightning_sparse.tuning.performance.links import Link, Links, measure_links
 from lightning_sparse.tuning.performance.merge import OptimalMerge, greedy_merge, iteration_seconds, optimal_merge
 from lightning_sparse.tuning.performance.network import Network
@@ -30,9 +30,7 @@ __all__ = [
     "Plain",
     "Profile",
     "Profiler",
-    "TimeBudget",
     "Traffic",
-    "budget_density",
     "greedy_merge",
     "hidden_densities",
     "iteration_seconds",

@@ -1,4 +1,4 @@
-"""Densities from a profile of the first steps: those at which the exchange hides behind backward, or fits a budget."""
+"""Densities from a profile of the first steps: those at which the exchange hides behind backward."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from lightning_sparse.core.checks import expect, is_number
 from lightning_sparse.methods.density import DensitySchedule, check_density
 from lightning_sparse.methods.grouping import Group
 from lightning_sparse.tuning.performance.cost import Progress, Timeline
@@ -19,43 +18,11 @@ Groups = Sequence[tuple[int, float | None]]
 
 
 @dataclass(frozen=True)
-class ProfiledDensity(DensitySchedule):
-    """A density from a profile of the first steps; the floor until there is a profile.
-
-    Args:
-        floor: smallest density, in (0, 1].
-        cap: largest density, in (0, 1], at least ``floor``.
-
-    Raises:
-        ValueError: if a setting is outside its range.
-    """
-
-    floor: float = 0.001
-    cap: float = 0.1
-
-    def __post_init__(self) -> None:
-        check_density(self.floor, "floor")
-        check_density(self.cap, "cap")
-        if self.floor > self.cap:
-            raise ValueError(f"Expected floor to be at most cap, but got floor={self.floor} and cap={self.cap}.")
-
-    needs_profile = True
-
-    def __call__(self, step: int) -> float:
-        """Return the floor."""
-        return float(self.floor)
-
-    @property
-    def tried(self) -> list[float]:
-        """Densities at which costs are measured; between them, costs are taken as straight lines."""
-        return sorted({self.floor, math.sqrt(self.floor * self.cap), self.cap})
-
-
-@dataclass(frozen=True)
-class HiddenDensity(ProfiledDensity):
+class HiddenDensity(DensitySchedule):
     """Each group has the largest density that hides behind the backward pass of the next group: LAGS-SGD.
 
-    See :func:`~lightning_sparse.tuning.performance.hidden_densities`. Most useful with ``grouping="layer"`` or
+    Until there is a profile, all groups have the floor. See
+    :func:`~lightning_sparse.tuning.performance.hidden_densities`. Most useful with ``grouping="layer"`` or
     ``OptimalMerge()``, and only if exchanges overlap with backward (on CUDA, or with ``executor="thread"``): otherwise
     nothing hides, and every group keeps the floor. Messages of groups are sent separately, except with
     ``messages="step"``, with which nothing hides either.
@@ -77,7 +44,26 @@ class HiddenDensity(ProfiledDensity):
         Guarantees (LAGS-SGD), ECAI 2020, arXiv 1911.08727, equations 18 and 19.
     """
 
+    floor: float = 0.001
+    cap: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_density(self.floor, "floor")
+        check_density(self.cap, "cap")
+        if self.floor > self.cap:
+            raise ValueError(f"Expected floor to be at most cap, but got floor={self.floor} and cap={self.cap}.")
+
+    needs_profile = True
     separate_messages = True
+
+    def __call__(self, step: int) -> float:
+        """Return the floor."""
+        return float(self.floor)
+
+    @property
+    def tried(self) -> list[float]:
+        """Densities at which costs are measured; between them, costs are taken as straight lines."""
+        return sorted({self.floor, math.sqrt(self.floor * self.cap), self.cap})
 
     def assign(self, plan_at: Callable[[float], list[Group]], profile: Profile) -> list[Group]:
         """Return the plan with the density of each group that hides, unless it has one of its own."""
@@ -86,49 +72,6 @@ class HiddenDensity(ProfiledDensity):
         densities = hidden_densities(timeline, profile, self.floor, self.cap, [group.density for group in groups])
         found = {group.name: density for group, density in zip(groups, densities, strict=True)}
         return [group._replace(density=found.get(group.name)) for group in plan]
-
-
-@dataclass(frozen=True)
-class TimeBudget(ProfiledDensity):
-    """The largest density, for the whole model, that keeps exposed communication below a share of the step.
-
-    With ``grouping=OptimalMerge()``, groups and density are found together. With ``messages="auto"``, messages travel
-    together or separately: the choice that allows the larger density.
-
-    Args:
-        floor: smallest density, in (0, 1].
-        cap: largest density, in (0, 1], at least ``floor``.
-        exposed: share of a step that may be exposed communication, in (0, 1). If even the floor exceeds it after the
-            profiled steps, training stops with an error on all ranks.
-
-    Raises:
-        ValueError: if a setting is outside its range.
-
-    Example:
-        >>> import lightning_sparse as ls
-        >>> density = ls.tuning.TimeBudget(exposed=0.1)
-        >>> strategy = ls.SparseDDPStrategy(density=density, grouping=ls.tuning.OptimalMerge())
-    """
-
-    exposed: float = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        inside = is_number(self.exposed) and 0 < self.exposed < 1
-        expect(inside, "exposed", "a share of the step in (0, 1)", self.exposed)
-
-    def assign(self, plan_at: Callable[[float], list[Group]], profile: Profile) -> list[Group]:
-        """Return the plan with the density that meets the budget, except for groups with one of their own."""
-        plan = plan_at(self.floor)
-        if all(group.dense for group in plan):
-            return plan
-        density = budget_density(
-            lambda tried: profile.step_seconds(plan_at(tried), tried), profile, self.exposed, self.floor, self.cap
-        )
-        return [
-            group if group.dense or group.density is not None else group._replace(density=density)
-            for group in plan_at(density)
-        ]
 
 
 def hidden_densities(
@@ -185,41 +128,6 @@ def _exchanged(profile: Profile, groups: Groups, progress: Progress, density: fl
 
 def _ends_by(deadline: float, profile: Profile, groups: Groups, progress: Progress, density: float) -> bool:
     return _exchanged(profile, groups, progress, density).done <= deadline
-
-
-def budget_density(
-    step_seconds: Callable[[float], float], profile: Profile, exposed: float, floor: float, cap: float
-) -> float:
-    """Return the largest density of the whole model that keeps exposed communication below a share of the step.
-
-    Args:
-        step_seconds: returns the time of a whole step at a density.
-        profile: with the time of a step without any exchange.
-        exposed: share of the whole step that may be exposed communication, in (0, 1).
-        floor: smallest density, in (0, 1].
-        cap: largest density, in (0, 1], at least ``floor``.
-
-    Raises:
-        ValueError: if even the floor exposes more.
-    """
-
-    def share(density: float) -> float:
-        step = step_seconds(density)
-        return (step - profile.compute_seconds) / step
-
-    density = _largest(lambda density: share(density) <= exposed, floor, cap)
-    if density is None:
-        hint = (
-            "Nothing overlaps with backward here: executor='thread' may help."
-            if profile.overlap == "none"
-            else "A faster network, larger batches or a sparsifier that costs less may help."
-        )
-        raise ValueError(
-            f"Expected exposed communication of at most {exposed:.1%} of a step, but it is {share(floor):.1%} "
-            f"even at the floor, density {floor}: raise the budget or lower the floor. Parameters that stay dense "
-            f"count, too. {hint}"
-        )
-    return density
 
 
 def _largest(fits: Callable[[float], bool], floor: float, cap: float) -> float | None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
+from lightning_sparse.engine.state.schema import NOTHING, STATE_FORMAT
 from tests.covering import by_default, covering, in_turns
 from tests.ranks import Ranks
 from tests.reference.length import Length
@@ -508,7 +509,7 @@ def other_ranks_state() -> list[str]:
             if p.dim() == 2
         }
         states.append(
-            {"format": 1, "step": 5, "skipped_steps": 0, "rank": rank, "world_size": 3, "groups": [], "rates": {}}
+            {**NOTHING, "format": STATE_FORMAT, "step": 5, "skipped_steps": 0, "rank": rank, "world_size": 3}
             | {"settings": algorithm, "parameters": parameters}
             | {"counters": {name: {"steps": 5.0} for name in parameters}}
         )

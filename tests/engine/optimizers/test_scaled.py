@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.engine.delivery import Handed, Lengths, factors_of
-from lightning_sparse.engine.state.schema import NOTHING, STATE_FORMAT, check_state
 from lightning_sparse.ops.length import LengthChanges
 from lightning_sparse.ops.sampled import Sampler
 from tests.covering import by_default, covering, in_turns
@@ -361,17 +360,3 @@ def test_it_is_counted_and_said_where_gradients_have_changed_their_length(two_ra
         assert falling.clipped == 0 and falling.measured_anew > 1
         if rank == 0:
             assert ["measured anew" in line for line in said] == [False, True]
-
-
-def test_states_of_earlier_versions_hold_squares_less_1() -> None:
-    state = {
-        **NOTHING,
-        "format": STATE_FORMAT,
-        "world_size": 1,
-        "step": 1,
-        "skipped_steps": 0,
-        "rank": 0,
-        "settings": "",
-    }
-    whole = check_state({**state, "lengths": {"a": [-0.25, 0.5], "b": [0.0, 1.0]}, "squares": {"b": [3.0, 1.0]}})
-    assert whole["squares"] == {"a": [0.25, 0.5], "b": [3.0, 1.0]}

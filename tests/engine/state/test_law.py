@@ -54,7 +54,6 @@ CASES: dict[str, Case] = {
     "density 1": Case({"density": 1.0}),
     "density 1 in bfloat16": Case({"density": 1.0}, dtype=torch.bfloat16),
     "warm-up": Case({"density": ls.Warmup(1.0, 0.02, 3)}),
-    "accordion": Case({"density": ls.density.Accordion(0.02, 0.2, interval=2)}),
     "flushed": Case(flush=2),
     "flushed momentum": Case({"memory": HALF}, flush=1, optimizers=2),
     "emptied": Case(empties=2),
@@ -86,7 +85,7 @@ LEFT = {
     "clipped and scaled",
     "bfloat16 momentum",
 }
-LEFT |= {"four optimizers of Adam", "density 1 in bfloat16", "accordion", "flushed momentum", "emptied second moment"}
+LEFT |= {"four optimizers of Adam", "density 1 in bfloat16", "flushed momentum", "emptied second moment"}
 LEFT |= {
     "skipped momentum",
     "skipped low pass",

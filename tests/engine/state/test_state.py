@@ -83,23 +83,11 @@ def tensors(plain: Any) -> list[Tensor]:
     return [x for value in plain for x in tensors(value)] if isinstance(plain, list) else []
 
 
-def in_the_first_format(saved: bytes) -> bytes:
-    """As earlier versions have saved the same; within a step, they gave what was before it."""
-    state = torch.load(io.BytesIO(saved), weights_only=True)
-    assert not state["engine"]["pending"] and not state["engine"]["absorbed"]
-    for field in ("moment", "spans", "pending", "absorbed"):
-        del state["engine"][field]
-    state["engine"]["format"] = 1
-    file = io.BytesIO()
-    torch.save(state, file)
-    return file.getvalue()
-
-
-def go_on(options: dict[str, Any], earlier: bool = False) -> tuple[bool, list[str], int]:
+def go_on(options: dict[str, Any]) -> tuple[bool, list[str], int]:
     """Whether a run that is saved and loaded goes on exactly like one that is not."""
     whole = Run(**options)
     whole.train(5)
-    saved = in_the_first_format(whole.save()) if earlier else whole.save()
+    saved = whole.save()
     whole.train(4)
     expected, step = whole.digest(), whole.engine.step
     whole.engine.close()
@@ -112,17 +100,12 @@ def go_on(options: dict[str, Any], earlier: bool = False) -> tuple[bool, list[st
     return same, notes, len(found)
 
 
-DENSITIES = [
-    ls.Warmup(0.25, 0.01, 10),
-    ls.density.Accordion(0.02, 0.2, interval=3),
-    ls.density.Accordion(0.02, 0.2, interval=4),
-]
 RUNS: list[dict[str, Any]] = [
     *({"sparsifier": sparsifier} for sparsifier in ("top_k", "exdyna", "sidco_e")),  # others: test_checkpoints.py
     {"sparsifier": ls.sparsifiers.MiCRO(variant="published")},
     {"sparsifier": ls.sparsifiers.ExDyna(variant="published", num_blocks=4), "density": 0.1},
     *({"memory": memory, "sparsifier": "union_top_k"} for memory in MEMORIES),
-    *({"density": density} for density in DENSITIES),
+    {"density": ls.Warmup(0.25, 0.01, 10)},
     *({"grouping": grouping} for grouping in ("bucket", "model", ls.grouping.MergeBelow(500))),
     {"rules": ls.Rules(densities={"0.*": 0.1}), "executor": "inline"},
 ]
@@ -134,14 +117,6 @@ def test_a_run_that_was_saved_goes_on_bit_for_bit(two_ranks: Ranks, options: dic
         assert same
         assert notes == []
         assert size >= 8
-
-
-@pytest.mark.parametrize("memory", by_default(MEMORIES), ids=str)
-def test_a_run_that_an_earlier_version_has_saved_goes_on_bit_for_bit(
-    two_ranks: Ranks, memory: ls.memories.Memory
-) -> None:
-    options = {"memory": memory, "sparsifier": "union_top_k", "grouping": "model"}
-    assert [seen[:2] for seen in two_ranks(go_on, options, True)] == [(True, [])] * 2
 
 
 def load_into_others() -> list[list[str]]:
@@ -246,15 +221,18 @@ def int32(*indices: int) -> Tensor:
 
 
 NO_STATES: dict[str, Any] = {
-    "Expected a state of format 2, as Engine.state_dict() gives it": put(77, "format"),
+    "Expected a state of format 3, as Engine.state_dict() gives it, but got format 77.": put(77, "format"),
+    "but got format 2.": put(2, "format"),
+    "but got format nothing.": drop("format"),
     "step to be an integer from 0 on, but got nothing": drop("step"),
     "step to be an integer from 0 on, but got True": put(True, "step"),
-    "settings to be a string, but got None": put(None, "settings"),
+    "settings to be a dict of settings as plain data, but got None": put(None, "settings"),
+    "dict of settings as plain data, but got {1: 2}": put({1: 2}, "settings"),
     "parameters to be a dict with names as keys, but got nothing": drop("parameters"),
     "counters to be a dict with names as keys, but got {1: 2}": put({1: 2}, "counters"),
     "groups to be a list": put({}, "groups"),
     "0.bias of the state's rates to be a finite number above 0, but got 'high'": put({"0.bias": "high"}, "rates"),
-    "of format 2, as Engine.state_dict() gives it.": put(True, "format"),
+    "as Engine.state_dict() gives it, but got format True.": put(True, "format"),
     "surplus of 0.bias to be of step 3 at most, but got 4": put({"0.bias": [2.0, 4]}, "surplus"),
     "0.bias of the state's surplus to be a list of a number from 1 on": put({"0.bias": [0.5, 1]}, "surplus"),
     "steps of 0.bias of the state's counters to be a finite number, but got 'many'": put(
@@ -293,7 +271,8 @@ NO_STATES: dict[str, Any] = {
     "numbers that are not finite": put(torch.full((40,), float("inf")), "parameters", "0.bias", "residual"),
     "parameters of number 0 of the state's groups to be a list, but got nothing": drop("groups", 0, "parameters"),
     "dense of number 0 of the state's groups to be True or False, but got 1": put(1, "groups", 0, "dense"),
-    "density of state of number 1 of the state's groups to be a dict": put(0.1, "groups", 1, "state", "density"),
+    "state of number 1 of the state's groups to be a dict": put(0.1, "groups", 1, "state"),
+    "squares to be a dict with names as keys, but got nothing": drop("squares"),
     "do not belong together": put(5, "step"),
     "ranks do not belong together": put([0, 40, 41], "spans", "0.bias"),
     "40 coordinates of 0.bias in residual, but got 41": put(torch.ones(41), "parameters", "0.bias", "residual"),
@@ -348,14 +327,6 @@ LEARNED: dict[str, tuple[dict[str, Any], Any]] = {
     "counts": ({"sparsifier": "exdyna"}, put(torch.ones(3).long(), "groups", 0, "state", "selector", 1)),
     "union": ({"sparsifier": "exdyna"}, put(None, "groups", 0, "state", "selector", 2)),
     "numel": ({}, put(7, "groups", 0, "numel")),
-    "no density": (
-        {"density": ls.density.Accordion(0.02, 0.2, interval=3)},
-        drop("groups", 0, "state", "density", "seen"),
-    ),
-    "density": (
-        {"density": ls.density.Accordion(0.02, 0.2, interval=3)},
-        put(torch.ones(7), "groups", 0, "state", "density", "total"),
-    ),
 }
 
 

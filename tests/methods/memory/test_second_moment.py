@@ -296,7 +296,8 @@ def test_several_second_betas_are_warned_of() -> None:
 
 def test_a_states_settings_name_the_memory() -> None:
     memory = ls.memories.SecondMoment(0.95, 1e-6)
-    assert second_moment_in(ls.engine.config.SparsificationConfig(memory=memory).algorithm) == memory
+    for kept in (memory, ls.memories.ClipByNorm(1.0, memory)):
+        assert second_moment_in(ls.engine.config.SparsificationConfig(memory=kept).algorithm) == memory
     assert second_moment_in(ls.engine.config.SparsificationConfig().algorithm) is None
     assert second_moment_in(None) is None
 

@@ -140,9 +140,13 @@ def collectives_of(options: dict[str, Any], fixed: Line) -> tuple[str, int, Coun
     return *found, seen
 
 
+class Profiled(ls.density.Constant):
+    needs_profile = True
+
+
 @pytest.mark.parametrize("grouping", ["layer", ls.tuning.OptimalMerge(**SOON)], ids=repr)
 def test_what_travels_together_follows_the_profile(two_ranks: Ranks, grouping: Any) -> None:
-    schedule = ls.tuning.TimeBudget(0.05, 0.05, 1 - 1e-12) if grouping == "layer" else 0.05
+    schedule = Profiled(0.05) if grouping == "layer" else 0.05
     options = {"density": schedule, "grouping": grouping, "executor": "thread"}
     run = shortened_collectives if grouping == "layer" else collectives_of
     # Layers are left open, and what is merged is told, too.
@@ -214,12 +218,9 @@ def test_density_1_trains_like_plain_ddp(
                 assert len(found["plans"]) == 6
 
 
-@pytest.mark.parametrize(
-    "density", [ls.tuning.HiddenDensity(1.0, 1.0), ls.tuning.TimeBudget(1.0, 1.0, 0.999)], ids=repr
-)
-def test_schedules_of_density_1_train_like_plain_ddp(two_ranks: Ranks, density: ls.density.DensitySchedule) -> None:
+def test_a_schedule_of_density_1_trains_like_plain_ddp(two_ranks: Ranks) -> None:
     plain = two_ranks(train, None)[0]["parameters"]
-    with_default_steps = {"density": density, "grouping": ls.tuning.OptimalMerge(**SOON)}
+    with_default_steps = {"density": ls.tuning.HiddenDensity(1.0, 1.0), "grouping": ls.tuning.OptimalMerge(**SOON)}
     for found in two_ranks(train, with_default_steps, None, Line(1e-6, 1e-12)):
         assert torch.equal(found["parameters"], plain)
         assert {group.density for group in found["plans"][-1]} == {1.0}
@@ -361,25 +362,6 @@ def test_profiles_and_models_that_do_not_fit_are_refused_on_all_ranks(two_ranks:
         assert told.startswith("ValueError: Expected a profile as Profile.as_dict() gives it, but: KeyError('costs')")
     for told in two_ranks(refused, options, None, True):
         assert told.startswith("RuntimeError: The ranks disagree: rank(s) [1] have other settings or other parameters")
-    # A budget that no profile of this machine keeps is known before the first step.
-    costs = [cost | {"transfer": {"alpha": 10.0, "beta": 0.0}} for cost in saved["costs"]]
-    budget = options | {"density": ls.tuning.TimeBudget(1.0, 1.0, 1e-9)}
-    fitting = [profile for _, _, profile in two_ranks(attached, budget, None, False, 0.001, ())]
-    assert fitting == [None, None]
-    told = two_ranks(impossible_from_the_start, budget, saved | {"costs": costs})
-    assert told[0] == told[1]
-    assert told[0].startswith("Expected exposed communication of at most 0.0% of a step, but it is ")
-
-
-def impossible_from_the_start(options: dict[str, Any], profile: dict[str, Any]) -> str:
-    """As if the profile were of these settings."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_sparse.tuning.controllers.planner.fingerprint", lambda *_: profile["fingerprint"])
-        try:
-            wrapped(options | {"profile": profile})
-        except ValueError as error:
-            return str(error)
-    return ""
 
 
 def densities(options: dict[str, Any], low: Line, high: Line | None) -> tuple[list[Group], dict[str, Any], float]:
@@ -427,9 +409,7 @@ def test_groups_send_what_hides(two_ranks: Ranks, grouping: Any) -> None:
     ("grouping", "schedule"),
     [
         ("layer", ls.tuning.HiddenDensity(0.05, 0.5)),
-        pytest.param("layer", ls.tuning.TimeBudget(0.05, 0.5), marks=pytest.mark.thorough),
         pytest.param(ls.tuning.OptimalMerge(**SOON), ls.tuning.HiddenDensity(0.05, 0.5), marks=pytest.mark.thorough),
-        (ls.tuning.OptimalMerge(**SOON), ls.tuning.TimeBudget(0.05, 0.5)),
         (ls.tuning.OptimalMerge(**SOON), 0.1),
     ],
     ids=repr,
@@ -506,30 +486,11 @@ def shortened(options: dict[str, Any], low: Line, high: Line | None) -> Any:
         return densities(options, low, high)
 
 
-@pytest.mark.parametrize("executor", by_default(["thread", "inline"]))
-def test_a_time_budget_sets_one_density_for_all(two_ranks: Ranks, executor: str) -> None:
-    for merge in (ls.tuning.OptimalMerge(**SOON), "layer"):
-        schedule = ls.tuning.TimeBudget(1e-9, 0.5, 0.4)
-        options = {"sparsifier": "top_k", "density": schedule, "grouping": merge, "executor": executor}
-        # Free: nothing stands in the way of the cap.
-        results = two_ranks(shortened, options, Line(0.0, 0.0), None)
-        assert {group.density for plan, _, _ in results for group in plan} == {0.5}
-        # From nothing to 1000 s: where the density comes to lie depends on how long a step takes here.
-        results = two_ranks(shortened, options, Line(0.0, 0.0), Line(1e3, 0.0))
-        [density] = {group.density for plan, _, _ in results for group in plan}
-        assert 1e-9 < density < 0.5
-        for plan, saved, _ in results:
-            profile = Profile.from_dict(saved)
-            step = profile.timeline_seconds(profile.timeline(plan)[1], density)
-            assert (step - profile.compute_seconds) / step == pytest.approx(0.4, abs=1e-6)
-        assert results[0][:2] == results[1][:2]
-
-
-def test_before_the_profile_schedules_stay_at_their_floor(two_ranks: Ranks) -> None:
-    for schedule in (ls.tuning.HiddenDensity(0.02, 0.5), ls.tuning.TimeBudget(0.02, 0.5)):
-        for density, plan in two_ranks(first_step, {"sparsifier": "striped_top_k", "density": schedule}):
-            assert density == pytest.approx(0.02, rel=0.02)
-            assert {group.density for group in plan} == {None}
+def test_before_the_profile_a_schedule_stays_at_its_floor(two_ranks: Ranks) -> None:
+    options = {"sparsifier": "striped_top_k", "density": ls.tuning.HiddenDensity(0.02, 0.5)}
+    for density, plan in two_ranks(first_step, options):
+        assert density == pytest.approx(0.02, rel=0.02)
+        assert {group.density for group in plan} == {None}
 
 
 def first_step(options: dict[str, Any]) -> tuple[float, list[Group]]:
@@ -539,36 +500,6 @@ def first_step(options: dict[str, Any]) -> tuple[float, list[Group]]:
         seen = engine.summary()["density"], engine.plan
         engine.close()
     return seen
-
-
-def impossible(executor: str) -> list[str]:
-    told = []
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
-        fix_costs(patch, Line(1.0, 0.0))
-        for schedule in (ls.tuning.TimeBudget(1.0, 1.0, 1e-9), ls.tuning.TimeBudget(0.01, 0.1, 1e-9)):
-            options = {"density": schedule, "grouping": ls.tuning.OptimalMerge(**SOON), "executor": executor}
-            model, engine = wrapped(options)
-            try:
-                for batch in batches(6):
-                    model(batch).square().mean().backward()
-            except ValueError as error:
-                told.append(str(error))
-            engine.close()
-    return told
-
-
-def test_an_impossible_budget_ends_training_on_all_ranks() -> None:
-    ranks = Ranks(2)  # of its own: DDP is not usable after an error inside backward
-    try:
-        for executor in ("inline", "thread"):
-            first, second = ranks(impossible, executor)
-            assert first == second
-            for told, floor in zip(first, ("1.0", "0.01"), strict=True):
-                assert told.startswith("Expected exposed communication of at most 0.0% of a step, but it is ")
-                assert f"even at the floor, density {floor}: raise the budget or lower the floor." in told
-                assert ("executor='thread' may help" in told) == (executor == "inline")
-    finally:
-        ranks.stop()
 
 
 def closed_early() -> list[bool]:
@@ -641,7 +572,7 @@ def everything_dense() -> list[str]:
     told = []
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
         fix_network(patch)
-        for density in (0.01, ls.tuning.HiddenDensity(), ls.tuning.TimeBudget()):
+        for density in (0.01, ls.tuning.HiddenDensity()):
             options = {"density": density, "grouping": ls.tuning.OptimalMerge(**SOON), "dense": ["*"]}
             model, engine = wrapped(options)
             for batch in batches(5):
@@ -700,7 +631,6 @@ def test_one_rank_plans_for_itself(tmp_path: Any) -> None:
         (ls.tuning.OptimalMerge(), 0.1, True),
         ("optimal_merge", 0.1, True),
         ("layer", ls.tuning.HiddenDensity(), True),
-        ("layer", ls.tuning.TimeBudget(), True),
         ("layer", ls.Warmup(0.1, 0.01, 5), False),
     ],
 )
@@ -709,20 +639,16 @@ def test_only_those_who_need_a_profile_make_one(grouping: Any, density: Any, exp
     assert Planner.wanted(settings) == expected
 
 
-@pytest.mark.parametrize("schedule", [ls.tuning.HiddenDensity, ls.tuning.TimeBudget])
-def test_schedules_that_need_a_profile_refuse_bad_settings(schedule: Any) -> None:
+def test_a_schedule_that_needs_a_profile_refuses_bad_settings() -> None:
     for name in ("floor", "cap"):
         for value in (0, 1.1, -0.1, math.nan, True, "much"):
             with pytest.raises(ValueError, match=rf"Expected {name} to be a number in \(0, 1\]"):
-                schedule(**{name: value})
+                ls.tuning.HiddenDensity(**{name: value})
     with pytest.raises(ValueError, match=r"Expected floor to be at most cap, but got floor=0\.2 and cap=0\.1"):
-        schedule(0.2, 0.1)
-    for value in (0, 1, -0.1, math.nan, True, "much"):
-        with pytest.raises(ValueError, match=r"Expected exposed to be a share of the step in \(0, 1\), but got"):
-            ls.tuning.TimeBudget(exposed=value)
+        ls.tuning.HiddenDensity(0.2, 0.1)
     for floor, cap in ((0.001, 0.1), (0.3, 0.3), (1.0, 1.0)):
-        tried = schedule(floor, cap).tried
+        tried = ls.tuning.HiddenDensity(floor, cap).tried
         assert (tried[0], tried[-1]) == (floor, cap)
         assert tried == sorted(set(tried))
         assert len(tried) == (1 if floor == cap else 3)
-        assert schedule(floor, cap)(1000) == floor
+        assert ls.tuning.HiddenDensity(floor, cap)(1000) == floor

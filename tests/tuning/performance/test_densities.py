@@ -1,12 +1,10 @@
-"""Densities that follow from a profile: against a scan of densities and a simulation of one step."""
+"""Densities that follow from a profile: against a scan of densities."""
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -19,11 +17,9 @@ from lightning_sparse.tuning.performance import (
     Line,
     Network,
     Profile,
-    budget_density,
     hidden_densities,
 )
 from lightning_sparse.tuning.performance.cost import Timeline
-from tests.reference.merging import simulated_seconds
 
 SCAN = 500
 FLOOR, CAP = 0.001, 0.5
@@ -183,78 +179,3 @@ def test_whatever_was_measured_densities_keep_their_bounds(
     profile = Profile("", layers, 1.0, Network.ring(2, 0, 1e9), costs, overlap, (0, 0))
     for density in hidden_densities(timeline, profile, floor, cap):
         assert floor <= density <= cap
-    try:
-        assert floor <= budget_density(partial(profile.timeline_seconds, timeline), profile, 0.3, floor, cap) <= cap
-    except ValueError as error:
-        assert "Expected exposed communication of at most 30.0%" in str(error)
-
-
-def exposed_share(profile: Profile, timeline: Timeline, density: float) -> float:
-    numels, backward = timeline
-    step = profile.rest_seconds + simulated_seconds(
-        [[i] for i in range(len(numels))],
-        list(numels),
-        list(backward),
-        lambda numel: in_line(profile, density, numel, "processor"),
-        lambda numel: in_line(profile, density, numel, "network"),
-    )
-    return 1 - (profile.rest_seconds + sum(backward)) / step
-
-
-@pytest.mark.parametrize("overlap", ["none", "comm", "full"])
-def test_a_budget_is_spent(overlap: str) -> None:
-    generator = random.Random(3)
-    outcomes = {"raised": 0, "cap": 0, "between": 0}
-    for _ in range(30):
-        timeline = drawn(generator)
-        profile = rising(generator, overlap, 10 ** generator.uniform(-1, 1), timeline)
-        coarse = GRID[::5]
-        exposed = generator.uniform(0.05, 0.6)
-        within = [d for d in coarse if exposed_share(profile, timeline, d) <= exposed]
-        if not within:
-            with pytest.raises(ValueError, match=rf"at most {exposed:.1%} of a step, but it is .* density 0.001"):
-                budget_density(partial(profile.timeline_seconds, timeline), profile, exposed, FLOOR, CAP)
-            outcomes["raised"] += 1
-            continue
-        found = budget_density(partial(profile.timeline_seconds, timeline), profile, exposed, FLOOR, CAP)
-        if found == CAP:
-            assert exposed_share(profile, timeline, CAP) <= exposed * (1 + 1e-9)
-            outcomes["cap"] += 1
-        else:
-            assert coarse[len(within) - 1] <= found * (1 + 1e-9)
-            assert len(within) == len(coarse) or found <= coarse[len(within)] * (1 + 1e-9)
-            assert exposed_share(profile, timeline, found) == pytest.approx(exposed, abs=1e-6)
-            outcomes["between"] += 1
-    assert min(outcomes.values()) > 2, outcomes
-
-
-def test_a_budget_looks_at_the_groups_of_each_density() -> None:
-    # One message a layer costs 1 s each; all in one cost 1 s and the density. Above 0.1, groups are merged.
-    costs = [GroupCost(d, Line(0, 0), Line(0, 0), Line(1 + d, 0)) for d in (0.01, 1.0)]
-    layers = [LayerTime(name, (name,), 1, 1.0) for name in "abc"]
-    profile = Profile("", layers, 1.0, Network.ring(2, 0, 1e9), costs, "none", (0, 0))
-    asked: list[float] = []
-
-    def step_seconds(density: float) -> float:
-        asked.append(density)
-        timeline: Timeline = ([3], [3.0]) if density > 0.1 else ([1, 1, 1], [1.0, 1.0, 1.0])
-        return profile.timeline_seconds(timeline, density)
-
-    # Of 4 + 1.5 seconds, 1.5 are exposed.
-    assert budget_density(step_seconds, profile, 1.5 / 5.5 + 1e-12, 0.2, 1.0) == pytest.approx(0.5)
-    assert {0.2, 1.0} <= set(asked)
-    with pytest.raises(ValueError, match=r"at most 25\.0% of a step, but it is 43\.1%"):  # 3.03 of 7.03
-        budget_density(step_seconds, profile, 0.25, 0.01, 1.0)
-
-
-def test_a_model_without_sparse_groups_exposes_nothing() -> None:
-    profile = rising(random.Random(4), "none", 1.0, ([10], [1.0]))
-    assert budget_density(partial(profile.timeline_seconds, ([], [])), profile, 0.1, 0.01, 0.2) == 0.2
-
-
-def test_the_error_says_what_may_help() -> None:
-    timeline = [100], [1e-9]
-    for overlap, hint in (("none", "executor='thread' may help"), ("full", "A faster network, larger batches")):
-        profile = rising(random.Random(5), overlap, 1.0, timeline)
-        with pytest.raises(ValueError, match=rf"raise the budget or lower the floor\. .*{hint}"):
-            budget_density(partial(profile.timeline_seconds, timeline), profile, 1e-9, 0.01, math.nextafter(0.01, 1))
