@@ -150,7 +150,7 @@ def test_strategies_save_numbers_of_numpy_as_those_of_python(given: dict[str, An
 def test_callbacks_and_functions_take_numbers_of_numpy() -> None:
     two, true = np.int64(2), np.True_
     for callback in (
-        ls.SparsityMonitor(groups=true, every=two, density=np.float32(0.5)),
+        ls.SparsityMonitor(groups=true, shadow_every=two, shadow_density=np.float32(0.5)),
         ls.GradientDistribution(every=two, most=two),
         ls.PartitionMap(every=two, most=two),
         ls.FlushResidual(every_n_epochs=two),
