@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning_sparse.engine.sources.one_step_late import OneStepLate
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -17,7 +18,6 @@ import lightning_sparse as ls
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.executor import ExchangeStream
 from lightning_sparse.engine.sources.comm_hook import BucketSource
-from lightning_sparse.engine.sources.one_step_late import OneStepLate
 from lightning_sparse.methods.grouping import make_plan
 from tests.covering import by_default
 from tests.integrations.test_telling import Lines
