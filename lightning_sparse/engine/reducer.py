@@ -108,7 +108,7 @@ class Reducer(Groups):
         self.direct_bytes = ring_all_reduce_bytes(sum(own(p).nbytes for p in parameters.values()), comm.world_size)
         """Bytes that this rank sends where DDP averages everything by itself."""
         self.loss_scale, self._before_exchange = loss_scale, before_exchange
-        self.networks = [network for network in (within, comm) if network is not None]
+        self.networks = [comm] if within is None else [within, comm]
         """The ranks that have other parts, if there are any, and those that have the same: they reach all ranks."""
         # Ranks of a node, of which each may use other parameters, exchange the mean of their gradients.
         self._usage = Usage(parameters, comm, within if self.parts else None) if watch_usage else None
