@@ -94,7 +94,7 @@ def _taken_over(engine: Engine, left: Left | None) -> str:
     remembered = {name: {} if name in changed else own for name, own in left.state["parameters"].items()}
     try:
         pending = {name: own for name, own in left.state["pending"].items() if name not in changed}
-        lost = engine.take_over({**left.state, "parameters": remembered, "pending": pending}, here)
+        lost = engine._take_over({**left.state, "parameters": remembered, "pending": pending}, here)
     except ValueError as error:
         return f"{anew}: {error}"
     if dropped := sorted(changed & waits):

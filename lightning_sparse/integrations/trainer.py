@@ -155,7 +155,7 @@ class SparseTrainerMixin(SparseStrategy, ParallelStrategy):
 
             def then_skip() -> Any:
                 result = closure()
-                self._skip_void(optimizer, self.precision_plugin)
+                self._ignore_skipped(optimizer, self.precision_plugin)
                 hold.start(SAVING)
                 return result
 
@@ -168,7 +168,7 @@ class SparseTrainerMixin(SparseStrategy, ParallelStrategy):
 
     def _follow_optimizers(self, engine: Engine) -> None:
         """Bind the current optimizers to the engine; let it clip gradients instead of averages, if that is better."""
-        with engine.failing_together():
+        with engine._failing_together():
             engine.bind(self.optimizers)
         self._shown = list(self.optimizers)
         module: Any = self.lightning_module
@@ -249,7 +249,7 @@ class SparseDDPMixin(SparseTrainerMixin, DDPStrategy):
 
     Example:
         >>> import lightning_sparse as ls
-        >>> strategy = ls.SparseDDPStrategy(sparsifier="topk", density=0.01, dense=["*.bias"])
+        >>> strategy = ls.SparseDDPStrategy(sparsifier="top_k", density=0.01, dense=["*.bias"])
         >>> strategy.config.exchange
         GatherPairs()
         >>> ls.SparseDDPStrategy(sparsifier="exdina")

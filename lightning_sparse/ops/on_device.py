@@ -174,7 +174,7 @@ def top_k_and_stripe(
 
 
 def need(plain: Callable[..., Any], state: Sequence[Tensor], union: Tensor | None, *facts: float) -> Any:
-    """Do the work of :func:`.union_topk._followed`, which is ``plain``."""
+    """Do the work of :func:`.union_top_k._followed`, which is ``plain``."""
 
     def attempt() -> None:
         given = [torch.full_like(x, by) for x, by in zip(state, (0.5, 40.0, 0.25, 0.125, 63.0), strict=True)]

@@ -237,7 +237,7 @@ def test_a_part_runs_on_a_cpu_at_toy_sizes(name: str) -> None:
 
 def test_other_numbers_are_noticed() -> None:
     gradients = equality.stream(2, torch.float64)
-    parts: dict[str, Any] = {"sparsifier": "topk", "density": 0.1}
+    parts: dict[str, Any] = {"sparsifier": "top_k", "density": 0.1}
     found, other = list(ls.simulate(gradients, **parts)), list(ls.simulate(gradients * 1.001, **parts))
     assert equality.equal(found, found, rtol=0, atol=0)
     with pytest.raises(AssertionError):

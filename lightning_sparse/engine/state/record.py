@@ -30,7 +30,7 @@ class Counts(NamedTuple):
 
     step: int = 0
     """Exchanges that counted."""
-    void: int = 0
+    skipped: int = 0
     """Exchanges that were skipped."""
     streak: int = 0
     """Exchanges skipped since the last one that counted."""
@@ -198,13 +198,15 @@ class Record:
     @property
     def counts(self) -> Counts:
         """Counts after the latest exchange; may wait for the device."""
-        step, void, streak, flushes = self.start
+        step, skipped, streak, flushes = self.start
         if self.decision is None:
             return self.start
-        return Counts(step, void + 1, streak + 1, flushes) if self.decision else Counts(step + 1, void, 0, flushes)
+        return (
+            Counts(step, skipped + 1, streak + 1, flushes) if self.decision else Counts(step + 1, skipped, 0, flushes)
+        )
 
     @property
-    def void(self) -> bool:
+    def skipped(self) -> bool:
         """True if the exchange that gradients are of counted for nothing; may wait for the device."""
         return bool(self.decision)
 

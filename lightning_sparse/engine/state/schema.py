@@ -87,7 +87,7 @@ SPAN = _numbers(
 )
 FIELDS: dict[str, Any] = {
     "step": COUNT,
-    "void_steps": COUNT,
+    "skipped_steps": COUNT,
     "rank": COUNT,
     "world_size": SIZE,
     "settings": TEXT,

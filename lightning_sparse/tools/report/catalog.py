@@ -92,8 +92,8 @@ SECTIONS = (
     Section(
         "Steps",
         (
-            Figure("Skipped steps so far", "sparse/steps/void", ideal=0.0, meaning="A gradient was not finite."),
-            Figure("Averaged densely", "sparse/steps/direct", meaning='1 where fallback="dense" found DDP faster.'),
+            Figure("Skipped steps so far", "sparse/steps/skipped", ideal=0.0, meaning="A gradient was not finite."),
+            Figure("Averaged densely", "sparse/steps/direct", meaning="1 where fallback=True found DDP faster."),
             Figure(
                 "Gradients clipped so far", "sparse/lengths/clipped", meaning="Far longer than those before; with Adam."
             ),
