@@ -21,7 +21,6 @@ instead of SGD. Nothing is claimed then.
     OMP_NUM_THREADS=1 python benchmarks/digits_accuracy.py
     OMP_NUM_THREADS=1 python benchmarks/digits_accuracy.py --density 0.05 --methods [exdyna,top_k] --csv digits.csv
     OMP_NUM_THREADS=1 python benchmarks/digits_accuracy.py --methods [union_top_k] --adamw [0.001,0.9]
-    OMP_NUM_THREADS=1 python benchmarks/digits_accuracy.py --methods [union_top_k,late] --seeds [0,1,2,3,4] --lr 0.025
 """
 
 import csv
@@ -59,7 +58,6 @@ NUM_RANKS = 2
 METHODS = {
     "dense": "dense DDP",
     "union_top_k": "union_top_k",
-    "late": "union_top_k, one step late",
     "exdyna": "exdyna",
     "top_k": "top_k",
     "micro": "micro",
@@ -84,7 +82,7 @@ class Collector(pl.Callback):
             self.steps.append(engine.summary())
 
     def mean(self, name: str) -> float:
-        return mean(step[name] for step in self.steps if name in step)  # one step late, the first has none
+        return mean(step[name] for step in self.steps)
 
 
 def read_config(name: str) -> dict[str, Any]:
@@ -99,10 +97,8 @@ def make_strategy(method: str, density: float) -> DDPStrategy:
     if method == "hard_threshold":
         chosen = read_config(method)["trainer"]["strategy"]["init_args"]["sparsifier"]
         sparsifier = ls.sparsifiers.HardThreshold(**chosen["init_args"])
-    every, delay = ls.Rules(dense_ndim=0, dense_numel=0), 0
-    if method == "late":
-        sparsifier, delay = "union_top_k", 1
-    return ls.SparseDDPStrategy(sparsifier=sparsifier, density=density, rules=every, delay=delay, timeout=TIMEOUT)
+    every = ls.Rules(dense_ndim=0, dense_numel=0)
+    return ls.SparseDDPStrategy(sparsifier=sparsifier, density=density, rules=every, timeout=TIMEOUT)
 
 
 class WithAdamW(DigitsClassifier):

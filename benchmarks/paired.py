@@ -18,7 +18,7 @@ ALONE = ("compute", "noop")
 """Variants that exchange nothing and train each rank by itself."""
 MOST_OVER_COMPUTE, MOST_OVER_DENSE = 1.2, 1.03
 """What a sparse step may take of one without any exchange, and one with a fallback to dense of plain DDP's."""
-TIMES = ("step_ms", "select_ms", "exchange_ms", "exposed_ms", "blocked_ms", "hidden_ms")
+TIMES = ("step_ms", "select_ms", "exchange_ms", "exposed_ms")
 Result = dict[str, Any]
 """What a launch measured: job, machine, parameters, groups of each variant, records, memory."""
 
@@ -178,8 +178,8 @@ def hooks_rows(result: Result) -> list[Row]:
     return rows
 
 
-def late_rows(result: Result) -> list[Row]:
-    """Averages in time and one step late, beside no exchange, the dense one and PowerSGD."""
+def regions_rows(result: Result) -> list[Row]:
+    """The sparse exchange, beside no exchange, the dense one and PowerSGD."""
     rounds = Rounds(result)
     rows: list[Row] = []
     for name in rounds.variants:
@@ -188,12 +188,9 @@ def late_rows(result: Result) -> list[Row]:
             if name not in ("compute", other):
                 row[f"step / {other}"] = rounds.steps(name, other)
         own = [r for r in rounds.records if r["variant"] == name]
-        waits = "blocked_ms" if all("blocked_ms" in r for r in own) else "exposed_ms"
-        if all(waits in r for r in own):
-            row["waits ms"] = rounds.median(name, waits)
-            row["waits / step"] = rounds.ratio(name, (waits,), name, ("step_ms",))
-        if all("hidden_ms" in r for r in own):
-            row["hidden ms"] = rounds.median(name, "hidden_ms")
+        if all("exposed_ms" in r for r in own):
+            row["waits ms"] = rounds.median(name, "exposed_ms")
+            row["waits / step"] = rounds.ratio(name, ("exposed_ms",), name, ("step_ms",))
         rows.append(row)
     return rows
 
@@ -236,8 +233,7 @@ def losses(rounds: Rounds, name: str) -> list[str]:
 
 ROWS: dict[str, Callable[[Result], list[Row]]] = {
     "hooks": hooks_rows,
-    "late": late_rows,
-    "regions": late_rows,
+    "regions": regions_rows,
     "nodes": nodes_rows,
     "overlap": overlap_rows,
     "plans": plans_rows,

@@ -11,11 +11,9 @@ Parts, each for every model and rate:
   fp16 (it refuses bf16 on gloo) and PowerSGD of rank 1, 2 and 4; bytes on the cable, processor time and training loss,
   too. All variants stay and go on training, each on the same few batches. They take a vector of the model's size or
   more each: where the ranks' memory would not suffice, the part is refused, and `--variants` chooses from it.
-- late: `sparse_ddp` as it comes at densities 0.01 and 0.001, in time and with `delay=1`, beside PowerSGD of rank 1. Of
-  a late step, what it waits in its join; of another one, what backward waits for the exchange. Between two steps ranks
-  meet at a barrier and look at their clocks, a few milliseconds in which an exchange in flight goes on.
-- regions: the same, one step after the other without a barrier, and the time of a step is that of several in a row:
-  over long round trips, a barrier takes as long as a step, and would hide an exchange.
+- regions: `sparse_ddp` as it comes at densities 0.01 and 0.001, beside PowerSGD of rank 1, one step after the other
+  without a barrier, and the time of a step is that of several in a row: over long round trips, a barrier takes as long
+  as a step.
 - nodes: several ranks in each namespace (`--node-size`), which is a node: bytes are those on the node's cable. Flat
   exchanges between all ranks, the same with `node_size`, Top-k, plain DDP and PowerSGD.
 - overlap: every sparsifier with buckets of 25 MiB and with layers merged below 8192 coordinates, executors inline and
@@ -63,7 +61,6 @@ the end whatever happens. Results are kept in the folder `--out` after every rou
     sudo python benchmarks/shaped_links.py
     sudo python benchmarks/shaped_links.py --parts hooks --models lstm vgg gpt --mbit 100 1000 10000 --ranks 2 4
     sudo python benchmarks/shaped_links.py --parts hooks --ranks 8 --variants compute dense "powersgd 1" "sparse 0.01"
-    sudo python benchmarks/shaped_links.py --parts late --models lstm vgg gpt --mbit 100 1000 --rounds 10
     sudo python benchmarks/shaped_links.py --parts regions --models lstm --mbit 1000 --rtt 50 --steps 8
     sudo python benchmarks/shaped_links.py --parts nodes --node-size 2 --models lstm vgg --mbit 100 1000 --rounds 10
     sudo python benchmarks/shaped_links.py --parts plans --models vgg --mbit 100 --rounds 20 --csv plans.csv

@@ -55,7 +55,6 @@ class Spec(NamedTuple):
     rank: int = 1  # of PowerSGD
     as_it_comes: bool = False  # sparse_ddp with its own defaults
     fallback: Literal["dense"] | None = None  # of that
-    delay: Literal[0, 1] = 0  # of that
     node_size: int | None = None  # of that
 
 
@@ -85,7 +84,6 @@ class Variant:
                 density=spec.density,
                 bucket_cap_mb=25,
                 fallback=spec.fallback,
-                delay=spec.delay,
                 node_size=spec.node_size,
             )
             self.engine.bind([self.optimizer])
@@ -164,7 +162,6 @@ class Variant:
 
     def close(self) -> None:
         if self.engine is not None:
-            self.engine.drain()
             self.engine.close()
 
 
@@ -351,11 +348,6 @@ def measure_hooks(job: Job, result: Result, keep: Callable[[], None]) -> None:
         variant.close()
 
 
-def measure_late(job: Job, result: Result, keep: Callable[[], None]) -> None:
-    """`sparse_ddp` as it comes, with averages in time and one step late."""
-    take_turns(job, late_specs(result), result, keep)
-
-
 def measure_nodes(job: Job, result: Result, keep: Callable[[], None]) -> None:
     """`sparse_ddp` as it comes between all ranks, and with nodes; and Top-k, of which every rank's picks travel."""
     small = small_buckets(result)
@@ -377,10 +369,10 @@ def measure_nodes(job: Job, result: Result, keep: Callable[[], None]) -> None:
 
 
 def measure_regions(job: Job, result: Result, keep: Callable[[], None]) -> None:
-    """In time and one step late, without a barrier between steps: over long distances it takes as long as a step."""
+    """The sparse exchange, without a barrier between steps: over long distances it takes as long as a step."""
     batches = batches_of(job)
     for round_ in range(job["rounds"]):
-        for spec in late_specs(result)[:: 1 if round_ % 2 == 0 else -1]:
+        for spec in regions_specs(result)[:: 1 if round_ % 2 == 0 else -1]:
             variant = Variant(spec, job)
             variant.stride(batches, max(2, spec.warm_up))
             slowest = torch.tensor(variant.stride(batches, job["steps"] + 1))
@@ -394,13 +386,12 @@ def measure_regions(job: Job, result: Result, keep: Callable[[], None]) -> None:
         keep()
 
 
-def late_specs(result: Result) -> list[Spec]:
-    """In time and one step late, beside no exchange, the dense one and PowerSGD."""
+def regions_specs(result: Result) -> list[Spec]:
+    """The sparse exchange, beside no exchange, the dense one and PowerSGD."""
     small = small_buckets(result)
     specs = [
-        Spec(f"{name} {density:g}", bucket_cap_mb=small, density=density, as_it_comes=True, warm_up=4, delay=delay)
+        Spec(f"sparse {density:g}", bucket_cap_mb=small, density=density, as_it_comes=True, warm_up=4)
         for density in DENSITIES
-        for name, delay in (("sparse", 0), ("late", 1))
     ]
     power = Spec("powersgd 1", hook="powersgd", bucket_cap_mb=1e3, warm_up=4)  # one bucket, see hook_specs
     return [*PLAIN, power, *specs]
@@ -462,7 +453,6 @@ def path_of(job: Job) -> Path:
 
 MEASURE: dict[str, Callable[[Job, Result, Callable[[], None]], None]] = {
     "hooks": measure_hooks,
-    "late": measure_late,
     "regions": measure_regions,
     "nodes": measure_nodes,
     "overlap": measure_overlap,

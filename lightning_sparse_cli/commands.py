@@ -142,8 +142,7 @@ def advise(
         table.show()
     print("Assumptions:", *(f"- {sentence}" for sentence in advice.assumptions()), "", sep="\n")
     for scenario in advice.scenarios:
-        late = advice.late(scenario)
-        print(advice.verdict(scenario), *([late] if late else []), *advice.remarks(scenario), sep="\n")
+        print(advice.verdict(scenario), *advice.remarks(scenario), sep="\n")
     print(f"All predictions and a figure are in {folder}, and configurations to train with:")
     for scenario, path in zip(advice.scenarios, configs, strict=True):
         print(f"{path} ({scenario.label})")

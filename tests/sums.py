@@ -58,7 +58,7 @@ State = Mapping[str, Any]
 def pending(states: Sequence[State], name: str) -> Tensor:
     """(numel,) averages of a parameter that no optimizer has applied, in double precision.
 
-    Those that have been handed out are in the state of rank 0, whose weights are saved; those that come late in all.
+    They are in the state of rank 0, whose weights are saved.
 
     Args:
         states: of all ranks.
@@ -66,13 +66,11 @@ def pending(states: Sequence[State], name: str) -> Tensor:
     """
     [first, *others] = sorted(states, key=lambda state: int(state["rank"]))
     assert not any(state["pending"] for state in others)
-    assert all(state["late"].keys() == first["late"].keys() for state in others)
     total = torch.zeros(first["spans"][name][2], dtype=torch.float64)
-    for found in (first["pending"].get(name), first["late"].get(name)):
-        if found is not None:
-            indices = found["indices"].long() if "indices" in found else torch.arange(len(total))
-            assert torch.equal(indices, indices.unique())
-            total.index_add_(0, indices, found["values"].double())
+    if (found := first["pending"].get(name)) is not None:
+        indices = found["indices"].long() if "indices" in found else torch.arange(len(total))
+        assert torch.equal(indices, indices.unique())
+        total.index_add_(0, indices, found["values"].double())
     return total
 
 

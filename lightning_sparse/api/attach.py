@@ -123,7 +123,6 @@ def attach_config(
         plan = dense_plan(sizes, cap) if stays_dense else plan
         in_parts = config.node_size is not None and not stays_dense
         refuse_two_orders(ddp.module, config.executor, device)
-        refuse_to_wait(config, device, ranks.world_size)
         facts = {
             "version of lightning-sparse": __version__,  # which may speak of other messages
             **vars(config),
@@ -175,15 +174,6 @@ def _abort(*networks: TorchCollective | None) -> None:
     for network in networks:
         if network is not None:
             network.abort()
-
-
-def refuse_to_wait(config: SparsificationConfig, device: torch.device, ranks: int) -> None:
-    """Raise where a backward would wait for the exchange that it begins, though that is to be one step late."""
-    if config.delay and config.executor == "inline" and device.type == "cpu" and ranks > 1:
-        raise ValueError(
-            "Expected executor='auto' or 'thread' with delay=1 on CPUs, but got 'inline', where the exchange would end "
-            "before the backward that begins it."
-        )
 
 
 def _check_ddp(ddp: DistributedDataParallel) -> None:

@@ -23,8 +23,7 @@ def flush(what: Any, optimizers: Optimizer | Iterable[Optimizer] | None = None) 
     momentum, parameters are then the same as without sparsification, except that later gradients depend on earlier
     steps; momentum and weight decay act once more than without the flush; with Adam it is one step of Adam at its
     learning rate. The step uses the current learning rates of the optimizers: if a schedule has ended at 0,
-    nothing moves. Afterwards, parameters hold the same gradients as before. With ``delay=1``, averages that are on
-    their way are applied before, see :meth:`.Engine.drain`.
+    nothing moves. Afterwards, parameters hold the same gradients as before.
 
     Call this between two steps, for example before a model is exported. A parameter without a pending update is left
     alone, so that at density 1 there is no step. Residuals of 16-bit parameters keep what the cast rounds off.
@@ -85,8 +84,6 @@ def flush(what: Any, optimizers: Optimizer | Iterable[Optimizer] | None = None) 
         )
     for optimizer in chosen:
         refuse_closure(optimizer)
-    for engine in engines:
-        engine.drain(chosen)
     held = {key for optimizer in chosen for key in ids_of(optimizer)}
     left = [
         name

@@ -19,7 +19,6 @@ from lightning_sparse.api.attach import (
     NOT_HERE,
     AttachArguments,
     look_on,
-    refuse_to_wait,
     refuse_two_orders,
     trained_and_frozen,
     warn_if_nothing_is_left,
@@ -168,7 +167,6 @@ def attach_hsdp_config(
         stays_dense = replicas.world_size == 1 and config.single_device == "dense"
         plan = dense_plan(sizes, cap * parts.world_size) if stays_dense else plan
         refuse_two_orders(model, config.executor, device)
-        refuse_to_wait(config, device, replicas.world_size)
     facts = {
         "version of lightning-sparse": __version__,
         **vars(config),

@@ -343,11 +343,6 @@ class SparsificationConfig(Settings):
     executor: Literal["auto", "inline", "thread"] = "auto"
     """"inline" exchanges inside DDP's hook (on CUDA on a stream of its own), "thread" on a communication thread while
     backward goes on; "auto" is "thread" between ranks on CPUs, else "inline"."""
-    delay: Literal[0, 1] = 0
-    """1: averages are applied one step late, and their exchange goes on beside the next forward and backward, which
-    wait for it only where it takes longer; for slow networks between regions, see docs/late.md. It costs 4 bytes a
-    parameter. At the end of training, ``engine.drain()`` applies the last averages; the strategy for the Trainer does
-    so by itself."""
     node_size: int | Literal["auto"] | None = None
     """Number of ranks of a node, whose links are fast: gradients are averaged densely within a node and exchanged
     sparsely between nodes, by each rank a part of them, see docs/nodes.md. "auto": ranks of a host, by its name; None
@@ -384,19 +379,8 @@ class SparsificationConfig(Settings):
         if self.messages == "auto":
             if by_group:
                 vars(self)["messages"] = "group"
-            elif self.delay or not (self.grouping.needs_profile or self.density.needs_profile):
+            elif not (self.grouping.needs_profile or self.density.needs_profile):
                 vars(self)["messages"] = "step"
-        if self.delay and self.messages == "group":
-            why = f", which {by_group[0]}={getattr(self, by_group[0])!r} asks for" if by_group else ""
-            raise ValueError(
-                "Expected messages='step' or 'auto' with delay=1, but got messages='group', in which groups are "
-                f"exchanged while their own backward goes on{why}: one step late, all of them have the whole next step."
-            )
-        if self.delay and self.fallback:
-            raise ValueError(
-                f"Expected fallback=False with delay=1, but got {self.fallback!r}: DDP averages in time, so that "
-                "sparse steps, which are late, could not take turns with its steps."
-            )
         self._check_nodes()
         watch, size, timeout = self.watch, self.bucket_cap_mb, self.timeout
         fits = watch is None or isinstance(watch, Watch)
@@ -418,7 +402,6 @@ class SparsificationConfig(Settings):
             return
         fits = size == "auto" or (is_integer(size) and int(size) >= 1)
         expect(fits, "node_size", "'auto', an integer from 1 on or None", size)
-        expect(not self.delay, "delay", "0 with node_size, which puts averages together in time", self.delay)
         expect(not self.fallback, "fallback", "False with node_size: DDP's own steps are not timed", self.fallback)
         for name in ("grouping", "density"):
             chosen = getattr(self, name)

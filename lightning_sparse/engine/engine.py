@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,16 +15,14 @@ from torch.futures import Future
 from torch.nn import Parameter
 
 from lightning_sparse.core.checks import expect
-from lightning_sparse.core.console import page, say
 from lightning_sparse.engine.agreement import Note, by_reason, check_equal_on_ranks
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.network import TorchCollective
-from lightning_sparse.engine.optimizers.binding import OptimizerBinding, uninterrupted
-from lightning_sparse.engine.optimizers.kinds import check_is_optimizer, gradients_aside, listed, refuse_closure
+from lightning_sparse.engine.optimizers.binding import OptimizerBinding
+from lightning_sparse.engine.optimizers.kinds import check_is_optimizer
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.regrouping import check_covers
 from lightning_sparse.engine.sources.comm_hook import BucketSource
-from lightning_sparse.engine.sources.one_step_late import OneStepLate
 from lightning_sparse.engine.state.record import Counts
 from lightning_sparse.engine.state.schema import renamed
 from lightning_sparse.engine.state.state import EngineState, Shard
@@ -43,7 +40,7 @@ class Engine(EngineView):
         plan: groups that cover all parameters; whole ones, also where this rank has parts of them.
         parameters: by the names used in the plan.
         settings: checked choices.
-        comm: the ranks; closed with the engine. With ``delay=1``, the engine makes a second one for exchanges.
+        comm: the ranks; closed with the engine.
         device: where gradients live.
         watch_usage: note which parameters took part in a backward. Needed where a backward may leave some out.
         frozen: parameters that need no gradient, by name.
@@ -67,9 +64,6 @@ class Engine(EngineView):
     ) -> None:
         left_open, open_exchange = settings.memory is None, settings.exchange is None
         settings = replace(settings, memory=settings.memory_in_use, exchange=settings.exchange_in_use)
-        if comm.world_size == 1 and settings.delay:
-            say("sparse_ddp: delay=1 does nothing with one rank, which has nobody to wait for.")
-            settings = replace(settings, delay=0)
         self.loss_scale: Callable[[], Tensor | None] = lambda: None
         """() tensor that the loss is multiplied by, or None; asked in every backward."""
         self.frozen = dict(frozen or {})
@@ -88,20 +82,11 @@ class Engine(EngineView):
         """Equal on all ranks, and different for every engine."""
         for network in (comm, within) if within else (comm,):
             network.listen(self.run_id)
-        exchanging = comm
-        if settings.delay:  # other messages may be sent while an exchange is in flight
-            exchanging = comm.another()
-            exchanging.listen(f"{self.run_id}/late")
         self.shards = dict(shards or {})
         """Parts of parameters, see above."""
         of_engine = (lambda: self.loss_scale()), self._before_exchange
-        reducer = Reducer(parameters, settings, exchanging, device, watch_usage, *of_engine, aside=comm, within=within)
-        super().__init__(reducer, comm)
-        if settings.delay and reducer.speaks:
-            say(
-                "sparse_ddp: averages are applied one step late. Some models pay for that with a fifth of their "
-                f"perplexity, others with nothing: compare a run without it, and half the rate ({page('late')})."
-            )
+        reducer = Reducer(parameters, settings, comm, device, watch_usage, *of_engine, within=within)
+        super().__init__(reducer)
         try:
             with reducer.on_stream.between_steps():
                 groups = [reducer.form(group) for group in self._parts_of(plan)]
@@ -151,7 +136,6 @@ class Engine(EngineView):
             ValueError: for something that is no optimizer.
         """
         check_is_optimizer(optimizer)
-        self._binding.leave_out(optimizer)
         return self._skipped.drop(optimizer)
 
     def ignore_skipped(self, optimizer: torch.optim.Optimizer) -> None:
@@ -193,8 +177,6 @@ class Engine(EngineView):
         Raises:
             ValueError: if one does not go with memory, sparsifier or ``lr_aware``, or is no optimizer.
         """
-        if self.settings.delay:  # the memory may change, and gradients are being absorbed
-            self.router.join()
         self._binding.bind(optimizers)
         self.router.prepare()
 
@@ -248,20 +230,12 @@ class Engine(EngineView):
         return self._binding.clip_in_place_of_averages(limit, algorithm, optimizer, known)
 
     def count_as_applied(self) -> None:
-        """Record that averages of the latest exchange have been applied, or never will be; between two steps.
+        """Record that averages have been applied, or never will be, as at the end of a batch; between two steps.
 
-        The engine notices steps of optimizers by itself. This is for steps that are left out.
+        The engine notices steps of optimizers by itself. This is for steps that are left out: their averages are lost,
+        as gradients of plain DDP are.
         """
         self._record.count_as_applied()
-
-    def _end_batch(self) -> None:
-        """Record that no optimizer will apply averages of the latest backward any more.
-
-        They are lost, as gradients of plain DDP are; with ``delay=1``, they go back into residuals in the next
-        backward.
-        """
-        if not self.settings.delay:
-            self._record.count_as_applied()
 
     def warn(self, kind: str, sentence: str) -> None:
         """Tell the user on rank zero; all ranks call this in the same step, and count the warning."""
@@ -286,9 +260,9 @@ class Engine(EngineView):
         """Average DDP's buckets just as DDP does without a hook, until groups change; for plans that are all dense.
 
         Returns False, with nothing changed, before residuals have been sent (in the first valid step of a dense plan),
-        with memories that also act on dense groups, such as momentum, with ``delay=1``, between nodes, and while
-        gradients are clipped by :meth:`clip_gradients`. Residuals that are still left, of parameters that the step did
-        not use and of rounding, are kept until groups change again. Collective: all ranks get the same answer.
+        with memories that also act on dense groups, such as momentum, between nodes, and while gradients are
+        clipped by :meth:`clip_gradients`. Residuals that are still left, of parameters that the step did not use and of
+        rounding, are kept until groups change again. Collective: all ranks get the same answer.
 
         Args:
             for_good: forget second moments and other values that only sparse steps need.
@@ -341,7 +315,6 @@ class Engine(EngineView):
             with self._failing_together():
                 check_equal_on_ranks(facts, network, self.device)
         expect(chosen in get_args(Messages), "messages", "'group', 'step' or None", messages)
-        expect(chosen == "step" or not self.settings.delay, "messages", "'step' or None, with delay=1", messages)
         check_covers(groups, self.router.parameters)
         parts = self._parts_of(groups)
         self.router.regroup(parts, chosen)
@@ -446,57 +419,10 @@ class Engine(EngineView):
                 )
         return parts
 
-    def drain(self, optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None) -> bool:
-        """Apply averages that are on their way, with ``delay=1``; all ranks must call this, between two steps.
-
-        The latest exchange is joined, and optimizers take one more step with its averages, with the settings (learning
-        rates, for instance) of the step that they took last. After T backwards, T averages have been applied then.
-        Nothing is clipped, and ``.grad`` is afterwards what it was before. The strategy for the Trainer calls this at
-        the end of fit, and :func:`~lightning_sparse.flush` before it sends residuals.
-
-        Args:
-            optimizers: all that apply averages; None: :attr:`_optimizers_in_use`.
-
-        Returns:
-            Whether there was anything to apply.
-
-        Raises:
-            ValueError: if there is, and no optimizer is known.
-            RuntimeError: within a step; if the engine is closed.
-            LostRankError: if another rank is gone.
-        """
-        if self.closed:
-            raise RuntimeError("The engine is closed: call drain() before close().")
-        self._check_between_steps("Averages can only be drained")
-        if not isinstance(self.entrance, OneStepLate) or not self._record.left():
-            return False
-        chosen = self._optimizers_in_use if optimizers is None else listed(optimizers)
-        if not chosen:
-            raise ValueError(
-                "Expected optimizers to apply the averages of the latest backward, but none was bound to the engine, "
-                "and none has stepped: call engine.bind([optimizer]) before training, or engine.drain([optimizer])."
-            )
-        for optimizer in chosen:
-            refuse_closure(optimizer)
-        with gradients_aside(chosen, self.parameters.values()):
-            for name, average in self.entrance.take().items():
-                self.router.parameters[name].grad = average
-            for optimizer in chosen:
-                with uninterrupted(), self._binding.as_before(optimizer):
-                    optimizer.step()
-            self._record.count_as_applied()
-        return True
-
     @property
     def _moment(self) -> Tensor:
         """(1,) int64 number of exchanges and flushes that have settled here, see :meth:`state_dict`."""
         return torch.tensor([self._record.counts.number], device="cpu")
-
-    @property
-    def _reach(self) -> Tensor:
-        """(1,) int64 number of exchanges and flushes that have begun here: with ``delay=1``, one may be in flight."""
-        flying = bool(self.settings.delay) and self.router.in_flight
-        return torch.tensor([self._record.counts.settled + flying], device="cpu")
 
     def state_dict(self, moment: Tensor | None = None) -> dict[str, Any]:
         """Return everything that this rank needs to continue from here: plain data, and copies of tensors on the CPU.
@@ -510,11 +436,6 @@ class Engine(EngineView):
         states belong together if each rank takes one, all agree on the largest ``state["moment"]``, and a rank whose
         own is smaller takes another one, of that moment.
 
-        With ``delay=1``, an exchange in flight is joined, so that a run that is resumed goes on bit for bit; its
-        averages are in the state as ``late``, on every rank. That waits for ranks which have not begun it yet. Where
-        ranks are asked at different moments, as in signal handlers, call :meth:`_join_together` on all of them, and
-        take :meth:`_state_now`.
-
         Args:
             moment: (1,) the state after so many exchanges and flushes, as another rank has taken it: this rank waits
                 until it has settled as many, and for no more. None: the latest one.
@@ -524,12 +445,8 @@ class Engine(EngineView):
             ``rank``, ``world_size``, ``settings``; ``part``: the number of this rank among those that have other
             parts of the same gradients, and how many these are, or nothing; ``parameters`` and ``counters``: what is
             remembered of each, by name; ``spans``: which coordinates of each parameter, as first one, number, and
-            number of all; ``pending``: averages that are not applied; ``late``: those that optimizers get in the next
-            step, with what
-            they are divided by, the number of ranks that they are means over, and whether gradients were clipped;
-            ``late_skipped``: parameters whose gradients are NaN in the next step, because the latest exchange was
-            skipped; ``absorbed``: parameters of which a gradient was absorbed that is not exchanged; ``groups``: what
-            sparsifiers and schedules have learned;
+            number of all; ``pending``: averages that are not applied; ``absorbed``: parameters of which a gradient
+            was absorbed that is not exchanged; ``groups``: what sparsifiers have learned;
             ``rates``: latest learning rates; ``surplus``: what changes of them have left in residuals; ``clippings``:
             what gradients are clipped to in place of their averages; ``squares``: see
             :class:`~lightning_sparse.engine.delivery.Lengths`.
@@ -538,35 +455,7 @@ class Engine(EngineView):
             RuntimeError: if this rank is past the given moment, or does not get there; or if an error has ended a step
                 while residuals were being changed.
         """
-        if moment is None and self.settings.delay:
-            self.router.join()
         return self._state.take(moment)
-
-    def _join_together(self, comm: TorchCollective) -> None:
-        """Bring as many exchanges to their end as every rank has begun; collective, also within signal handlers.
-
-        Args:
-            comm: the ranks, for the message.
-        """
-        if self.settings.delay:
-            begun = int(comm.all_gather(self._reach.to(self.device)).min())
-            if begun > self._record.counts.settled:
-                self.router.join()
-
-    def _state_now(self) -> dict[str, Any]:
-        """Return :meth:`state_dict` without waiting: gradients of an exchange in flight count as absorbed."""
-        return self._state.take(None)
-
-    def _state_alone(self) -> dict[str, Any]:
-        """Return :meth:`_state_now` after an error, when others may be gone, and ranks may be at different points.
-
-        With ``delay=1``, the state of rank 0 belongs to its weights: of averages that these do not hold, the latest
-        exchange counts as never made. Other ranks may have settled one exchange more: their states have what they
-        have sent in it as ``sent``, so that it can go back, see :func:`.schema.revoke`.
-        """
-        if self.settings.delay:
-            self.router.join_if_over()
-        return self._state.take(None, alone=True)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Continue from the state of an engine of the same model; collective, before the first or between two steps.
@@ -613,20 +502,9 @@ class Engine(EngineView):
         for observer in self.observers:
             observer.close()
         self._binding.close()
-        self._warn_of_what_is_left()
         self.router.close()
         if not isinstance(self.entrance, Reducer):
             self.entrance.close()
-        self.comm.close()
-
-    def _warn_of_what_is_left(self) -> None:
-        """Warn of averages that nobody will apply, unless an error is the news, or a state holds them."""
-        flying, broken = self.router.in_flight or bool(self._record.left()), self.router.failed
-        if flying and not broken and not self._state.is_taken and sys.exc_info()[0] is None and self._speaks:
-            rank_zero_warn(
-                "The engine is closed, and the averages of the latest backward were not applied to the weights. With "
-                "delay=1, call engine.drain() on all ranks when training is over."
-            )
 
     def __reduce__(self) -> tuple[type[CopiedEngine], tuple[()]]:
         """Let a copy, pickled or not, be a :class:`CopiedEngine`."""

@@ -95,12 +95,6 @@ class Executor:
         """Time that backward was blocked since this was last set to zero."""
         self.error: BaseException | None = None
         """Error of a job, until :meth:`drain` raises it."""
-        self._given = self._done = 0
-
-    @property
-    def idle(self) -> bool:
-        """True if all jobs have run, without an error."""
-        return self._given == self._done and self.error is None
 
     def submit(self, job: Job) -> None:
         """Run a job now or later."""
@@ -138,7 +132,6 @@ class Threaded(Executor):
         self._thread.start()
 
     def submit(self, job: Job) -> None:
-        self._given += 1
         self._jobs.put((job, False))
 
     def drain(self) -> None:
@@ -169,7 +162,6 @@ class Threaded(Executor):
                     job()
             except BaseException as error:  # raised again in drain(), on the thread that trains
                 self.error = error
-            self._done += not always
 
 
 def make_executor(chosen: str, device: torch.device, world_size: int, host_knows: bool) -> Executor:

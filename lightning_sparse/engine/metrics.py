@@ -216,8 +216,6 @@ class Step:
     """Of the watchdog, so far; None for a single group."""
     length_changes: LengthChanges | None = None
     """On this rank, so far; None if no memory follows the length of gradients."""
-    late: int | None = None
-    """Backwards so far in which there was no average, with ``delay=1``; else None."""
     means: Mapping[str, float] = field(default_factory=dict)
     """Quantities that were averaged over ranks, for those that derive from them."""
 
@@ -413,20 +411,6 @@ def exposed_ms(step: Step) -> float | None:
     return step.exposed_ms
 
 
-@quantity("0", part="time", unit="ms", averaged=True, over_run="mean,max")
-def blocked_ms(step: Step) -> float | None:
-    """Time that this rank stood still for an exchange of the step before; with `delay=1`; mean over ranks."""
-    return None if step.late is None else step.exposed_ms
-
-
-@quantity("large", part="time", unit="ms", averaged=True)
-def hidden_ms(step: Step) -> float | None:
-    """Time of the exchange beside forward and backward, `blocked_ms` left out; with `delay=1`; mean over ranks."""
-    if step.late is None or step.exposed_ms is None:
-        return None
-    return max(0.0, step.exchange_milliseconds - step.exposed_ms)
-
-
 @quantity(part="time", unit="s", averaged=True, over_run="last")
 def total_s(step: Step) -> float | None:
     """Wall clock of training so far, as in `total_mb` with earlier fits; without validation; mean over ranks."""
@@ -437,12 +421,6 @@ def total_s(step: Step) -> float | None:
 def skipped(step: Step) -> float | None:
     """Steps so far that all ranks skipped, because a gradient was not finite on some rank."""
     return step.skipped_steps
-
-
-@quantity("1", part="steps", unit="steps", over_run="last")
-def without_average(step: Step) -> float | None:
-    """Steps so far for which there was no average, as the first one with `delay=1`: optimizers left them out."""
-    return step.late
 
 
 @quantity("0 or 1", part="steps")

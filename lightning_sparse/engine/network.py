@@ -193,10 +193,6 @@ class TorchCollective:
             self.one_hop = len(set(hosts)) in (1, self.world_size)
         return self
 
-    def another(self) -> TorchCollective:
-        """Return a collective with a new group of the same ranks, which the caller closes. All ranks must call this."""
-        return self.of_its_own(self.group, self.timeout or self._asked, beside=self._beside)
-
     def between_hosts(self) -> TorchCollective:
         """Return a collective for small messages of CPU tensors, which wait for no device. All ranks must call this.
 

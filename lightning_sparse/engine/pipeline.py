@@ -357,16 +357,13 @@ class GroupReducer:
         """Statistics of the last step that exchanged the group, which need not be the latest step, see :attr:`ran`."""
         self.arrived: dict[str, Tensor] = {}
         """Pieces of the gradient, in the buckets, from their arrival to the end of the step."""
-        self.untouched: set[str] = set()
-        """Parameters that no rank used in the latest step that has settled."""
         self.unused: set[str] = set()
         """Parameters that no rank used in the latest step."""
         self.bounds = bounds_of(self.spans, self.device)
         self._like = torch.empty((), dtype=self.wide, device=self.device)
         self._sampler = Sampler()
-        self._keeps = settings.delay > 0 or settings.node_size is not None
+        self._keeps = settings.node_size is not None
         """True if averages are not in the places of gradients as soon as an exchange has settled."""
-        self._notes_sent = settings.delay > 0
         self.exchange_made: Exchanged | None = None
         """The exchange of this step, until the next one begins."""
         self._rooms: dict[torch.dtype, Tensor] = {}
@@ -411,7 +408,7 @@ class GroupReducer:
     @property
     def ran(self) -> bool:
         """True if the group was exchanged in the latest step, because some rank used some of its parameters."""
-        return self.statistics is not None and len(self.untouched) < len(self.spans)
+        return self.statistics is not None and len(self.unused) < len(self.spans)
 
     def carry(self, name: str, old: GroupReducer) -> None:
         """Take over what another group remembers of a parameter; a group without memory is only made of empty ones."""
@@ -512,26 +509,17 @@ class GroupReducer:
         averages = Averages(self.spans, update.indices, values, delivery, returns)
         return dict.fromkeys(self.spans.keys() - self.unused, averages)
 
-    def settle(self, skipped: Tensor) -> Averages | None:
+    def settle(self, skipped: Tensor) -> None:
         """Conclude the step when all groups have been exchanged: if one of them skips it, all do.
 
         Args:
             skipped: () flag: the step counts for nothing.
-
-        Returns:
-            The values that have left this rank's residual, if averages come late; else None.
         """
-        made, self.untouched = self.exchange_made, self.unused
+        made = self.exchange_made
         if made is None:
-            return None
+            return
         self.statistics = made.proposed.statistics
-        residual, sent = (self.residual, made.proposed.update.sent) if self._notes_sent else (None, None)
-        where = slice(None) if sent is None else sent.clamp(max=self.plan.numel - 1)
-        before = None if residual is None else residual[where].clone()
         self.state = settle_group(self.state, made.proposed, skipped, self.memory, made.unused)
-        if residual is None or before is None:
-            return None
-        return Averages(self.spans, None if isinstance(where, slice) else where, before - residual[where])
 
     def scale(self, factors: Mapping[str, float]) -> None:
         """Multiply the residuals of parameters by factors, where there are any."""

@@ -7,9 +7,7 @@ sent as one. Where parameters may be left out of a backward, it must be known be
 once for the whole batch, and all local work comes after it.
 
 When all groups have been exchanged, what they have sent leaves the residuals, unless a gradient of any of them was not
-finite on any rank. *When and where* groups run is up to an executor. A source may wait for them in the backward that
-has started them (:meth:`Reducer.finish`), or :meth:`~Reducer.start` them in one and :meth:`~Reducer.join` them in the
-next.
+finite on any rank. *When and where* groups run is up to an executor.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ from lightning_sparse.engine.pipeline import GroupReducer, forget_overflow_
 from lightning_sparse.engine.regrouping import Groups
 from lightning_sparse.engine.skip import Decision, Header, any_set
 from lightning_sparse.engine.sources.gradient_hooks import Usage, refuse_sparse_gradients
-from lightning_sparse.engine.state.record import Averages, Counts, Kept, fill_nan_
+from lightning_sparse.engine.state.record import Averages, Counts, fill_nan_
 from lightning_sparse.ops import all_finite
 from lightning_sparse.ops.length import joint_norm
 
@@ -48,6 +46,8 @@ SHOWN = 4
 """Number of groups that a note names."""
 PATIENCE = 30.0
 """Seconds that a state waits for an exchange that another rank has concluded already."""
+Deliver = Callable[[Mapping[str, Averages], Tensor], None]
+"""Puts averages, given by parameter, into the places of gradients, or NaN if a () flag is set."""
 
 
 class Member(NamedTuple):
@@ -72,7 +72,6 @@ class Reducer(Groups):
         watch_usage: note which parameters took part in a backward. Needed where a backward may leave some out.
         loss_scale: () tensor that the loss is multiplied by, or None; asked in every backward.
         before_exchange: called on all ranks when the first gradients of a step are here; may call :meth:`adopt`.
-        aside: the same ranks for everything but exchanges, which may be in flight meanwhile; not closed here.
         within: ranks that hold the other parts of what this rank holds; None: it holds all. They skip the same steps,
             and a norm is that of all parts. Closed with the reducer.
     """
@@ -86,7 +85,6 @@ class Reducer(Groups):
         watch_usage: bool,
         loss_scale: Callable[[], Tensor | None],
         before_exchange: Callable[[], None],
-        aside: TorchCollective,
         within: TorchCollective | None = None,
     ) -> None:
         super().__init__(parameters, settings, comm, device)
@@ -107,12 +105,10 @@ class Reducer(Groups):
         """Milliseconds that backward stood still in the latest step, if they are known; may wait for the device."""
         self.shared_bytes = 0.0
         """Bytes sent in the latest step for no single group: its header, and which parameters it used."""
-        self._asked_bytes = 0.0
-        """Of these, those that were sent before the step began."""
         self.direct_bytes = ring_all_reduce_bytes(sum(own(p).nbytes for p in parameters.values()), comm.world_size)
         """Bytes that this rank sends where DDP averages everything by itself."""
-        self.loss_scale, self._before_exchange, self.aside = loss_scale, before_exchange, aside
-        self.networks = [network for network in (within, aside) if network is not None]
+        self.loss_scale, self._before_exchange = loss_scale, before_exchange
+        self.networks = [comm] if within is None else [within, comm]
         """The ranks that have other parts, if there are any, and those that have the same: they reach all ranks."""
         # Ranks of a node, of which each may use other parameters, exchange the mean of their gradients.
         self._usage = Usage(parameters, comm, within if self.parts else None) if watch_usage else None
@@ -121,16 +117,6 @@ class Reducer(Groups):
         self.overlaps_backward = not self.on_stream.host_knows or self._executor.threaded
         """True if exchanges go on beside backward: on a stream or a thread of their own."""
         self._begun = self._flushes = False
-        self.in_flight = False
-        """True from the moment at which an exchange was started until it has settled."""
-        self._settling = False
-        """True if an exchange in flight settles by itself, as soon as it is over."""
-        self._unused: Set[str] | None = None
-        """Parameters that no rank used in this backward, where that is known before the exchange."""
-        self.failed = False
-        """True if an error has ended a step."""
-        self.without_average = 0
-        """Backwards so far in which there was no average to hand over."""
         self._held_up_before = 0.0
         """:attr:`held_up_seconds` when the step began."""
         self._limits: Sequence[Limit] = ()
@@ -168,7 +154,7 @@ class Reducer(Groups):
     @property
     def unused(self) -> Set[str]:
         """Names of the parameters that no rank used in the latest backward."""
-        return {name for group in self.groups for name in group.untouched}
+        return {name for group in self.groups for name in group.unused}
 
     @property
     def header(self) -> Header:
@@ -190,20 +176,12 @@ class Reducer(Groups):
                 if overflow:  # nobody could wait for the decision before
                     forget_overflow_(group.state, group.memory, self.comm.world_size)
         self._before_exchange()
-        self._copy_scale()
+        self._scale = self.loss_scale()
         self._limits = self.clipping.begin_step(lambda: self.sparsified)  # when its groups are known
-        self.shared_bytes, self._asked_bytes, self._headers = self._asked_bytes, 0.0, None
+        self.shared_bytes, self._headers = 0.0, None
         if self.flush_asked:  # looked at once, so that all groups of the step do the same
             self.flush_at, self.flush_asked = self._number, False
         self._flushes = self.flush_at == self._number
-
-    def _copy_scale(self) -> None:
-        """Keep the scale of this loss: a scaler changes its own in place, and an exchange may be in flight then."""
-        scale = self.loss_scale()
-        if scale is None or self._scale is None:
-            self._scale = None if scale is None else scale.clone()
-        else:
-            self._scale.copy_(scale)
 
     def arrive(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
         """Take gradients of a backward; groups whose last one has come begin to work, now or on the thread.
@@ -236,7 +214,7 @@ class Reducer(Groups):
 
         self._executor.submit(run)
 
-    def finish(self, gradients: Iterable[tuple[str, Tensor]], deliver: Callable[[], None] | None = None) -> None:
+    def finish(self, gradients: Iterable[tuple[str, Tensor]], deliver: Deliver | None = None) -> None:
         """Take the last gradients of a backward; averages are in their places when this returns.
 
         Signals wait while the last jobs of the step are submitted: a handler may wait for the step to settle then, as
@@ -244,115 +222,33 @@ class Reducer(Groups):
 
         Args:
             gradients: as of :meth:`arrive`.
-            deliver: is called when the exchange has settled, and calls :meth:`hand_over`; None: averages are handed
-                over as they are.
+            deliver: puts averages into the places of gradients when the exchange has settled; None: they are there.
         """
         with held():
             begin = Stamp.now(self.device)
-            self.start(gradients)
-            self._executor.submit(partial(self._settle, deliver is None))
-            if deliver is not None:
-                self.submit(deliver, "in handing averages over")
-            self._settling = True
+            self.arrive(gradients)
+            incomplete = [g.plan.name for g in self.groups if g.arrived and not g.complete]
+            assert not incomplete, f"only some gradients of the groups {incomplete} have arrived"
+            if self.messages == "step":
+                # Where all is dense, there is one sum, and nothing that a header could travel with.
+                self._send(None if self._all_dense else self.header)
+            if self._usage is not None:
+                self._usage.end_step()
+            self._begun = False
+            self._executor.submit(partial(self._settle, deliver))
         self._executor.drain()
-        self._end_exchange(begin)
-
-    def refuse_sum(self, name: str) -> None:
-        """Do nothing: an average that comes back with a gradient is exchanged once more, as with DDP."""
+        self._measure(begin)
+        for group in self.groups:
+            group.end_step()
 
     @property
     def busy(self) -> bool:
         """True within a backward, and between several ones of which one step is made."""
         return any(group.arrived for group in self.groups)
 
-    def start(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
-        """Take the last gradients of a backward, and let the exchange begin; :meth:`join` brings it to its end."""
-        self.arrive(gradients)
-        incomplete = [g.plan.name for g in self.groups if g.arrived and not g.complete]
-        assert not incomplete, f"only some gradients of the groups {incomplete} have arrived"
-        self.in_flight = True
-        if self.messages == "step":
-            # Where all is dense, there is one sum, and nothing that a header could travel with.
-            self._send(None if self._all_dense else self.header)
-        if self._usage is not None:
-            self._usage.end_step()
-        self._begun = False
-
-    def join(self) -> None:
-        """Return when an exchange that was started has settled; averages are kept.
-
-        Nothing to do where none is in flight. It may be called again by a signal handler, while it waits.
-
-        Raises:
-            LostRankError: if another rank is gone. Other errors of the exchange are raised here, too.
-        """
-        if not (self.in_flight or self._settling):
-            return
-        begin = Stamp.now(self.device)
-        with held():
-            if not self._settling:
-                self._settling = True
-                self._executor.submit(partial(self._settle, False))
-        try:
-            self._executor.drain()
-        except Exception:  # it counts as never made
-            self.in_flight = self._settling = False
-            raise
-        self._end_exchange(begin)
-
-    def join_if_over(self) -> None:
-        """Let an exchange in flight settle if all of it is here; nobody is waited for."""
-        if self.in_flight and not self._settling and self.on_stream.host_knows and self._executor.idle:
-            self.join()
-
-    def _end_exchange(self, begin: Stamp) -> None:
-        """Count an exchange that has settled, once, and forget its gradients.
-
-        Args:
-            begin: when this rank began to wait for it.
-        """
-        if self._settling:
-            self._measure(begin)
-            self._settling, self._unused = False, None
-            for group in self.groups:
-                group.end_step()
-
-    def hand_over(self, names: Set[str]) -> list[Kept]:
-        """Let optimizers apply the averages that are kept of some parameters; the caller puts them into ``.grad``.
-
-        Returns:
-            The averages, of the oldest exchange first.
-        """
-        with self.record.changing():
-            given = self.record.hand_over(names)
-        for kept in given:
-            self.skipped.resolve()
-            self.skipped.note(kept.decision, kept.averages.keys())
-            self.clipping.hand_over(kept.averages.keys(), kept.clipped)
-        return given
-
-    def take_back(self, names: Set[str]) -> None:
-        """Let averages of these parameters that optimizers were given and nobody has applied go back into residuals."""
-        with self.record.changing(), self.on_stream.between_steps():
-            for name, averages in self.record.take_back(names).items():
-                group = self.group_of[name]
-                if group.residual is not None:
-                    indices, values = averages.of(name)
-                    residual = group.residual[group.spans[name]]
-                    where = slice(None) if indices is None else indices.to(self.device)
-                    residual[where] += values.to(self.device, residual.dtype)  # no index is there twice
-
     def put_together(self, own: Sequence[Averages]) -> Sequence[Averages]:
         """Return averages as optimizers get them: as they are."""
         return own
-
-    def learn_unused(self, names: Iterable[str]) -> Set[str]:
-        """Return which of these parameters no rank used in this backward; collective, before :meth:`start`."""
-        self._unused = frozenset()
-        if self._usage is not None:
-            named = list(names)
-            self._unused, self._asked_bytes = self._usage.nowhere(named, self._usage.here(named))
-        return self._unused
 
     def pass_by(self, averages: Sequence[tuple[Future[Tensor], Tensor]]) -> None:
         """Note that the source averages all gradients by itself.
@@ -368,8 +264,7 @@ class Reducer(Groups):
         names = {name for name, p in self.parameters.items() if p.numel()}
         stream = None if self.on_stream.host_knows else torch.cuda.current_stream(self.device)
         decision = Decision(skipped, stream, self.comm.wait_until)
-        self.record.settle(Kept(decision, None, frozenset(), dict.fromkeys(names)))
-        self.hand_over(names)
+        self._hand_over(decision, dict.fromkeys(names))
         self.totals.add(self.direct_bytes, self.direct_bytes)
         self.exposed_ms = lambda: None
         if self._usage is not None:
@@ -385,7 +280,6 @@ class Reducer(Groups):
         try:
             yield
         except Exception as error:
-            self.failed = True
             if not any(note.startswith(NOTE) for note in getattr(error, "__notes__", ())):
                 error.add_note(f"{NOTE}{where}, step {self._number}, rank {self.rank}")
             for comm in self._networks:
@@ -435,12 +329,7 @@ class Reducer(Groups):
         if self.parts is not None:
             part = flattened(parameter)[self.parts.of(name)]
             parameter = part.view(-1, *[1] * (parameter.dim() - 1)) if parameter.dim() else part.squeeze()
-        if not self.settings.delay:
-            return parameter
-        copy = parameter.clone()  # the optimizer writes to it while the exchange is in flight
-        if self.on_stream.stream is not None:
-            copy.record_stream(self.on_stream.stream)
-        return copy
+        return parameter
 
     @property
     def _waits(self) -> bool:
@@ -480,7 +369,7 @@ class Reducer(Groups):
         where = f"in the exchange of group{'s' if len(names) > 1 else ''} {', '.join(names[:SHOWN])}{more}"
         with self.on_stream(), self.failing_together(where):
             if self._waits:
-                unused = self._ask(members) if self._unused is None else self._unused
+                unused = self._ask(members)
                 self._clip(members, unused)
                 for member in members:
                     self._start(member, unused & member.group.spans.keys())
@@ -520,28 +409,37 @@ class Reducer(Groups):
             used = [piece for name, piece in arrived if name not in unused]
             clipping.apply_(used, self.comm.world_size, share, self._scale, self._norm_of)
 
-    def _settle(self, at_once: bool) -> None:
+    def _settle(self, deliver: Deliver | None) -> None:
         """Take what was sent out of the residuals, if the step counts, now that all groups have been exchanged.
 
         A gradient that is not finite is so on all ranks by now, so that nothing is sent.
 
         Args:
-            at_once: whether averages are handed over now; NaN takes the place of gradients, if the step is skipped.
+            deliver: see :meth:`finish`; None: NaN takes the place of gradients here, if the step is skipped.
         """
         with self.on_stream(), self.failing_together("in settling the step"):
             skips = [group.skipped for group in self.groups if group.skipped is not None]
             skipped = self._anywhere_within(any_set(skips, self.device, self.on_stream.host_knows))
-            if at_once and (not self.on_stream.host_knows or skipped):
+            if deliver is None and (not self.on_stream.host_knows or skipped):
                 used = (group.arrived[name] for group in self.groups for name in group.arrived.keys() - group.unused)
                 fill_nan_(used, skipped)
             decision = Decision(skipped, self.on_stream.stream, self.comm.wait_until, self._headers)
             with self.record.changing():
                 averages = {name: each for group in self.groups for name, each in group.averages.items()}
-                sent = [gone for group in self.groups if (gone := group.settle(skipped)) is not None]
-                self.record.settle(Kept(decision, skipped, self.clipping.beginning, averages, sent))
-                self.in_flight = False
-                if at_once:
-                    self.hand_over(averages.keys())
+                for group in self.groups:
+                    group.settle(skipped)
+                self._hand_over(decision, averages)
+        if deliver is not None:
+            with self.on_stream(), self.failing_together("in handing averages over"):
+                deliver(averages, skipped)
+
+    def _hand_over(self, decision: Decision, averages: Mapping[str, Averages | None]) -> None:
+        """Count an exchange that has settled, and let optimizers apply its averages, given by parameter."""
+        with self.record.changing():
+            self.record.settle(decision, averages)
+        self.skipped.resolve()
+        self.skipped.note(decision, averages.keys())
+        self.clipping.hand_over(averages.keys())
 
     def _measure(self, begin: Stamp) -> None:
         """Count the bytes of a step, and the time for which it held backward up since the last bucket came.
@@ -566,8 +464,6 @@ class Reducer(Groups):
         Raises:
             RuntimeError: if that does not come.
         """
-        if self.in_flight and not self._settling and self.record.counts.number < number:
-            self.join()
         deadline = time.monotonic() + PATIENCE
         while self.record.counts.number < number:
             if not self._executor.threaded or self._executor.error or time.monotonic() > deadline:

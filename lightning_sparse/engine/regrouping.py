@@ -158,9 +158,6 @@ class Groups:
             self.rates.change(factors, self.step, densities)
             for group in self.groups:
                 group.scale(factors)
-            for name, averages in self.record.left().items():
-                if name in factors:
-                    averages.scale_(name, factors[name])
 
     def take_pending(self, put_together: Callable[[Sequence[Averages]], Sequence[Averages]]) -> dict[str, Tensor]:
         """Return the average of each parameter that has a residual on any rank, and forget the residuals; collective.

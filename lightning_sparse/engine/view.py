@@ -15,7 +15,6 @@ from lightning_sparse.core.checks import expect
 from lightning_sparse.core.names import plain_name
 from lightning_sparse.engine.agreement import failing_together
 from lightning_sparse.engine.metrics import Step, Totals, dense_statistics, summarize
-from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.sources.comm_hook import entrance_of
@@ -31,11 +30,10 @@ class EngineView:
 
     Args:
         reducer: its own, which its owner closes.
-        comm: the ranks, for what is asked between exchanges.
     """
 
-    def __init__(self, reducer: Reducer, comm: TorchCollective) -> None:
-        self.comm, self.device = comm, reducer.device
+    def __init__(self, reducer: Reducer) -> None:
+        self.comm, self.device = reducer.comm, reducer.device
         self.warnings: list[str] = []
         """Given to :meth:`~lightning_sparse.engine.Engine.warn`."""
         self.closed = False
@@ -55,10 +53,7 @@ class EngineView:
 
     @property
     def step(self) -> int:
-        """Number of backward passes with an exchange so far; skipped ones do not count, see :attr:`skipped`.
-
-        With ``delay=1``, those whose exchange has settled.
-        """
+        """Number of backward passes with an exchange so far; skipped ones do not count, see :attr:`skipped`."""
         return self._record.counts.step
 
     @property
@@ -158,7 +153,7 @@ class EngineView:
         Raises:
             RuntimeError: within a step.
         """
-        self._check_not_within("Summaries can only be asked for")
+        self._check_between_steps("Summaries can only be asked for")
         reducer = self.router
         if reducer.direct:
             statistics = [dense_statistics(sum(p.numel() for p in reducer.parameters.values()), reducer.direct_bytes)]
@@ -176,7 +171,6 @@ class EngineView:
             self.totals,
             len(self.warnings),
             _length_changes(self.groups),
-            late=reducer.without_average if reducer.settings.delay else None,
         )
 
     def group_summaries(self) -> dict[str, dict[str, float]]:
@@ -184,7 +178,7 @@ class EngineView:
 
         Groups that the latest step did not use, on any rank, are left out.
         """
-        self._check_not_within("Summaries can only be asked for")
+        self._check_between_steps("Summaries can only be asked for")
         summaries: dict[str, dict[str, float]] = {}
         for group in [] if self.router.direct else self.groups:
             if group.ran and group.statistics is not None:
@@ -208,17 +202,12 @@ class EngineView:
         group = self.router.group_of[name]
         return None if group.residual is None else group.residual[group.spans[name]]
 
-    def _check_not_within(self, what: str) -> None:
+    def _check_between_steps(self, what: str) -> None:
         """Raise within a step, whose messages may go on, on a thread of their own."""
         if self.entrance.busy:
             raise RuntimeError(
                 f"{what} between two steps, not within a backward, nor between several ones of which one step is made."
             )
-
-    def _check_between_steps(self, what: str) -> None:
-        """Raise within a step; let an exchange that is in flight settle."""
-        self._check_not_within(what)
-        self.router.join()
 
     def _mean_over_ranks(self, x: Tensor) -> Tensor:
         """Return the mean over ranks of a small vector on the CPU; collective."""

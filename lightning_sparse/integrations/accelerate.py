@@ -247,7 +247,7 @@ class Accelerated:
         """End; return the state for the next engine."""
         left = None
         if self.engine is not None and self.engine.step:
-            self.engine._end_batch()
+            self.engine.count_as_applied()
             left = Left.by(self.engine)
         self.end()
         return left

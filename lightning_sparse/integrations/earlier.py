@@ -87,17 +87,14 @@ def _taken_over(engine: Engine, left: Left | None) -> str:
         return f"{anew}: {left.broken}"
     if not agreed:
         return f"{anew}: the ranks disagree about what has changed since."
-    waits = remembering(left.state) | left.state["late"].keys()
+    waits = remembering(left.state)
     if changed_anywhere == known:
         why = "the weights have changed since" if known else "it was of another model"
         return f"{anew}: {why}." if waits else ""
     remembered = {name: {} if name in changed else own for name, own in left.state["parameters"].items()}
     try:
-        averages = {
-            field: {name: own for name, own in left.state[field].items() if name not in changed}
-            for field in ("pending", "late")
-        }
-        lost = engine._take_over({**left.state, "parameters": remembered, **averages}, here)
+        pending = {name: own for name, own in left.state["pending"].items() if name not in changed}
+        lost = engine._take_over({**left.state, "parameters": remembered, "pending": pending}, here)
     except ValueError as error:
         return f"{anew}: {error}"
     if dropped := sorted(changed & waits):

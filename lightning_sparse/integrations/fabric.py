@@ -95,7 +95,7 @@ class SparseFabricMixin(SparseStrategy, ParallelStrategy):
         before = self.engine_of(module)
         if before is None:
             return None, None, Totals()
-        before._end_batch()
+        before.count_as_applied()
         left = Left.by(before), profile_of(before), before.totals
         before.close()
         self._wrapped = [(wrapped, engine) for wrapped, engine in self._wrapped if engine is not before]

@@ -22,7 +22,6 @@ from lightning_sparse.engine.executor import SAVING
 from lightning_sparse.engine.network import BATCHES, LostRankError, TorchCollective, is_loss
 from lightning_sparse.engine.optimizers.binding import uninterrupted
 from lightning_sparse.integrations.base import CHECKPOINT_KEY, SparseStrategy, StrategyArguments, profile_of, readable
-from lightning_sparse.integrations.callback import Callback
 from lightning_sparse.integrations.earlier import Left, checksums, go_on
 from lightning_sparse.integrations.telling import Telling
 
@@ -56,22 +55,6 @@ def _has_own_clipping(module: Any) -> bool:
     name = "configure_gradient_clipping"
     of_lightning = next(vars(kind)[name] for kind in reversed(type(module).__mro__) if name in vars(kind))
     return getattr(getattr(module, name), "__func__", None) is not of_lightning
-
-
-class _DrainFirst(Callback):
-    """Applies averages that are on their way when training ends, before other callbacks save or replace weights."""
-
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Apply them before SWA puts its average in place, to measure BatchNorm statistics in an epoch more."""
-        measuring = any(getattr(one, "_model_contains_batch_norm", False) for one in trainer.callbacks)
-        if measuring and trainer.current_epoch + 1 == trainer.max_epochs:
-            self.on_train_end(trainer, pl_module)
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Apply them; the strategy's own hook comes behind those of all callbacks."""
-        engine = self.engine_of(trainer)
-        if engine is not None and engine._optimizers_in_use:
-            engine.drain()
 
 
 class SparseTrainerMixin(SparseStrategy, ParallelStrategy):
@@ -142,7 +125,6 @@ class SparseTrainerMixin(SparseStrategy, ParallelStrategy):
         super().on_train_start()
         if self.engine is not None:
             self._telling.start(self.engine, self.config)
-            self._drain_first(bool(self.engine.settings.delay))
 
     def on_validation_start(self) -> None:
         """Call Lightning's hook; then pause the clock of training."""
@@ -157,16 +139,8 @@ class SparseTrainerMixin(SparseStrategy, ParallelStrategy):
     def on_train_end(self) -> None:
         """Call Lightning's hook; then log the last line and the totals."""
         super().on_train_end()
-        self._drain_first(False)
         if self.engine is not None:
             self._telling.end(self.engine)
-
-    def _drain_first(self, wanted: bool) -> None:
-        """Let averages be applied before other callbacks act at the end of training, or no more."""
-        callbacks = self._trainer.callbacks
-        callbacks[:] = [one for one in callbacks if not isinstance(one, _DrainFirst)]
-        if wanted:
-            callbacks.insert(0, _DrainFirst())
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Take a step as Lightning does; skip it after non-finite gradients if no loss scaler does so.
@@ -213,13 +187,11 @@ class SparseTrainerMixin(SparseStrategy, ParallelStrategy):
         """Count averages as applied when a batch is over, even if not all of its optimizers have taken a step."""
         batches = self._trainer.fit_loop.epoch_loop.batch_progress.current
         if batches.ready == batches.processed:
-            engine._end_batch()
+            engine.count_as_applied()
 
     def teardown(self) -> None:
         """Close the engine, then everything else."""
         at_work = self._open_engine
-        if at_work is not None and not self._trainer.interrupted and at_work._optimizers_in_use:
-            at_work.drain()  # averages of a checkpoint, in a fit that has nothing to train
         self._close_engine()
         vars(self.precision_plugin).pop("clip_gradients", None)
         if at_work is not None:
@@ -237,8 +209,6 @@ class SparseTrainerMixin(SparseStrategy, ParallelStrategy):
         Lightning has a collective in each step for signals to end: if a rank has gone, that may fail first.
         """
         super().on_exception(exception)
-        if self.lightning_module is not None:
-            self._drain_first(False)
         if is_loss(exception) and not isinstance(exception, LostRankError):
             exception.add_note(f"sparse_ddp: another rank has ended or failed. {BATCHES}")
         exception.args = tuple(
@@ -387,7 +357,7 @@ class SparseDDPMixin(SparseTrainerMixin, DDPStrategy):
     def _wrap_again(self) -> None:
         """Wrap the model in a new DDP, for the parameters that need gradients now, and keep all residuals."""
         assert self.engine is not None
-        self.engine._end_batch()
+        self.engine.count_as_applied()
         self._left = Left.by(self.engine)
         self._close_engine()
         wrapped: Any = self.model

@@ -94,11 +94,6 @@ class SparseDDPCallback(TrainerCallback):  # type: ignore[misc]  # without types
 
     on_epoch_end = on_step_end
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Apply averages that are on their way, with ``delay=1``."""
-        if self.engine is not None and not self.engine.closed:
-            self.engine.drain()
-
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write residuals into the checkpoint's folder, when all else is there."""
         if args.save_only_model:

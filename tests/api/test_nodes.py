@@ -379,7 +379,6 @@ def refused(size: Any, hosts: list[str] | None, options: dict[str, Any]) -> str:
         (2, None, {"grouping": "layer", "sparsifier": "top_k"}, ""),
         (4, None, {"grouping": "layer"}, "has none of group 'few'. Choose a coarser grouping"),
         ("nodes", None, {}, "but got 'nodes'"),
-        (2, None, {"delay": 1}, "Expected delay to be 0 with node_size"),
         (2, None, {"fallback": True}, "Expected fallback to be False with node_size"),
         (2, None, {"grouping": ls.tuning.OptimalMerge()}, "Expected grouping to be one without a profile"),
         (2, None, {"density": ls.tuning.HiddenDensity()}, "Expected density to be one without a profile"),

@@ -1,4 +1,4 @@
-"""Sources of gradients: DDP's hook, one over ``.grad`` at the end of backward, and one whose averages come a step late.
+"""Sources of gradients: DDP's hook and one over ``.grad`` at the end of backward.
 
 Gradients are integers and the rate is 1, so that sums are exact: residuals, averages that wait and weights hold all
 that was absorbed, at every moment.
@@ -82,13 +82,6 @@ class AtTheEnd:
         self.engine.close()
 
 
-class OneStepLate(AtTheEnd):
-    """Gets averages a step late."""
-
-    def __init__(self, *given: Any, **options: Any) -> None:
-        super().__init__(*given, **options, delay=1)
-
-
 class InDDP:
     """The source of the package."""
 
@@ -109,7 +102,7 @@ class InDDP:
         self.engine.close()
 
 
-SOURCES: dict[str, Any] = {"in DDP": InDDP, "at the end": AtTheEnd, "one step late": OneStepLate}
+SOURCES: dict[str, Any] = {"in DDP": InDDP, "at the end": AtTheEnd}
 
 
 def network() -> TorchCollective:
@@ -193,16 +186,11 @@ def test_no_source_loses_anything_at_any_moment(two_ranks: Ranks, kind: str) -> 
     assert waited >= STEPS - 2
 
 
-def test_averages_are_those_of_the_source_in_ddp_and_come_a_step_later(two_ranks: Ranks) -> None:
-    """Up to the step that is lost. A parameter that no rank uses in a step gets its average when it is used again."""
+def test_averages_are_those_of_the_source_in_ddp(two_ranks: Ranks) -> None:
+    """Up to the step that is lost."""
     moves = {kind: [look.weights for look in two_ranks(train, kind)[0][1 : 2 * SAVED : 2]] for kind in SOURCES}
     for at_once, at_the_end in zip(moves["in DDP"], moves["at the end"], strict=True):
         assert all(torch.equal(at_once[name], at_the_end[name]) for name in SIZES)
-    assert not any(weight.any() for weight in moves["one step late"][0].values())
-    for step, late in enumerate(moves["one step late"][1:], start=1):
-        for name in SIZES:
-            before = step - 2 if (step, name) == (UNUSED, "third") else step - 1
-            assert torch.equal(moves["in DDP"][before][name], late[name]), (step, name)
 
 
 # ---- Shards: two halves of each parameter, of unequal lengths, with two replicas each

@@ -67,11 +67,8 @@ BY_HAND: dict[str, tuple[float | None, float | None, float | None]] = {
     "time/select_ms": (2.0, 3.0, None),
     "time/exchange_ms": (3.0, 4.0, None),
     "time/exposed_ms": (7.0, 0.0, None),
-    "time/blocked_ms": (7.0, 0.0, None),
-    "time/hidden_ms": (0.0, 5.0, None),  # 2 + 3 ms, of which backward has waited for more
     "time/total_s": (9.0, 9.0, 9.0),
     "steps/skipped": (0.0, 0.0, 2.0),
-    "steps/without_average": (2.0, 1.0, None),
     "steps/direct": (0.0, 0.0, 1.0),
     "lengths/clipped": (4.0, None, None),
     "lengths/measured_anew": (6.0, None, None),
@@ -81,7 +78,7 @@ BY_HAND: dict[str, tuple[float | None, float | None, float | None]] = {
 
 TOTALS = Totals()
 TOTALS.load_state_dict({"sent_bytes": 5e6, "dense_bytes": 5e7, "seconds": 9.0, "exposed_seconds": 0.0})
-ONE_GROUP = Step([group()], [3.0], 7.0, 0, totals=TOTALS, warnings=0, length_changes=LengthChanges(4, 6), late=2)
+ONE_GROUP = Step([group()], [3.0], 7.0, 0, totals=TOTALS, warnings=0, length_changes=LengthChanges(4, 6))
 OTHER = group(
     numel=3000,
     target=30,
@@ -105,7 +102,7 @@ DENSE = group(
     dense_bytes=40.0,
     stamps=stamps(0.0, 0.0),
 )
-THREE_GROUPS = Step([group(), OTHER, DENSE], [3.0, 4.0, 0.0], 0.0, 0, totals=TOTALS, warnings=1, late=1)
+THREE_GROUPS = Step([group(), OTHER, DENSE], [3.0, 4.0, 0.0], 0.0, 0, totals=TOTALS, warnings=1)
 """The last one is dense: it counts for bytes and times only."""
 BY_DDP = Step([dense_statistics(1000, 4000.0)], [3.0, 4.0], None, 2, True, 0.0, TOTALS, 3)
 """DDP averaged everything by itself."""
@@ -174,7 +171,6 @@ def test_a_step_in_which_nobody_picked_or_sent_anything_divides_by_nothing() -> 
 def test_a_group_has_no_number_for_what_groups_share() -> None:
     shared = {"time/exposed_ms", "time/total_s", "traffic/total_mb", "traffic/dense_total_mb"}
     shared |= {"steps/skipped", "steps/warnings"}
-    shared |= {"time/blocked_ms", "time/hidden_ms", "steps/without_average"}  # without a delay
     shared |= {"lengths/clipped", "lengths/measured_anew"}  # where no memory follows lengths
     assert set(QUANTITIES) - set(summarize(Step([group()], [3.0]), alone)) == shared
 

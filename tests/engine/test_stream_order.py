@@ -16,8 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_sparse as ls
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.executor import ExchangeStream
-from lightning_sparse.engine.sources.comm_hook import BucketSource
-from lightning_sparse.engine.sources.one_step_late import OneStepLate
 from lightning_sparse.methods.grouping import make_plan
 from tests.covering import by_default
 from tests.integrations.test_telling import Lines
@@ -247,46 +245,7 @@ def as_ddp_does() -> None:
     training.steps(2)
 
 
-def late(training: Training) -> Training:
-    """With averages one step late, which one rank does not have by itself."""
-    engine = training.engine
-    engine.entrance = OneStepLate(engine.router)
-    engine._source = BucketSource(engine.entrance)
-    return training
-
-
-def one_step_late() -> None:
-    plain = late(Training())
-    momentum = late(Training({"bucket_cap_mb": 0.004}, grouping="model", momentum=0.9))
-    scaled = late(Training({"gradient_as_bucket_view": True}))
-    scale = torch.full((), 4.0)
-    scaled.engine.loss_scale = lambda: scale
-    for training in (plain, momentum, scaled):
-        training.steps(3)
-        training.engine.drain([training.optimizer])  # an engine that is gone has nothing in flight
-
-
-def one_step_late_with_a_skipped_step_and_unused_parameters() -> None:
-    training = late(Training({"find_unused_parameters": True}, grouping="model"))
-    for branches in ("left+right", "left", "right", "left+right", "left"):
-        training.step(branches, float("inf") if branches == "right" else 1.0)
-    assert training.engine.skipped_steps == 1
-
-
-def one_step_late_of_adam() -> None:
-    training = late(Training())
-    training.optimizer = torch.optim.AdamW(training.ddp.parameters(), fused=True)
-    training.engine.bind([training.optimizer])
-    for scale in (1.0, float("inf"), 1.0, 1.0):
-        training.step(scale=scale)
-    training.engine.drain()
-    training.engine.state_dict()
-
-
 RUNS: list[Callable[[], None]] = [
-    one_step_late,
-    one_step_late_with_a_skipped_step_and_unused_parameters,
-    one_step_late_of_adam,
     plain_steps,
     every_memory,
     other_sparsifiers,
@@ -319,9 +278,7 @@ def test_streams_wait_for_each_other_and_memory_is_not_given_back_in_use(
 ) -> None:
     run()
     assert any(life.uses.keys() >= {"main", "side"} for life in streams.lives.values())
-    # One step late, the main stream goes on while a header travels, which is a list of the host's: nobody saw it made.
-    found = [one for one in streams.findings if "late" not in run.__name__ or "memory of before that cat" not in one]
-    assert not found, "\n".join(dict.fromkeys(found))
+    assert not streams.findings, "\n".join(dict.fromkeys(streams.findings))
 
 
 def test_a_step_of_adam_waits_for_nobody(streams: Streams) -> None:

@@ -26,8 +26,6 @@ from tests.gpu.checks import Check, Clock, Numbers, SkipError, require
 from tests.gpu.doors import (
     a_sharded_model_trains_as_on_the_cpu,
     nodes_train_as_on_the_cpu,
-    one_step_late_resumes_bit_for_bit,
-    one_step_late_trains_as_on_the_cpu,
 )
 from tests.gpu.models import Branches
 from tests.gpu.one_training import LAYOUTS, TOPK, Training, close, train
@@ -257,8 +255,6 @@ JOBS: list[Callable[[str], Numbers | None]] = [
     flushing_leaves_no_residual,
     a_resumed_training_goes_on_bit_for_bit,
     a_default_device_changes_nothing,
-    one_step_late_trains_as_on_the_cpu,
-    one_step_late_resumes_bit_for_bit,
     nodes_train_as_on_the_cpu,
     a_sharded_model_trains_as_on_the_cpu,
     fallback_and_measured_groups_come_to_an_end,

@@ -36,7 +36,6 @@ def run_rank(
     resume: str | None,
     behaviour: str,
     executor: str,
-    delay: int,
 ) -> None:
     """A process of its own, as torchrun would start it."""
     os.environ |= {
@@ -52,14 +51,14 @@ def run_rank(
     os.dup2(sink, 2)
     torch.set_num_threads(1)
     try:
-        fit(folder, epochs, resume, behaviour, executor, delay)
+        fit(folder, epochs, resume, behaviour, executor)
     except BaseException:
         traceback.print_exc()
         os._exit(1)
     os._exit(0)
 
 
-def fit(folder: str, epochs: int, resume: str | None, behaviour: str, executor: str, delay: int) -> None:
+def fit(folder: str, epochs: int, resume: str | None, behaviour: str, executor: str) -> None:
     from pytorch_lightning import Callback
     from pytorch_lightning.callbacks import ModelCheckpoint
     from pytorch_lightning.plugins.io import TorchCheckpointIO
@@ -118,7 +117,6 @@ def fit(folder: str, epochs: int, resume: str | None, behaviour: str, executor: 
         density=0.05,
         rules=ls.Rules(dense_ndim=0, dense_numel=0),
         executor=executor,
-        delay=delay,
         strict_resume=True,
         timeout=timedelta(seconds=100 if behaviour == "fewer batches" else TIMEOUT),
     )
@@ -149,7 +147,6 @@ class Launch:
         resume: str | None = None,
         behaviour: str = "",
         executor: str = "inline",
-        delay: int = 0,
     ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -167,7 +164,6 @@ class Launch:
                     resume,
                     behaviour,
                     executor,
-                    delay,
                 ),
                 daemon=True,
             )
@@ -236,10 +232,10 @@ def check_resume(launch: Any, tmp_path: Path, **options: Any) -> None:
         assert float(residual) > 0
 
 
-def kill_one(launch: Any, tmp_path: Path, seed: int, delay: int = 0) -> None:
+def kill_one(launch: Any, tmp_path: Path, seed: int) -> None:
     """Kill -9 of one rank at a random moment after the first checkpoint."""
     generator = random.Random(seed)
-    options = {"executor": "thread" if delay else generator.choice(["inline", "thread"]), "delay": delay}
+    options = {"executor": generator.choice(["inline", "thread"])}
     run = launch(f"killed{seed}", **options)
     run.wait_for("step 4\n")
     time.sleep(generator.uniform(0, 0.6))
@@ -260,16 +256,6 @@ def test_survivors_of_a_killed_rank_end_and_training_resumes(launch: Any, tmp_pa
 @pytest.mark.parametrize("seed", range(1, 20))
 def test_survivors_of_a_killed_rank_end_at_any_moment(launch: Any, tmp_path: Path, seed: int) -> None:
     kill_one(launch, tmp_path, seed)
-
-
-def test_survivors_end_while_an_exchange_is_in_flight_and_training_resumes(launch: Any, tmp_path: Path) -> None:
-    kill_one(launch, tmp_path, 0, delay=1)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("seed", range(1, 10))
-def test_survivors_end_at_any_moment_of_an_exchange_in_flight(launch: Any, tmp_path: Path, seed: int) -> None:
-    kill_one(launch, tmp_path, seed, delay=1)
 
 
 def kill(run: Launch, victims: list[int]) -> None:

@@ -92,8 +92,6 @@ SHARED |= {"steps/warnings"}
 """Of a step, and not of a group."""
 LENGTHS = {"lengths/clipped", "lengths/measured_anew"}
 """Of a memory that follows the length of gradients, and not of a residual."""
-LATE = {"time/blocked_ms", "time/hidden_ms", "steps/without_average"}
-"""With averages that come one step late."""
 
 
 def check_settings(logged: dict[str, Any], config: dict[str, Any], sparsifier: str) -> None:
@@ -128,10 +126,10 @@ def test_every_quantity_is_logged_on_logging_steps_only(two_ranks: Ranks, tmp_pa
     assert list(logged) == [1, 3, 5]
     for row in logged.values():
         own = {key.removeprefix("sparse/") for key in row if "/group/" not in key}
-        assert own == set(QUANTITIES) - LENGTHS - LATE
+        assert own == set(QUANTITIES) - LENGTHS
         assert row["sparse/density"] == pytest.approx(3 / 300)  # the first weight; everything else is small
         assert {key for key in row if key.startswith("sparse/group/bucket0/")} == {
-            f"sparse/group/bucket0/{name}" for name in set(QUANTITIES) - SHARED - LENGTHS - LATE
+            f"sparse/group/bucket0/{name}" for name in set(QUANTITIES) - SHARED - LENGTHS
         }
         assert row["sparse/group/bucket0/density"] == row["sparse/density"]
     assert [row["sparse/steps/warnings"] for row in logged.values()] == [0, 1, 1]

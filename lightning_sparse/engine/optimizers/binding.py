@@ -11,7 +11,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from itertools import takewhile
@@ -38,10 +38,8 @@ from lightning_sparse.engine.optimizers.kinds import (
     listed,
     made_for,
     refusal,
-    refuse_closure,
     rehearses,
     stepping,
-    with_settings,
 )
 from lightning_sparse.engine.optimizers.momentum import has_velocities
 from lightning_sparse.engine.optimizers.rules import AdamRule, Arrived, MomentumRule, OfGroup, go_on_from_dense
@@ -98,8 +96,6 @@ class OptimizerBinding:
         """By what the memory was chosen in the latest step: for which groups, and by which settings."""
         self._second: tuple[int, set[int]] = (-1, set())
         """Parameters whose averages come with what Adam divides them by: for which groups, and their ids."""
-        self._settings: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
-        """Of each parameter group in an optimizer's latest step; where averages come late."""
         self._stepped_by: dict[str, weakref.ref[Optimizer]] = {}
         """The optimizer that has stepped each parameter last, while none was bound; of nested ones, the outermost."""
         self._outermost: Optimizer | None = None
@@ -115,7 +111,7 @@ class OptimizerBinding:
         """Of a state that was loaded, until the optimizers are bound whose gradients were clipped."""
         keeps = reducer.settings.fallback  # dense steps go on with them
         self._adam = AdamRule(reducer.lengths, self._warn_of_changes, keeps)
-        self._momentum = MomentumRule(reducer.settings.delay)
+        self._momentum = MomentumRule()
         _register_hooks()
         _bindings.append(weakref.ref(self, _bindings.remove))
 
@@ -132,7 +128,7 @@ class OptimizerBinding:
         names = self._mine
         mine = not ids_of(optimizer).isdisjoint(names)
         takes = self.takes(optimizer)
-        self._rehearsing = held.isdisjoint(record.without) and rehearses(optimizer)
+        self._rehearsing = rehearses(optimizer)
         if self._rehearsing:
             if takes:
                 self._adam.rehearse(optimizer, self._served(optimizer))
@@ -144,10 +140,7 @@ class OptimizerBinding:
                 self._stepped_by.update(dict.fromkeys(held, weakref.ref(optimizer)))
         if mine and self._reducer.loss_scale() is None:
             self.ignore_skipped(optimizer)
-        self.leave_out(optimizer)
-        if self._reducer.settings.delay:
-            self._settings[optimizer] = settings_of_groups(optimizer)
-        flushed = record.handed is None
+        flushed = record.decision is None
         self._reducer.clipping.before_step(
             id(optimizer), lambda: not flushed and not record.waiting(optimizer).isdisjoint(held)
         )
@@ -173,18 +166,6 @@ class OptimizerBinding:
             self._alone[optimizer] = steps = self._alone.get(optimizer, 0) + 1
             if steps == PATIENCE:
                 self._once(rank_zero_warn, ALONE.format(f"{steps} steps"), kind="alone")
-
-    def leave_out(self, optimizer: Optimizer) -> None:
-        """Let an optimizer pass over parameters for which there was no average in the latest backward."""
-        if self._reducer.record.without:
-            names = self._mine
-            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-                if names.get(id(parameter)) in self._reducer.record.without:
-                    parameter.grad = None
-
-    def as_before(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Give an optimizer the settings of its latest step within the block: a schedule may have ended at 0."""
-        return with_settings(optimizer, self._settings.get(optimizer, []))
 
     def after(self, optimizer: Optimizer) -> None:
         """Act after an optimizer's step, maybe of one that had begun before there was this binding."""
@@ -255,8 +236,6 @@ class OptimizerBinding:
         reducer = self._reducer
         # Lightning has an optimizer of nothing where configure_optimizers returns None.
         chosen = [optimizer for optimizer in listed(optimizers) if reducer.record.hold(optimizer)]
-        for optimizer in chosen if reducer.settings.delay else ():
-            refuse_closure(stepping(optimizer))
         self.suit(chosen)
         # Where nobody has told processes their ranks, each of them counts as rank zero and would warn.
         with warnings.catch_warnings(action="ignore") if not self._reducer.speaks else nullcontext():
@@ -399,8 +378,7 @@ class OptimizerBinding:
     def go_on(self, state: Mapping[str, Any]) -> None:
         """Follow a state that was loaded: what has waited is what it remembers."""
         self._saved_clippings = list(state["clippings"])
-        known, late = state["parameters"], self._reducer.settings.delay  # all averages have waited then
-        self._momentum.go_on({name for name, vectors in known.items() if late or "residual" in vectors})
+        self._momentum.go_on({name for name, vectors in state["parameters"].items() if "residual" in vectors})
         self._reducer.lengths.load(state["squares"])
         self._clip_as_before()
 

@@ -163,6 +163,6 @@ class GradientClipping:
         self.beginning = frozenset().union(*(limit.names for limit in acting))
         return acting
 
-    def hand_over(self, names: Set[str], clipped: Set[str]) -> None:
-        """Note that optimizers got the averages of these parameters, and of which of them gradients were clipped."""
-        self.acting = (self.acting - names) | (names & clipped)
+    def hand_over(self, names: Set[str]) -> None:
+        """Note that optimizers got the averages of these parameters in the latest step that has begun."""
+        self.acting = (self.acting - names) | (names & self.beginning)

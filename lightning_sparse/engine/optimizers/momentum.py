@@ -28,7 +28,7 @@ LEAST = {torch.float32: 2.0**-149, torch.float64: 2.0**-1074}
 """Smallest magnitudes above 0."""
 
 
-def spent(momentum: float, waited: Any, late: int = 0) -> Any:
+def spent(momentum: float, waited: Any) -> Any:
     """Return the share of an average's momentum that it would have spent, had its gradients not waited.
 
     Heavy-ball momentum adds a gradient to a velocity, ``m = momentum m + gradient``, and moves parameters by it in that
@@ -39,25 +39,20 @@ def spent(momentum: float, waited: Any, late: int = 0) -> Any:
         ``left = (1 + momentum + ... + momentum**(t - 1)) / t = (1 - momentum**t) / (t (1 - momentum))``
 
     and ``1 - left`` is spent: 0 where averages arrive at every step, nearly 1 where t is far above
-    ``1 / (1 - momentum)``. Where each average comes some steps late, all ages are longer by these, and
-    ``momentum**late`` times as much is left.
+    ``1 / (1 - momentum)``.
 
     Args:
         momentum: in [0, 1).
         waited: t, at least 1; a number, or a tensor of them.
-        late: steps between an exchange and the step that applies its average.
 
     Example:
         >>> [round(spent(0.9, waited), 2) for waited in (1, 2, 10, 100)]
         [0.0, 0.05, 0.35, 0.9]
-        >>> [round(spent(0.9, waited, late=1), 2) for waited in (1, 2, 10, 100)]
-        [0.1, 0.15, 0.41, 0.91]
 
     References:
-        Ours. With averages of every step that come late, ``t = 1``, it is the spike compensation of Kosson et al.,
-        Pipelined Backpropagation at Scale, MLSys 2021, arXiv 2003.11666.
+        Ours.
     """
-    return 1 - momentum**late * (1 - momentum**waited) / (waited * (1 - momentum))
+    return 1 - (1 - momentum**waited) / (waited * (1 - momentum))
 
 
 class Momentum(NamedTuple):
@@ -105,15 +100,11 @@ def has_velocities(optimizer: Optimizer, parameters: Collection[int]) -> bool:
 
 
 class Spending:
-    """Spends, and keeps what does not change from step to step: addresses, and tables of :func:`spent`.
+    """Spends, and keeps what does not change from step to step: addresses, and tables of :func:`spent`."""
 
-    Args:
-        late: see :func:`spent`.
-    """
-
-    def __init__(self, late: int = 0) -> None:
+    def __init__(self) -> None:
         self._addresses = Addresses()
-        self._shares_of = lru_cache(maxsize=TABLES)(partial(_shares_of, late))
+        self._shares_of = lru_cache(maxsize=TABLES)(_shares_of)
 
     @torch.no_grad()
     def spend_(self, stepped: Sequence[Stepped], by: Momentum, skip: Tensor | None = None, steps: int = 1) -> None:
@@ -147,10 +138,10 @@ class Spending:
                 _everywhere_([Stepped(*part) for part in piece], *how)
 
 
-def _shares_of(late: int, momentum: float, share: float, device: torch.device) -> Tensor:
+def _shares_of(momentum: float, share: float, device: torch.device) -> Tensor:
     """Return (LONGEST + 1,) float64: the part of an average that is spent after so many steps; nothing after 0."""
     waited = torch.arange(LONGEST + 1, dtype=torch.float64, device=device).clamp_(min=1)
-    shares: Tensor = spent(momentum, waited, late) * share
+    shares: Tensor = spent(momentum, waited) * share
     return shares
 
 

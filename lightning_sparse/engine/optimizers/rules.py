@@ -227,7 +227,7 @@ def go_on_from_dense(reducer: Reducer, optimizers: Iterable[Optimizer]) -> None:
         reducer: of the groups.
         optimizers: that step parameters.
     """
-    groups, parameters, comm, parts = reducer.groups, reducer.parameters, reducer.aside, reducer.parts
+    groups, parameters, comm, parts = reducer.groups, reducer.parameters, reducer.comm, reducer.parts
     served = {name: group for group in groups if group.memory.needs_second for name in group.spans}
     if not served:
         return
@@ -272,19 +272,15 @@ def _formed(optimizers: Iterable[Optimizer], names: Mapping[int, str]) -> dict[s
 
 
 class MomentumRule:
-    """Spends momentum of averages that have waited, also of dense parameters, where all averages come late.
+    """Spends momentum of averages that have waited.
 
     See :meth:`~lightning_sparse.engine.optimizers.momentum.Spending.spend_`.
 
     torch's own step is taken as ever; what is spent early is moved from the velocities to the parameters behind it.
-
-    Args:
-        late: steps between an exchange and the step that applies its averages.
     """
 
-    def __init__(self, late: int) -> None:
-        self._late = late
-        self._spending = Spending(late)
+    def __init__(self) -> None:
+        self._spending = Spending()
         self._noted: list[_Noted] = []
         """The step that an optimizer is taking."""
         self._kept: set[str] = set()
@@ -323,7 +319,7 @@ class MomentumRule:
             for parameter, _, group, delivery in ones if by is not None else ():
                 average = parameter, _unchanged(parameter.grad, settings)
                 everything = group is None or not group.sparsified or (delivery is not None and delivery.whole)
-                if group is None or (everything and not self._late):
+                if group is None or everything:
                     if WAITED in kept.get(parameter, {}):
                         whole.append(average)
                 elif serves:

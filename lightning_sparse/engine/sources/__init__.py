@@ -8,12 +8,10 @@ A source calls ``engine.entrance``, on all ranks in the same order:
 - ``finish(gradients)`` with the last ones. Averages are in their places when it returns, or NaN if the step is
   skipped;
 - ``unused`` names the parameters that no rank used in the latest backward, and whose gradients nobody has touched;
-- ``refuse_sum(name)`` where a gradient was added to what stood in its place after the backward before;
 - ``pass_by(averages)`` where it averages all gradients by itself, and ``direct`` says so.
 
 Every backward passes on all gradients of a group or none; a parameter that this rank did not use has zeros.
 Sources are :class:`~lightning_sparse.engine.sources.comm_hook.BucketSource` in DDP's communication hook, and
 :class:`~lightning_sparse.engine.sources.fsdp2.ShardSource` over ``.grad`` of FSDP2's shards. The entrance is the
-engine's router, or what stands in front of it: with ``delay=1`` :mod:`.one_step_late`, with ``node_size``
-:mod:`.within_a_node`. Sources do not notice.
+engine's router, or with ``node_size`` what stands in front of it: :mod:`.within_a_node`. Sources do not notice.
 """

@@ -10,20 +10,15 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.engine.reducer import Reducer
-from lightning_sparse.engine.sources.one_step_late import OneStepLate
 from lightning_sparse.engine.sources.within_a_node import WithinANode
 
-Entrance = Reducer | OneStepLate | WithinANode
+Entrance = Reducer | WithinANode
 """Takes gradients from a source, and gives it averages."""
 
 
 def entrance_of(router: Reducer) -> Entrance:
     """Return the router, or what stands in front of it."""
-    if router.settings.delay:
-        return OneStepLate(router)
-    if router.parts is not None:
-        return WithinANode(router, router.parts)
-    return router
+    return router if router.parts is None else WithinANode(router, router.parts)
 
 
 class BucketSource:

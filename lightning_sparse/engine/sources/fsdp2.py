@@ -19,9 +19,6 @@ from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.sources.gradient_hooks import on_gradients
 
-AVERAGE = "_lightning_sparse_average"
-"""Attribute of a gradient that holds averages."""
-
 
 class ShardSource:
     """Passes ``.grad`` to an engine's router when a backward is over; averages take its place.
@@ -80,9 +77,6 @@ class ShardSource:
                     "A backward within another one has ended, as torch.utils.checkpoint runs it, and gradients of the "
                     "outer one are not here yet. Call checkpoint(..., use_reentrant=False)."
                 )
-            for name, p in self._parameters.items():
-                if hasattr(p.grad, AVERAGE):  # FSDP has added to it
-                    router.refuse_sum(name)
             router.begin_step()
             alone = self._engine.comm.world_size == 1  # nobody else can have used what this rank did not
             needed = {name: p for name, p in self._parameters.items() if p.grad is not None or not alone}
@@ -96,7 +90,6 @@ class ShardSource:
                 router.on_stream.join()
             for name in grads.keys() - router.unused:
                 self._parameters[name].grad = grads[name]
-                setattr(grads[name], AVERAGE, True)  # a weak reference would keep torch from swapping it
 
 
 def _at_the_end(act: Callable[[], None]) -> None:

@@ -11,7 +11,7 @@ so that a signal handler can run on the thread that trains, which may need other
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from lightning_sparse.engine.network import TorchCollective, drive, drive_togeth
 from lightning_sparse.engine.parts import Parts
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.skip import digest_of
-from lightning_sparse.engine.state.record import Averages, Kept, place
+from lightning_sparse.engine.state.record import Averages, place
 
 HOST = torch.device("cpu")
 
@@ -51,7 +51,6 @@ class WithinANode:
         self.on_stream = router.on_stream
         """Where averages are in their places."""
         self.begin_step, self.failing_together = router.begin_step, router.failing_together
-        self.refuse_sum = router.refuse_sum
         self._places: dict[str, Tensor] = {}
         """Flat gradients of this backward, where they lie."""
         self._own: dict[tuple[str, ...], dict[str, Tensor]] = {}
@@ -98,20 +97,19 @@ class WithinANode:
     def _average(self, gradients: dict[str, Tensor], own: dict[str, Tensor]) -> None:
         drive(self._parts.mean(gradients, own), self._within)
 
-    def _deliver(self) -> None:
-        """Hand over the averages that the exchange has made of this node's parts, as those of whole parameters."""
-        router, record, places = self._router, self._router.record, self._places
-        kept, scale = record.kept[-1], router.loss_scale()
-        own = list({id(one): one for one in kept.averages.values() if one is not None}.values())
+    def _deliver(self, averages: Mapping[str, Averages], skipped: Tensor) -> None:
+        """Put the averages that the exchange has made of this node's parts together, in the places of gradients."""
+        router, places, scale = self._router, self._places, self._router.loss_scale()
+        own = list({id(one): one for one in averages.values()}.values())
         whole = self.put_together(own)
-        facts = [one._replace(delivery=made.delivery) for one, made in zip(own, whole, strict=True)]
-        with record.changing():
-            record.kept = [_exchanged(kept, own, facts)]
-        router.hand_over(kept.averages.keys())
-        place(_exchanged(kept, own, whole), places, scale)
-        for made in whole:  # of those whose parameters were all used, some averages are noted already
-            if made.delivery is not None and made.delivery.handed is None:
-                made.delivery.sample([places[name] for name in made.spans], scale)
+        made = {id(mine): one for mine, one in zip(own, whole, strict=True)}
+        given = {name: made[id(one)] for name, one in averages.items()}
+        with router.record.changing():
+            router.record.deliver({name: one.delivery for name, one in given.items()})
+        place(given, places, scale, skipped)
+        for one in whole:  # of those whose parameters were all used, some averages are noted already
+            if one.delivery is not None and one.delivery.handed is None:
+                one.delivery.sample([places[name] for name in one.spans], scale)
 
     def put_together(self, own: Sequence[Averages]) -> list[Averages]:
         """Return averages of whole parameters, given those of this rank's parts; ranks of the node call this together.
@@ -137,9 +135,3 @@ class WithinANode:
     def close(self) -> None:
         """Give the hosts' process group back."""
         self._hosts.close()
-
-
-def _exchanged(kept: Kept, old: Sequence[Averages], new: Sequence[Averages]) -> Kept:
-    """Return it with other averages of its groups, given the old ones and the new ones."""
-    by = {id(one): other for one, other in zip(old, new, strict=True)}
-    return kept._replace(averages={name: by.get(id(one), one) for name, one in kept.averages.items()})

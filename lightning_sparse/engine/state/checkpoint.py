@@ -32,7 +32,7 @@ from lightning_sparse.engine.config import Resize
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.state.merging import join_parts, merge_states
-from lightning_sparse.engine.state.schema import NOTHING, State, check_state, checksum, give_back, revoke, with_pending
+from lightning_sparse.engine.state.schema import NOTHING, State, check_state, checksum, with_pending
 
 Path = str | os.PathLike[str]
 DENSE = "it is of a training without this exchange"
@@ -142,7 +142,7 @@ class SideFiles:
         self._number += 1
         own = SideFile(engine.rank, engine.world_size, engine.run_id, self._number)
         counted = -1 if global_step is None else global_step
-        state, problem = _take(engine, comm=comm)
+        state, problem = _take(engine)
         if comm is not None:
             # An exchange may end while ranks agree: what was taken before is of before it, and stays so.
             moment = -1 if state is None else state["moment"]
@@ -362,21 +362,10 @@ def _disagreement(waiting: Sequence[Sequence[str]]) -> list[Note]:
     return [Note("", "ranks of the first node are at different moments of a step; save a moment later")]
 
 
-def _take(engine: Engine, moment: int | None = None, comm: TorchCollective | None = None) -> tuple[State | None, str]:
-    """Take the state of an engine; return it, and what went wrong.
-
-    Args:
-        engine: whose state is taken.
-        moment: see :meth:`.Engine.state_dict`; None: as it is now.
-        comm: the ranks, which take it together; None: this one is alone, unless a moment is given.
-    """
+def _take(engine: Engine, moment: int | None = None) -> tuple[State | None, str]:
+    """Take the state of an engine, see :meth:`.Engine.state_dict`; return it, and what went wrong."""
     try:
-        if moment is not None:
-            return engine.state_dict(torch.tensor([moment], device="cpu")), ""
-        if comm is None:
-            return engine._state_alone(), ""
-        engine._join_together(comm)
-        return engine._state_now(), ""
+        return engine.state_dict(None if moment is None else torch.tensor([moment], device="cpu")), ""
     except Exception as error:  # of any memory
         return None, reason(error, RuntimeError)
 
@@ -454,8 +443,6 @@ def _read(path: Path, marker: dict[str, Any], rank: int, load: Callable[[str], A
         check_state(state)
     except ValueError as error:
         raise SideFileError(f"{file.name} holds no state: {error}") from error
-    if state.get("sent") and state["step"] == marker["step"] + 1:  # this rank was one exchange ahead of rank 0
-        state = revoke(state)
     place, size = state.get("part") or (0, 1)
     numbers = {"rank": state["rank"] * size + place, "world_size": state["world_size"] * size}
     said = {**state, **numbers, "save": content["save"], "global_step": content["global_step"]}
@@ -498,11 +485,7 @@ def _locate(path: Path, directory: str, file: SideFile) -> str:
 
 
 def _emptied(state: State, engine: Engine) -> tuple[State, str]:
-    """Return a merged state without what it remembered, and a sentence that says what is lost.
-
-    Averages that optimizers are given in the next step are kept; of others, residuals would take them in.
-    """
-    state = give_back(state, engine.frozen if engine.settings.delay else state["late"])
+    """Return a merged state without what it remembered, and a sentence that says what is lost."""
     whole = with_pending(state, 1)["parameters"].values()
     residuals = [vectors["residual"].double() for vectors in whole if "residual" in vectors]
     norm = sum(float(residual.square().sum()) for residual in residuals) ** 0.5

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_sparse.core.checks import expect
 from lightning_sparse.core.layout import order_from
-from lightning_sparse.engine.state.schema import State, check_state, give_back
+from lightning_sparse.engine.state.schema import State, check_state
 
 
 def merge_states(states: Iterable[State]) -> State:
@@ -94,7 +94,7 @@ def join_parts(states: Iterable[State]) -> State:
     Raises:
         ValueError: if these are not the parts of one node at one step.
     """
-    parts = sorted((give_back(state, state["late"]) for state in states), key=lambda state: state["part"])
+    parts = sorted(states, key=lambda state: state["part"])
     first, facts = parts[0], [(state["rank"], state["step"], state["world_size"]) for state in parts]
     expected = [[number, len(parts)] for number in range(len(parts))] if first["part"] else [[]]
     if [state["part"] for state in parts] != expected or len(set(facts)) > 1:
@@ -163,12 +163,11 @@ def with_layouts(state: State, layouts: Mapping[str, Sequence[int]]) -> tuple[St
     for name in moved.keys() & state["parameters"].keys():
         vectors = state["parameters"][name]
         changed["parameters"][name] = {} if name in parts else {key: x[moved[name]] for key, x in vectors.items()}
-    for field in ("pending", "late", "sent"):
-        changed[field] = {
-            name: _in_order(averages, moved[name]) if name in moved else averages
-            for name, averages in state[field].items()
-            if name not in parts
-        }
+    changed["pending"] = {
+        name: _in_order(averages, moved[name]) if name in moved else averages
+        for name, averages in state["pending"].items()
+        if name not in parts
+    }
     lost = [
         f"{name} lies in another order in memory than when its parts were saved: what waited is dropped."
         for name in sorted(parts)
@@ -177,13 +176,11 @@ def with_layouts(state: State, layouts: Mapping[str, Sequence[int]]) -> tuple[St
     return {**state, **changed}, lost
 
 
-def _in_order(averages: Mapping[str, Any], order: Tensor) -> dict[str, Any]:
+def _in_order(averages: Mapping[str, Tensor], order: Tensor) -> dict[str, Tensor]:
     """Return averages of a parameter in another order, with ascending coordinates."""
     if "indices" not in averages:
-        chosen, found = order, dict[str, Any]()
-    else:
-        places = torch.empty_like(order)
-        places[order] = torch.arange(len(order), device=order.device)
-        indices, chosen = places[averages["indices"].long()].sort()
-        found = {"indices": indices.int()}
-    return {**averages, **found, **{key: averages[key][chosen] for key in averages.keys() & {"values", "divisor"}}}
+        return {"values": averages["values"][order]}
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    indices, chosen = places[averages["indices"].long()].sort()
+    return {"indices": indices.int(), "values": averages["values"][chosen]}

@@ -1,9 +1,7 @@
 """Counts of an engine's exchanges, and the averages that they have made, until optimizers have applied them.
 
-An exchange settles in backward, and its average is applied later, by an optimizer: between the two, it is *kept* until
-it is *handed over* to optimizers, in the same backward or, one step late, in the next one. All that time the average is
-neither in the residuals nor in the weights: a state that is saved then holds it beside them.
-Handed over is what lies in the places of gradients in DDP's buckets.
+An exchange settles in backward, and its average is applied later, by an optimizer. In between, the average is neither
+in the residuals nor in the weights: a state that is saved then holds it beside them.
 """
 
 from __future__ import annotations
@@ -44,11 +42,6 @@ class Counts(NamedTuple):
         """Exchanges and flushes that counted: equal on ranks whose states belong together."""
         return self.step + self.flushes
 
-    @property
-    def settled(self) -> int:
-        """Exchanges and flushes so far, also those that were skipped."""
-        return self.number + self.skipped
-
 
 class Averages(NamedTuple):
     """Averages of a group, as optimizers get them, but free of the loss scale."""
@@ -70,14 +63,7 @@ class Averages(NamedTuple):
         Coordinates of None are all of them.
         """
         assert self.values is not None
-        return self._sorted(name, self.values)
-
-    def divisor_of(self, name: str) -> Tensor | None:
-        """Return what the averages of :meth:`of` are divided by, on the CPU; None: by nothing."""
-        by = None if self.delivery is None else self.delivery.by
-        return None if by is None else self._sorted(name, by)[1]
-
-    def _sorted(self, name: str, values: Tensor) -> tuple[Tensor | None, Tensor]:
+        values = self.values
         span = self.spans[name]
         if self.indices is None:
             return None, values[span].to("cpu", copy=True)
@@ -85,35 +71,6 @@ class Averages(NamedTuple):
         places, values = (self.indices[inside] - span.start).cpu(), values[inside].cpu()
         different, first = torch.unique(places, return_inverse=True)
         return different, values.new_empty(len(different)).index_copy_(0, first, values)
-
-    def scale_(self, name: str, factor: float) -> None:
-        """Multiply the averages of a parameter."""
-        span, values = self.spans[name], self.values
-        assert values is not None
-        if self.indices is None:
-            values[span].mul_(factor)
-        else:
-            inside = (self.indices >= span.start) & (self.indices < span.stop)
-            values.copy_(torch.where(inside, values * factor, values))
-
-
-class Kept(NamedTuple):
-    """An exchange that has settled, and those of its averages that no optimizer has been given yet."""
-
-    decision: Decision
-    """True if it was skipped."""
-    skipped: Tensor | None
-    """() the same as a flag where gradients live; None: it counted."""
-    clipped: Set[str]
-    """Names of the parameters whose gradients were clipped before it, see :class:`.GradientClipping`."""
-    averages: Mapping[str, Averages | None]
-    """By parameter; None: nobody can take them back, or ask where they arrived."""
-    sent: Sequence[Averages] = ()
-    """Averages that have left this rank's residuals, as it has sent them."""
-
-    def part(self, names: Set[str]) -> Kept:
-        """Return it with some of its averages."""
-        return self._replace(averages={name: one for name, one in self.averages.items() if name in names})
 
 
 def added(parts: Sequence[tuple[Tensor | None, Tensor]]) -> tuple[Tensor | None, Tensor]:
@@ -188,12 +145,6 @@ class Handout:
         for name in names:
             self._averages.pop(name, None)
 
-    def take_back(self, names: Set[str], held: Set[str]) -> dict[str, Averages]:
-        """Return the averages of these that nobody has applied, and forget all of these."""
-        left = {name: each for name, each in self.waiting(held).items() if name in names}
-        self.replace(names)
-        return left
-
     def waiting(self, held: Set[str]) -> dict[str, Averages]:
         """Return what is :meth:`left`; nothing of an exchange that was skipped. May wait for the device."""
         return {} if self._decision else self.left(held)
@@ -228,10 +179,6 @@ class Record:
         """Counts before the latest exchange."""
         self.decision: Decision | None = None
         """Of the latest exchange; None: there was none since :attr:`start`."""
-        self.handed: Decision | None = None
-        """Of the exchange whose averages optimizers were given last; None: there was none, or it was a flush."""
-        self.without: Set[str] = frozenset()
-        """Parameters that took part in a backward for which there was no average."""
         self.delivered: dict[str, Delivery | None] = {}
         """Of the averages that optimizers were given last, by parameter."""
         self.lock = threading.RLock()
@@ -242,14 +189,6 @@ class Record:
         """Parameters of which a gradient was absorbed whose exchange is not settled."""
         self._whole = True
         self._handouts: Sequence[Handout] = ()
-        self._earlier: Sequence[Handout] = ()
-        """Those of :attr:`_handouts` that there were when the latest exchange began."""
-        self._latest: Kept | None = None
-        """The exchange that has settled last, if this rank knows what it has sent."""
-        self.kept: Sequence[Kept] = ()
-        """Exchanges with averages that optimizers have not been given."""
-        self._unstepped: dict[str, tuple[int, Decision]] = {}
-        """Parameters that were given an average and have not been stepped since: version and decision."""
         self._number = 0
         self._handed_out: dict[str, int] = {}
         """The number of the handout in which a parameter got its latest average."""
@@ -269,7 +208,7 @@ class Record:
     @property
     def skipped(self) -> bool:
         """True if the exchange that gradients are of counted for nothing; may wait for the device."""
-        return bool(self.handed)
+        return bool(self.decision)
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -296,56 +235,40 @@ class Record:
 
     def restart(self, start: Counts) -> None:
         """Count from here, with other groups, between two steps."""
-        self.start, self.decision, self.handed, self.absorbed = start, None, None, frozenset()
+        self.start, self.decision, self.absorbed = start, None, frozenset()
         self._handed_out = {}
 
     def forget_averages(self) -> None:
         """Forget all averages: another state takes the place of the one that they belonged to."""
-        self._handouts = self._earlier = self.kept = ()
-        self._latest = None
-        self._unstepped, self.without = {}, frozenset()
+        self._handouts = ()
 
     def begin_step(self) -> None:
         """Begin a step, whose first gradients are here."""
         self._drop_applied()
-        self._earlier = self._handouts
 
     def absorb(self, names: Set[str]) -> None:
         """Note that a new gradient of these parameters is absorbed, within :meth:`changing`."""
         self.absorbed = self.absorbed | names
-        for handout in self._earlier:
+        for handout in self._handouts:
             handout.absorb(names, self.held)
 
-    def settle(self, settled: Kept) -> None:
-        """Count an exchange that has settled, and keep its averages, within :meth:`changing`."""
-        for handout in self._earlier:
-            handout.replace(self.absorbed | settled.averages.keys())
-        self.start, self.decision, self.absorbed = self.counts, settled.decision, frozenset()
-        self._latest = settled if settled.sent else None  # else its averages would stay until the next exchange
-        self.keep(settled)
+    def settle(self, decision: Decision, averages: Mapping[str, Averages | None]) -> None:
+        """Count an exchange that has settled, and hand its averages over to optimizers; within :meth:`changing`.
 
-    def keep(self, kept: Kept) -> None:
-        """Keep averages until they are handed over; also those of a state that was loaded."""
-        self.kept = [*self.kept, kept]
-
-    def hand_over(self, names: Set[str]) -> list[Kept]:
-        """Let optimizers have the averages that are kept of some parameters; within :meth:`changing`.
-
-        Returns:
-            The averages, of the oldest exchange first.
+        Args:
+            decision: whether it is skipped.
+            averages: by parameter; None: nobody can take them back, or ask where they arrived.
         """
-        given = [part for kept in self.kept if (part := kept.part(names)).averages]
-        self.kept = [rest for kept in self.kept if (rest := kept.part(kept.averages.keys() - names)).averages]
-        self.without = self.without | names
-        for part in given:
-            self.handed = part.decision
-            returning = {name: one for name, one in part.averages.items() if one is not None and one.returns}
-            self._hand_over(part.averages.keys(), returning, part.decision)
-            deliveries = {name: None if one is None else one.delivery for name, one in part.averages.items()}
-            self.delivered = {**self.delivered, **deliveries}
-            for name in part.averages:
-                self._unstepped[name] = own(self._parameters[name])._version, part.decision
-        return given
+        for handout in self._handouts:
+            handout.replace(self.absorbed | averages.keys())
+        self.start, self.decision, self.absorbed = self.counts, decision, frozenset()
+        returning = {name: one for name, one in averages.items() if one is not None and one.returns}
+        self._hand_over(averages.keys(), returning, decision)
+        self.deliver({name: None if one is None else one.delivery for name, one in averages.items()})
+
+    def deliver(self, deliveries: Mapping[str, Delivery | None]) -> None:
+        """Note the facts for step rules of averages that are handed over, by parameter."""
+        self.delivered = {**self.delivered, **deliveries}
 
     def flush(self, averages: Mapping[str, Averages], deliveries: Mapping[str, Delivery | None]) -> None:
         """Count a flush: all residuals have been handed out as averages, and are empty; within :meth:`changing`.
@@ -355,8 +278,8 @@ class Record:
             deliveries: their facts for step rules, by parameter.
         """
         counts = self.counts
-        self.start, self.decision, self.handed = counts._replace(flushes=counts.flushes + 1), None, None
-        self.delivered = {**self.delivered, **deliveries}
+        self.start, self.decision = counts._replace(flushes=counts.flushes + 1), None
+        self.deliver(deliveries)
         self._hand_over(averages.keys(), averages, None)
 
     def _hand_over(self, names: Set[str], averages: Mapping[str, Averages], decision: Decision | None) -> None:
@@ -364,45 +287,6 @@ class Record:
         self._handed_out.update(dict.fromkeys(names, self._number))
         handout = Handout({name: self._parameters[name] for name in names}, averages, decision)
         self._handouts = [*self._handouts, handout]
-        self.without = self.without - names
-
-    def is_left(self, name: str) -> bool:
-        """Return True if a parameter was given an average that neither an optimizer nor anybody else has applied."""
-        version, decision = self._unstepped.get(name, (-1, None))
-        if version != own(self._parameters[name])._version or (self.held and name not in self.held):
-            return False
-        return not decision
-
-    @property
-    def latest(self) -> Kept | None:
-        """The exchange that has settled last, if it counted and this rank knows what it has sent; or None.
-
-        May wait for the device.
-        """
-        latest = self._latest
-        return None if latest is None or latest.decision else latest
-
-    @property
-    def revocable(self) -> Kept | None:
-        """:attr:`latest`, if no optimizer has applied any of its averages; or None. May wait for the device."""
-        latest = self.latest
-        if latest is None:
-            return None
-        waiting = {name for kept in self.kept if kept.decision is latest.decision for name in kept.averages}
-        return latest if all(name in waiting or self.is_left(name) for name in latest.averages) else None
-
-    def take_back(self, names: Set[str]) -> dict[str, Averages]:
-        """Return the averages of these parameters that were handed out and not applied; they never will be.
-
-        Within :meth:`changing`; may wait for the device.
-        """
-        left: dict[str, Averages] = {}
-        for handout in self._handouts:
-            left |= handout.take_back(names, self.held)
-        for name in names:
-            self._unstepped.pop(name, None)
-        self._drop_applied()
-        return left
 
     def hold(self, optimizer: Optimizer) -> Set[str]:
         """Note that an optimizer holds its parameters; return the names of the engine's among them."""
@@ -414,10 +298,7 @@ class Record:
     def applied(self, optimizer: Optimizer) -> None:
         """Count an optimizer's averages as applied after its step, also where a later engine owns them."""
         names = self.hold(optimizer)
-        self.without = self.without - names
         self._seen[optimizer] = self._number
-        for name in names:
-            self._unstepped.pop(name, None)
         for handout in self._handouts if names else ():
             handout.step(names)
         self._drop_applied()
@@ -442,37 +323,12 @@ class Record:
         seen = self._seen.get(optimizer, 0)
         return {name for name, number in self._handed_out.items() if number > seen}
 
-    def pending(self, without: Kept | None = None) -> dict[str, tuple[Tensor | None, Tensor]]:
+    def pending(self) -> dict[str, tuple[Tensor | None, Tensor]]:
         """Return averages that have been handed out and not applied, by parameter, on the CPU, see :func:`added`.
 
         May wait for the device.
-
-        Args:
-            without: an exchange whose averages do not count.
         """
-        gone = {} if without is None else without.averages
-        parts = [each.waiting(self.held) for each in self._handouts]
-        return _joined([{name: one for name, one in part.items() if gone.get(name) is not one} for part in parts])
-
-    def left(self, without: Kept | None = None) -> dict[str, Averages]:
-        """Return averages that are kept, by parameter; none of exchanges that were skipped. May wait for the device.
-
-        Args:
-            without: an exchange whose averages do not count.
-        """
-        gone = None if without is None else without.decision
-        counted = [kept.averages for kept in self.kept if kept.decision is not gone and not kept.decision]
-        return {name: one for averages in counted for name, one in averages.items() if one is not None}
-
-    @property
-    def kept_names(self) -> Set[str]:
-        """Names of the parameters of which averages are kept, also of exchanges that were skipped."""
-        return {name for kept in self.kept for name in kept.averages}
-
-    @property
-    def clipped(self) -> Set[str]:
-        """Names of the parameters of which averages are kept, and whose gradients were clipped before the exchange."""
-        return {name for kept in self.kept for name in kept.averages.keys() & kept.clipped}
+        return _joined([each.waiting(self.held) for each in self._handouts])
 
     @property
     def taken(self) -> dict[str, tuple[Tensor | None, Tensor]]:
@@ -487,24 +343,26 @@ def _joined(parts: Sequence[Mapping[str, Averages]]) -> dict[str, tuple[Tensor |
 
 
 @torch.no_grad()
-def place(kept: Kept, places: Mapping[str, Tensor], scale: Tensor | None) -> None:
-    """Put averages where gradients lay, times the present scale of the loss; NaN, if they are of a skipped step.
+def place(
+    averages: Mapping[str, Averages], places: Mapping[str, Tensor], scale: Tensor | None, skipped: Tensor
+) -> None:
+    """Put averages where gradients lay, times the present scale of the loss; NaN, if the step is skipped.
 
     Args:
-        kept: averages by parameter, in the coordinates of the places.
+        averages: by parameter, in the coordinates of the places.
         places: flat gradients by parameter, of all that the averages name.
         scale: () of the loss; None: none.
+        skipped: () flag: the step counts for nothing.
     """
-    host_knows = not static_shapes(next(iter(places.values())).device)
-    if not (host_knows and kept.decision):
+    host_knows = not static_shapes(skipped.device)
+    if not (host_knows and skipped):
         parts: dict[int, tuple[Averages, list[str]]] = {}
-        for name, averages in kept.averages.items():
-            if averages is not None:  # of a skipped step that a state holds
-                parts.setdefault(id(averages), (averages, []))[1].append(name)
-        for averages, names in parts.values():
-            _scatter(averages, {name: places[name] for name in names}, scale)
-    if kept.skipped is not None and (not host_knows or kept.skipped):
-        fill_nan_((places[name] for name in kept.averages), kept.skipped)
+        for name, one in averages.items():
+            parts.setdefault(id(one), (one, []))[1].append(name)
+        for one, names in parts.values():
+            _scatter(one, {name: places[name] for name in names}, scale)
+    if not host_knows or skipped:
+        fill_nan_((places[name] for name in averages), skipped)
 
 
 def fill_nan_(gradients: Iterable[Tensor], skipped: Tensor) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import math
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -102,9 +102,6 @@ FIELDS: dict[str, Any] = {
     "spans": {str: SPAN},
     "layouts": {str: LAYOUT},
     "pending": {str: {"values": VECTOR, "indices?": INDICES}},
-    "late": {str: {"values": VECTOR, "indices?": INDICES, "divisor?": VECTOR, "ranks": SIZE, "clipped?": FLAG}},
-    "sent": {str: {"values": VECTOR, "indices?": INDICES}},
-    "late_skipped": [TEXT],
     "absorbed": [TEXT],
     "squares": {str: SQUARE},
     "clippings": [{"limit": RATE, "algorithm": ALGORITHM, "parameters": [TEXT]}],
@@ -140,19 +137,14 @@ def check_state(state: Any) -> State:
         for key, vector in whole["parameters"].get(name, {}).items():
             if vector.numel() != length:
                 raise ValueError(f"Expected {length} coordinates of {name} in {key}, but got {vector.numel()}.")
-    for field in ("pending", "late", "sent"):
-        for name, averages in whole[field].items():
-            _check(
-                whole["spans"].get(name, MISSING), SPAN, f"the state's span of {name}, of which averages are {field},"
-            )
-            numel, indices = whole["spans"][name][1], averages.get("indices")
-            if indices is not None and len(indices) and int(indices[-1]) >= numel:
-                raise ValueError(f"Expected an average below {numel} in {name}, but got {int(indices[-1])}.")
-            expected = numel if indices is None else len(indices)
-            for key in averages.keys() & {"values", "divisor"}:
-                if (found := len(averages[key])) != expected:
-                    what = "averages" if key == "values" else "divisors"
-                    raise ValueError(f"Expected {expected} {field} {what} of {name}, but got {found}.")
+    for name, pending in whole["pending"].items():
+        _check(whole["spans"].get(name, MISSING), SPAN, f"the state's span of {name}, of which averages are pending,")
+        numel, indices = whole["spans"][name][1], pending.get("indices")
+        if indices is not None and len(indices) and int(indices[-1]) >= numel:
+            raise ValueError(f"Expected an average below {numel} in {name}, but got {int(indices[-1])}.")
+        expected = numel if indices is None else len(indices)
+        if (found := len(pending["values"])) != expected:
+            raise ValueError(f"Expected {expected} pending averages of {name}, but got {found}.")
     return whole
 
 
@@ -195,60 +187,15 @@ def with_pending(state: Mapping[str, Any], world_size: int) -> State:
     parameters = dict(state["parameters"])
     for name, pending in state["pending"].items():
         vectors = parameters.get(name, {})
-        residual = vectors["residual"] if "residual" in vectors else _zeros(pending, state["spans"][name][1])
-        parameters[name] = {**vectors, "residual": _plus(residual, pending, world_size)}
+        values, numel = pending["values"], state["spans"][name][1]
+        if "residual" in vectors:
+            residual = vectors["residual"].clone()
+        else:
+            residual = torch.zeros(numel, dtype=sum_dtype(values.dtype), device="cpu")
+        where = pending["indices"].long() if "indices" in pending else slice(None)
+        residual[where] += world_size * values.to(residual.dtype)  # no index is there twice
+        parameters[name] = {**vectors, "residual": residual}
     return {**state, "parameters": parameters, "pending": {}}
-
-
-def give_back(state: State, names: Collection[str]) -> State:
-    """Return a state in which averages of these parameters that were to come late are pending, on rank 0.
-
-    All ranks have a residual for them afterwards, also where the group was dense: states of ranks have equal vectors.
-
-    Args:
-        state: checked; not modified.
-        names: of parameters that do not train now, or of all that an engine without a delay has.
-    """
-    pending, parameters = dict(state["pending"]), dict(state["parameters"])
-    for name in state["late"].keys() & names:
-        late, numel = state["late"][name], state["spans"][name][1]
-        parameters[name] = {"residual": _zeros(late, numel), **parameters.get(name, {})}
-        if state["rank"] == 0:
-            own = {key: late[key] for key in ("values", "indices") if key in late}
-            pending[name] = own if name not in pending else {"values": _plus(dense(own, numel), pending[name])}
-    late = {name: one for name, one in state["late"].items() if name not in names}
-    return {**state, "parameters": parameters, "pending": pending, "late": late}
-
-
-def revoke(state: State) -> State:
-    """Return a state in which the latest exchange was never made: what this rank has sent is in its residuals again.
-
-    Args:
-        state: of :meth:`.Engine._state_alone`; not modified.
-    """
-    parameters = dict(state["parameters"])
-    for name, sent in state["sent"].items():
-        parameters[name] = {**parameters[name], "residual": _plus(parameters[name]["residual"], sent)}
-    absorbed = sorted({*state["absorbed"], *state["sent"]})
-    return {**state, "step": state["step"] - 1, "parameters": parameters, "absorbed": absorbed, "sent": {}}
-
-
-def dense(average: Mapping[str, Tensor], numel: int) -> Tensor:
-    """Return (numel,) an average with zeros where there is none."""
-    return _plus(_zeros(average, numel), average)
-
-
-def _zeros(average: Mapping[str, Tensor], numel: int) -> Tensor:
-    """Return (numel,) zeros in the dtype of sums of such averages."""
-    return torch.zeros(numel, dtype=sum_dtype(average["values"].dtype), device="cpu")
-
-
-def _plus(vector: Tensor, average: Mapping[str, Tensor], factor: int = 1) -> Tensor:
-    """Return a vector to which an average of the same parameter, times a factor, has been added."""
-    total = vector.clone()
-    where = average["indices"].long() if "indices" in average else slice(None)
-    total[where] += factor * average["values"].to(total.dtype)  # no index is there twice
-    return total
 
 
 def outline(state: Mapping[str, Any]) -> str:
@@ -298,8 +245,7 @@ def renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> tuple[State, 
         for old in state["parameters"]
         if old not in names and old in remembered
     ]
-    changed |= {field: new(state[field]) for field in ("absorbed", "late_skipped")}
-    return {**state, **changed}, gone
+    return {**state, **changed, "absorbed": new(state["absorbed"])}, gone
 
 
 def second_moment_in(settings: object) -> SecondMoment | None:

@@ -5,8 +5,6 @@ What a rank remembers of its part of a parameter is saved as a ``DTensor``, shar
 another number of ranks. What is no part of a parameter, such as thresholds, is saved by rank, as bytes.
 
 Averages that nobody has applied yet go into the residuals of the first replica, as on the way back from a side file.
-Those that come one step late are saved twice: with what is no part of a parameter, for as many ranks, and as vectors,
-which go into the residuals of another number of ranks.
 
 A folder has the checksums of its files. On the way back, each rank reads and compares its share of the files, and all
 ranks go on or none does, as with side files.
@@ -35,10 +33,8 @@ from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.optimizers.kinds import stepping
 from lightning_sparse.engine.optimizers.rules import WAITED
 from lightning_sparse.engine.state.checkpoint import DAMAGED, Found, SideFileError, is_whole, load_together, sealed
-from lightning_sparse.engine.state.schema import State, check_state, checksum, dense, with_pending
+from lightning_sparse.engine.state.schema import State, check_state, checksum, with_pending
 
-LATE = "late"
-"""Begins the names of averages that come one step late."""
 METADATA, CHECKSUMS = ".metadata", "checksums.json"
 """Files of a folder: what torch says about the others, and the checksums of all."""
 APART = ("parameters", "spans")
@@ -155,8 +151,6 @@ def save_sharded(engine: Engine, folder: str | Path, save: str = "") -> State:
     """
     from torch.distributed.checkpoint.state_dict_saver import save as save_together
 
-    for network in engine.networks:
-        engine._join_together(network)
     newest = engine._moment.to(engine.device)
     for network in engine.networks:
         newest = network.all_gather(newest).amax(0)
@@ -168,8 +162,6 @@ def save_sharded(engine: Engine, folder: str | Path, save: str = "") -> State:
         for name, parameter in _known(engine).items():
             for key, vector in state["parameters"].get(name, {}).items():
                 content[f"replica{engine.comm.rank}/{name}/{key}"] = _as_parameter(vector, parameter)
-        for name, late in state["late"].items():
-            content[f"{LATE}/{name}"] = _as_parameter(dense(late, state["spans"][name][1]), engine.parameters[name])
         for _, name, kept in _stepped(engine):
             if WAITED in kept:
                 content[f"{WAITED}/{name}"] = kept[WAITED].cpu()
@@ -339,7 +331,7 @@ def _state_for(engine: Engine, saved: Saved, resize: Resize, notes: list[str]) -
     spans = {name: list(part) for name, part in engine.shards.items()}
     state: State = {**rest, "parameters": {name: {} for name in spans}, "spans": spans}
     if not same:
-        state["groups"], state["late"] = [], {}
+        state["groups"] = []
     if not alike and resize == "zero":
         return check_state({**state, "counters": {}})
     here, wanted = _known(engine), list[tuple[str, str]]()
@@ -361,17 +353,7 @@ def _state_for(engine: Engine, saved: Saved, resize: Resize, notes: list[str]) -
     for name, key in wanted:
         total = state["parameters"][name][key] / len(replicas)
         state["parameters"][name][key] = total.to(device="cpu", dtype=sum_dtype(here[name].dtype))
-    for name, average in [] if same else _late_in(saved, engine):  # in each of n residuals: their mean is the average
-        vectors = state["parameters"][name]
-        vectors["residual"] = vectors.get("residual", 0.0) + average.to(device="cpu", dtype=sum_dtype(here[name].dtype))
     return check_state(state)
-
-
-def _late_in(saved: Saved, engine: Engine) -> list[tuple[str, Tensor]]:
-    """Read this rank's part of averages that optimizers were to be given in the next step."""
-    parameters = {name: p for name, p in engine.parameters.items() if saved.shapes.get(f"{LATE}/{name}") == p.shape}
-    read = saved.read({f"{LATE}/{name}": _like(p, p.dtype) for name, p in parameters.items()}) if parameters else {}
-    return [(name, own(read[f"{LATE}/{name}"]).flatten()) for name in parameters]
 
 
 def _vectors_in(saved: Saved) -> list[tuple[str, str]]:

@@ -13,24 +13,18 @@ from lightning_sparse.core.layout import layout_of, own
 from lightning_sparse.core.step import GroupState
 from lightning_sparse.engine.agreement import Note, by_reason, name_ranks, reason
 from lightning_sparse.engine.config import SparsificationConfig
-from lightning_sparse.engine.delivery import Delivery, bounds_of
 from lightning_sparse.engine.optimizers.binding import OptimizerBinding
 from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.reducer import Reducer
-from lightning_sparse.engine.skip import Decision
 from lightning_sparse.engine.state.merging import with_layouts
-from lightning_sparse.engine.state.record import Averages, Kept
 from lightning_sparse.engine.state.schema import (
     STATE_FORMAT,
     State,
     changes_between,
     check_state,
-    checksum,
     from_plain,
-    give_back,
     outline,
     remembering,
-    revoke,
     to_plain,
     with_pending,
 )
@@ -83,20 +77,13 @@ class EngineState:
     ) -> None:
         self.loads = 0
         """Number of states that were loaded."""
-        self._taken = -1
-        """The moment of the latest state that was taken."""
         self._reducer, self._binding, self._names = reducer, binding, list(reducer.parameters)
-        self._comm, self._device, self._frozen, self._shards = reducer.aside, reducer.device, frozen, shards
+        self._comm, self._device, self._frozen, self._shards = reducer.comm, reducer.device, frozen, shards
         self._parked: State = {"parameters": {}, "counters": {}, "spans": {}}
         """Remembered of frozen parameters."""
 
-    @property
-    def is_taken(self) -> bool:
-        """True if a state was taken since the latest exchange."""
-        return not self._reducer.in_flight and self._taken == self._reducer.record.counts.number
-
-    def take(self, moment: Tensor | None, alone: bool = False) -> State:
-        """See :meth:`.Engine.state_dict`, and :meth:`.Engine._state_alone`."""
+    def take(self, moment: Tensor | None) -> State:
+        """See :meth:`.Engine.state_dict`."""
         reducer, record = self._reducer, self._reducer.record
         if moment is not None:
             reducer.wait_for(int(moment[0]))
@@ -109,18 +96,7 @@ class EngineState:
                     f"{record.counts.number}. All ranks save after the newest exchange of any rank: take a state on "
                     "each of them, and another one where the moment of the first one is not the largest."
                 )
-            state = self._take()
-            latest = record.latest if alone else None
-            if latest is None:
-                return state
-            state["sent"] = {
-                name: _plain(*gone.of(name)) for gone in latest.sent for name in gone.spans.keys() & latest.averages
-            }
-            if self._comm.rank == 0 and record.revocable is not None:
-                pending = {name: _plain(*each) for name, each in record.pending(latest).items()}
-                late = self._late(record.left(latest))
-                return revoke({**state, "pending": pending, "late": late})
-            return state
+            return self._take()
 
     def _take(self) -> State:
         reducer, record, rank = self._reducer, self._reducer.record, self._comm.rank
@@ -133,7 +109,7 @@ class EngineState:
                 vectors = memory.vectors(kept).items()
                 parameters[name] = {key: vector[span].to("cpu", copy=True) for key, vector in vectors}
                 counters[name] = dict(counted)
-        pending, self._taken = record.pending(), record.counts.number
+        pending = record.pending()
         for name, (indices, values) in record.taken.items():  # another rank may not have absorbed it: it waits
             parameters[name]["residual"][slice(None) if indices is None else indices] -= values
         return {
@@ -153,8 +129,6 @@ class EngineState:
             "pending": {  # of rank 0, whose weights are saved
                 name: _plain(*each) for name, each in (pending.items() if rank == 0 else ())
             },
-            "late": self._late(record.left()),
-            "late_skipped": sorted({name for kept in record.kept if kept.decision for name in kept.averages}),
             "absorbed": sorted(record.absorbed),
             "groups": [_plain_learned(group) for group in reducer.groups],
             "rates": dict(reducer.rates.latest),
@@ -171,17 +145,12 @@ class EngineState:
         every = {**self._reducer.parameters, **self._frozen}
         return {name: layout_of(p) for name, p in every.items() if p.dim() > 1 and p.numel() and own(p) is p}
 
-    def _late(self, averages: Mapping[str, Averages]) -> dict[str, dict[str, Any]]:
-        """Return averages that optimizers have not been given, as plain data and tensors on the CPU."""
-        clipped = self._reducer.record.clipped
-        return {name: {**_plain_averages(name, each), "clipped": name in clipped} for name, each in averages.items()}
-
     def load(self, given: Mapping[str, Any]) -> LoadPlan:
         """Go on with a state, between two steps; collective. See :meth:`.Engine.load_state_dict`.
 
         All ranks make a plan of their states first. What has been learned about a group is taken where it fits on all
-        ranks. Clippings, lengths and averages that come late, or are skipped, are those of rank 0: others that saved in
-        the middle of a step may not have been asked for theirs yet, or not have known the step's factors.
+        ranks. Clippings and lengths are those of rank 0: others that saved in the middle of a step may not have been
+        asked for theirs yet, or not have known the step's factors.
 
         Args:
             given: the state of this rank, which may be anything.
@@ -194,7 +163,6 @@ class EngineState:
         state, plan, filled = None, None, set[str]()
         try:
             state = check_state(given)
-            state = give_back(state, self._frozen if self._reducer.settings.delay else state["late"])
             note, filled = Note(outline(state), ""), remembering(state)
         except Exception as error:  # whatever a damaged state makes of a check
             note = Note("", reason(error, ValueError))
@@ -206,8 +174,8 @@ class EngineState:
         except Exception as error:  # whatever a damaged state makes of a memory
             note = Note("", reason(error, ValueError))
         fits = [] if plan is None else [known is not None for known in plan.learned]
-        fields = "clippings", "squares", "late_skipped"
-        shared = [] if plan is None else [[plan.state[field] for field in fields], checksum(plan.state["late"])]
+        fields = "clippings", "squares"
+        shared = [] if plan is None else [plan.state[field] for field in fields]
         on_ranks = self._comm.all_gather_object((note, fits, shared), self._device)
         trouble = by_reason([note for note, *_ in on_ranks])
         if not trouble and len({note.fact for note, *_ in on_ranks}) > 1:
@@ -222,11 +190,7 @@ class EngineState:
                 plan.misfits.append(f"{_anew(group)}, because it does not fit on {name_ranks(others)}.")
             elif known is not None:
                 group.state = known
-        late = plan.state["late"]
-        if len({late_of for _, _, (*_, late_of) in on_ranks}) > 1:  # others may know more than the weights of rank 0
-            late = self._comm.broadcast_object(late, 0, self._device)
-        of_rank_0 = dict(zip(fields, on_ranks[0][2][0], strict=True))
-        self._apply(plan._replace(state={**plan.state, **of_rank_0, "late": late}))
+        self._apply(plan._replace(state={**plan.state, **dict(zip(fields, on_ranks[0][2], strict=True))}))
         return plan
 
     def _plan(self, state: State, filled: Set[str]) -> LoadPlan:
@@ -264,11 +228,6 @@ class EngineState:
                 elif not known_of.isdisjoint(names):
                     plan.misfits.append(f"{_anew(group)}.")
                 plan.learned.append(None)
-        plan.lost.extend(
-            f"Averages of {name} that were on their way are dropped: it does not train here, or has another size."
-            for name in state["late"]
-            if not self._has(name, state)
-        )
         here = self._frozen.keys() | set(self._names)
         plan.lost.extend(f"There is no parameter {name} any more." for name in whole["parameters"] if name not in here)
         return plan
@@ -283,18 +242,6 @@ class EngineState:
         reducer.rates.load(state["rates"], state["surplus"])
         reducer.adopt(plan.groups, counts)
         reducer.record.forget_averages()
-        late: dict[str, Averages | None] = {
-            name: self._averages(name, one) for name, one in state["late"].items() if self._has(name, state)
-        }
-        skipped = {name for name in state["late_skipped"] if name in reducer.group_of and reducer.settings.delay}
-        if skipped:  # gradients become NaN in the next step, for a loss scaler
-            flag = torch.ones((), dtype=torch.bool, device="cpu")
-            decision = Decision(flag, None, self._comm.wait_until)
-            reducer.record.keep(Kept(decision, flag.to(self._device), frozenset(), dict.fromkeys(skipped)))
-        if late:
-            decision = Decision(None, None, self._comm.wait_until)
-            clipped = {name for name in late if state["late"][name].get("clipped")}
-            reducer.record.keep(Kept(decision, None, clipped, late))
         self._parked = self._parked_of(plan.whole)
         self.loads += 1
         self._binding.go_on(state)
@@ -312,25 +259,6 @@ class EngineState:
                 cut = {key: vector[first : first + part.length].clone() for key, vector in vectors.items()}
                 parked["parameters"][name], parked["spans"][name] = cut, list(part)
         return parked
-
-    def _has(self, name: str, state: State) -> bool:
-        """Return True if a parameter of a state is here, with as many coordinates."""
-        group = self._reducer.group_of.get(name)
-        return group is not None and list(self._shard(group, name)) == list(state["spans"][name])
-
-    def _averages(self, name: str, given: Mapping[str, Any]) -> Averages:
-        """Return averages of a parameter that :func:`_plain_averages` gave."""
-        group, device = self._reducer.group_of[name], self._device
-        span = group.spans[name]
-        spans = {name: slice(0, span.stop - span.start)}
-        indices, by = given.get("indices"), given.get("divisor")
-        indices = None if indices is None else indices.long().to(device)
-        by = None if by is None else by.to(device, group.wide, copy=True)
-        like = torch.empty((), dtype=group.wide, device=device)
-        bounds, whole = bounds_of(spans, device), indices is None
-        delivery = Delivery(spans, indices, by, group.memory, given["ranks"], bounds, like, whole)
-        values = given["values"].to(device, copy=True)
-        return Averages(spans, indices, values, delivery, group.residual is not None)
 
     def _shard(self, group: GroupReducer, name: str) -> Shard:
         """Return the part of a parameter that the engine has: as a rule all of it."""
@@ -369,14 +297,6 @@ class EngineState:
 
 def _plain(indices: Tensor | None, values: Tensor) -> dict[str, Tensor]:
     return {"values": values} if indices is None else {"values": values, "indices": indices.int()}
-
-
-def _plain_averages(name: str, averages: Averages) -> dict[str, Any]:
-    """Return averages that optimizers have not been given, as plain data and tensors on the CPU."""
-    by = averages.divisor_of(name)
-    assert averages.delivery is not None
-    plain: dict[str, Any] = {**_plain(*averages.of(name)), "ranks": averages.delivery.ranks}
-    return plain if by is None else {**plain, "divisor": by}
 
 
 def _anew(group: GroupReducer) -> str:

@@ -150,16 +150,6 @@ class Measured(Plain):
         plan = make_plan(self.sizes, grouping, rules, DDP_BUCKET_MB, profile, method.density)
         return profile.step_seconds(plan, method.density), len(plan)
 
-    def late_seconds(
-        self, method: Method, grouping: str, rules: Rules = ALL_SPARSE, network: Network | None = None
-    ) -> float | None:
-        """Return the seconds of a whole step with averages one step late; None for methods of DDP, which has none."""
-        if method.builtin:
-            return None
-        profile = replace(self._on(network), costs=[method.cost], messages="step")
-        plan = make_plan(self.sizes, grouping, rules, DDP_BUCKET_MB, profile, method.density)
-        return profile.late_seconds(plan, method.density)
-
     def _on(self, network: Network | None) -> Profile:
         return self.profile if network is None else replace(self.profile, network=network)
 
@@ -195,8 +185,6 @@ class Prediction(NamedTuple):
     exposed_seconds: float
     over_dense: float
     """Step time / that of dense DDP."""
-    late_seconds: float | None = None
-    """Step time with ``delay=1``; None for methods of DDP."""
 
     @property
     def sparse(self) -> bool:
@@ -269,8 +257,7 @@ def predict(measured: Measured, wanted: Sequence[Scenario], rules: Rules = ALL_S
         for method, grouping, messages, seconds, groups in rows:
             exposed = seconds - measured.profile.compute_seconds
             what = (method.name, method.density, method.builtin, grouping, messages, groups)
-            late = measured.late_seconds(method, grouping, rules, network)
-            yield Prediction(scenario, *what, seconds, exposed, seconds / dense, late)
+            yield Prediction(scenario, *what, seconds, exposed, seconds / dense)
 
 
 def best_groupings(predictions: Sequence[Prediction]) -> list[Prediction]:

@@ -84,11 +84,7 @@ def _best(advice: Advice, scenario: Scenario) -> list[Prediction]:
 def markdown(advice: Advice) -> str:
     """Return all of the advice as markdown, for a file."""
     verdicts = "".join(
-        "".join(
-            f"- {sentence}\n"
-            for sentence in (advice.verdict(scenario), advice.late(scenario), *advice.remarks(scenario))
-            if sentence
-        )
+        "".join(f"- {sentence}\n" for sentence in (advice.verdict(scenario), *advice.remarks(scenario)))
         for scenario in advice.scenarios
     )
     tables = [across(advice), *(overview(advice, scenario) for scenario in advice.scenarios)]

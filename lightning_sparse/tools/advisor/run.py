@@ -138,27 +138,6 @@ class Advice:
             f"{fastest.over_dense:.2f} times {step}."
         )
 
-    def late(self, scenario: Scenario | None = None) -> str:
-        """Return whether the best method should be one step late (``delay=1``); empty for dense methods."""
-        best = self.best(scenario)
-        if not best.sparse or best.late_seconds is None:
-            return ""
-        now, late = best.step_seconds, best.late_seconds
-        compute = now - best.exposed_seconds
-        times = f"{1e3 * late:.3g} ms a step instead of {1e3 * now:.3g} ms"
-        if late > (1 - MARGIN) * now:
-            why = "the exchange itself takes longer than a step" if now > 2 * compute else "there is little to hide"
-            return f"{best.scenario.label}: delay=1 would not help ({times}): {why}."
-        if late > 2 * compute:
-            return (
-                f"{best.scenario.label}: delay=1 would take {times}, and computation {1e3 * compute:.3g} ms: send less "
-                "or more rarely first (a lower density, accumulated gradients)."
-            )
-        return (
-            f"{best.scenario.label}: delay=1, averages one step late, would take {times}. Some models pay for it with "
-            "accuracy: compare a run without it."
-        )
-
     def remarks(self, scenario: Scenario | None = None) -> list[str]:
         """Return further changes to the training if this advice is followed, one paragraph each."""
         unsuited, best = self.measured.unsuited, self.best(scenario)

@@ -87,15 +87,12 @@ SECTIONS = (
             Figure("Selection / ms", SELECT),
             Figure("Exchange / ms", EXCHANGE),
             Figure("Exposed: backward waits / ms", EXPOSED, ideal=0.0),
-            Figure("Blocked by the step before / ms", "sparse/time/blocked_ms", ideal=0.0, meaning="With delay=1."),
-            Figure("Hidden beside computation / ms", "sparse/time/hidden_ms", meaning="With delay=1."),
         ),
     ),
     Section(
         "Steps",
         (
             Figure("Skipped steps so far", "sparse/steps/skipped", ideal=0.0, meaning="A gradient was not finite."),
-            Figure("Without an average so far", "sparse/steps/without_average", meaning="With delay=1; the first one."),
             Figure("Averaged densely", "sparse/steps/direct", meaning="1 where fallback=True found DDP faster."),
             Figure(
                 "Gradients clipped so far", "sparse/lengths/clipped", meaning="Far longer than those before; with Adam."

@@ -130,7 +130,7 @@ class GroupHistory:
         if not self.reference and step - self._since >= FILLING / self.density:
             self.reference, self.reference_step = self.norm, step
         self._noted = {}
-        self._wait(group.spans, statistics, moved - group.untouched)  # with lr_aware, all residuals move
+        self._wait(group.spans, statistics, moved - group.unused)  # with lr_aware, all residuals move
 
     def _wait(self, spans: dict[str, slice], statistics: Statistics, moved: set[str]) -> None:
         if statistics.indices is None:
@@ -298,7 +298,7 @@ class Watchdog:
             p.name
             for group in self._selecting(engine)
             for p in group.plan.parameters
-            if p.name not in engine._held and p.name not in group.untouched
+            if p.name not in engine._held and p.name not in group.unused
             if not made_for({id(engine.parameters[p.name])})
         ]
         names, self._unheld = [name for name in found if name in self._unheld], set(found)

@@ -258,29 +258,6 @@ class Profile(Plain):
         nbytes = sum(p.numel * p.element_size for group in plan if group.dense for p in group.parameters)
         return self.network.all_reduce(nbytes)
 
-    def late_seconds(self, plan: Sequence[Group], density: float) -> float:
-        """Return the seconds of a whole step where exchanges go on beside the next one, and are waited for at its end.
-
-        Messages of a step travel together. Where selection overlaps with backward (``full``), it does so with the whole
-        step; else it is computation: ``max(compute + local, transfer)``.
-
-        Args:
-            plan: groups.
-            density: of groups without one of their own.
-        """
-        groups, _ = self.timeline(plan)
-        local = transfer = 0.0
-        longest = NOTHING
-        for group in groups:
-            cost = self.group_cost(group.density or density)
-            local += cost.compute(group.numel)
-            transfer += cost.transfer.beta * group.numel
-            longest = max(longest, cost.transfer, key=lambda line: line.alpha)
-        transfer += longest.alpha + self.dense_seconds(plan)
-        if self.overlap == "full":
-            return max(self.compute_seconds, local + transfer)
-        return max(self.compute_seconds + local, transfer)
-
     def timeline_seconds(self, timeline: Timeline, density: float | Sequence[float]) -> float:
         """Return the seconds of a whole step with groups of these numbers, at one density or each at its own."""
         densities = density if isinstance(density, Sequence) else [density] * len(timeline[0])

@@ -41,7 +41,7 @@ class Engine:
 
     def __init__(self, comm: Any, run: str = "a", step: int = 0) -> None:
         self.comm, self.run_id, self.step, self.device = comm, run, step, torch.device("cpu")
-        self.settings = SimpleNamespace(delay=self.delay, node_size=None)
+        self.settings = SimpleNamespace(node_size=None)
         self.loaded: dict[str, Any] | None = None
         self.refuses = False
         self.flushing = False
@@ -74,7 +74,6 @@ class Engine:
         }
 
     _ranks_of_a_replica = 1
-    delay = 0
     frozen: ClassVar[dict[str, Any]] = {}
 
     @property
@@ -89,14 +88,6 @@ class Engine:
 
     def _all_gather_object(self, what: Any) -> list[Any]:
         return self.comm.all_gather_object(what, self.device)  # type: ignore[no-any-return]
-
-    def _join_together(self, comm: Any) -> None:
-        pass
-
-    def _state_now(self) -> dict[str, Any]:
-        return self.state_dict()
-
-    _state_alone = _state_now
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
         if self.refuses and state["parameters"]:
@@ -924,30 +915,6 @@ def test_averages_that_are_pending_are_dropped_with_the_residuals(tmp_path: Path
     for engine in engines:
         assert engine.loaded is not None
         assert engine.loaded["pending"] == {}
-
-
-@pytest.mark.parametrize("delay", [0, 1])
-def test_averages_that_are_late_are_dropped_where_residuals_would_take_them_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, delay: int
-) -> None:
-    path = tmp_path / "x.ckpt"
-
-    class Late(Engine):
-        def state_dict(self, moment: torch.Tensor | None = None) -> dict[str, Any]:
-            state = with_averages(0)
-            late = {name: {**averages, "ranks": 2} for name, averages in state["pending"].items()}
-            return {**state, "rank": self.comm.rank, "pending": {}, "late": late}
-
-    results(save_with(path, Late))
-    monkeypatch.setattr(Engine, "delay", delay)
-    norm = np.linalg.norm([1.0] * 6 if delay else [1.0, 1.5, 1.0, -7.0, 3.0, 5.0])
-    with pytest.warns(UserWarning, match=rf"resize='zero': .* an update of norm {norm:.4g} "):
-        engines = resumed(3, path, resize="zero")
-    for engine in engines:
-        assert engine.loaded is not None
-        assert engine.loaded["late"].keys() == ({"w", "b"} if delay else set())
-        assert engine.loaded["pending"] == {}
-        assert not any(engine.loaded["parameters"].values())
 
 
 @pytest.mark.parametrize("resize", ["merge", "flush", "zero"])

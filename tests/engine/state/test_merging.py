@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_sparse as ls
 from lightning_sparse.core.layout import is_layout, layout_of, order_from
 from lightning_sparse.engine.state.merging import with_layouts
-from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE
 
 ADAMW, SGD = torch.optim.AdamW, torch.optim.SGD
@@ -78,31 +77,11 @@ def test_a_training_goes_on_in_another_memory_format(one_rank: None, kind: Any, 
     assert torch.equal(alike.weights(), other.weights())
 
 
-def late() -> bool:
-    one, alike, other = (Training(last, SGD, delay=1) for last in (False, False, True))
-    for seed in range(3):
-        one.step(seed)
-    state = one.engine.state_dict()
-    assert state["late"]
-    for each in (alike, other):
-        each.model.load_state_dict(one.model.state_dict())
-        assert each.engine.load_state_dict(state) == []
-        assert each.engine.drain(each.optimizer)
-    found = torch.equal(alike.weights(), other.weights()) and not torch.equal(one.weights(), other.weights())
-    for each in (one, alike, other):
-        each.engine.close()
-    return found
-
-
-def test_late_averages_go_on_in_another_memory_format(two_ranks: Ranks) -> None:
-    assert two_ranks(late) == [True, True]
-
-
 def test_a_part_in_another_order_is_dropped_and_told() -> None:
     plain, last = [4, 3, 2, 2, 12, 4, 2, 1], [4, 3, 2, 2, 12, 1, 6, 3]
     state: dict[str, Any] = {"parameters": {"a": {"residual": torch.ones(24)}, "b": {"residual": torch.ones(3)}}}
     state |= {"spans": {"a": [0, 24, 48], "b": [0, 3, 6]}, "layouts": {"a": plain, "b": [2, 3, 3, 1]}}
-    state |= {"pending": {"a": {"values": torch.ones(24)}}, "late": {}, "sent": {}}
+    state |= {"pending": {"a": {"values": torch.ones(24)}}}
     found, told = with_layouts(state, {"a": last, "b": [2, 3, 3, 1]})
     assert found["parameters"] == {"a": {}, "b": state["parameters"]["b"]}
     assert not found["pending"]

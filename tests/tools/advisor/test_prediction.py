@@ -23,7 +23,7 @@ from lightning_sparse.core.step import Context
 from lightning_sparse.engine.pipeline import exchange_group
 from lightning_sparse.methods.grouping import ParameterSize
 from lightning_sparse.methods.sparsifiers import SPARSIFIERS
-from lightning_sparse.tools.advisor import Advice, Measured, Method, Prediction, Scenario
+from lightning_sparse.tools.advisor import Measured, Method, Prediction, Scenario
 from lightning_sparse.tools.advisor.prediction import (
     BEST_TRAINED,
     LATENCY,
@@ -582,23 +582,6 @@ def test_scenarios_do_not_mix() -> None:
     assert len(best_groupings(every)) == 4
 
 
-def test_a_late_step_lasts_as_long_as_its_longer_half() -> None:
-    """Computation with the rank's own work, or the messages of all groups together."""
-    for overlap in ("comm", "full"):
-        seen = measured(overlap=overlap)
-        numel = sum(size.numel for size in seen.sizes)
-        for one in [one for one in seen.methods if not one.builtin]:
-            local, transfer = one.cost.select(numel) + one.cost.process(numel), one.cost.transfer(numel)
-            compute = seen.profile.compute_seconds
-            parts = (compute + local, transfer) if overlap == "comm" else (compute, local + transfer)
-            assert seen.late_seconds(one, "model") == pytest.approx(max(parts))
-            slow = replace(one, cost=replace(one.cost, transfer=Line(1.0, 0.0)))
-            assert seen.late_seconds(slow, "layer") == pytest.approx(
-                1.0 + (local if overlap == "full" else 0.0), rel=0.1
-            )
-        assert seen.late_seconds(seen.methods[0], "bucket") is None
-
-
 def test_a_round_trip_is_added_to_fixed_prices_only() -> None:
     seen = measured(ranks=4)
     near, far = (next(p for p in predict(seen, [Scenario(4, None, rtt)]) if p.sparse) for rtt in (0.0, 100.0))
@@ -606,20 +589,3 @@ def test_a_round_trip_is_added_to_fixed_prices_only() -> None:
     network = Network(Line(1.0, 2.0), Line(3.0, 4.0), 4).farther(0.1)
     assert (network.all_reduce.alpha, network.all_reduce.beta) == (pytest.approx(1.0 + 4 * 0.05), 2.0)
     assert (network.all_gather.alpha, network.all_gather.beta) == (pytest.approx(3.0 + 3 * 0.05), 4.0)
-
-
-@pytest.mark.parametrize(
-    ("now", "late", "said"),
-    [
-        (0.5, 4.9e-3, "little to hide"),
-        (2.0, 7.5e-3, "would take 7.5 ms a step instead of 20 ms"),
-        (3.0, 29e-3, "the exchange itself takes longer"),
-        (5.0, 20e-3, "send less or more rarely first"),
-    ],
-)
-def test_what_is_said_about_being_late(now: float, late: float, said: str) -> None:
-    slow_dense = predicted("dense", 10.0)
-    row = predicted("top_k", now)._replace(late_seconds=late)
-    advice = Advice(measured(), (slow_dense, row))
-    assert said in advice.late()
-    assert Advice(measured(), (predicted("dense", 1.0), predicted("top_k", 2.0))).late() == ""
