@@ -155,7 +155,7 @@ def kernels(what: list[str]) -> Iterator[tuple[str, Any, dict[str, Any], dict[st
             yield f"follow_{known}", triton_numbers._follow, constants | {"KNOWN": known}, types, 1
     if "sums" in what:
         yield "squares_bf16", triton_sums._parts, tile | {"KIND": 0}, {"x": "*bf16"}, 8
-        for kind in range(4):
+        for kind in range(3):
             yield f"parts_{kind}", triton_sums._parts, tile | {"KIND": kind}, {}, 8
             whole = {"KIND": kind, "PROGRAMS": triton_launch.PROGRAMS}
             yield f"whole_{kind}", triton_sums._whole, whole, {}, 4

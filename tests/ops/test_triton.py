@@ -220,8 +220,6 @@ def test_passes_of_other_methods_equal_those_of_torch(kind: str, monkeypatch: py
             assert int(count) == int(number)
         level = torch.tensor(0.3, dtype=torch.float64)
         pairs = [
-            (on_device.summed(reference.moments, x), reference.moments(x.double())),
-            (on_device.summed(reference.mean_and_maximum, x), reference.mean_and_maximum(x.double())),
             (on_device.summed(reference.excess, x, level), reference.excess(x, level)),
             ((on_device.summed(reference.log_sum, x),), (reference.log_sum(x.double()),)),
             ((on_device.summed(reference.norm, x),), (reference.norm(x),)),
@@ -230,7 +228,7 @@ def test_passes_of_other_methods_equal_those_of_torch(kind: str, monkeypatch: py
         for ours, theirs in pairs:
             torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-6)
         assert chosen.trouble is None
-        assert len(chosen._tried) == 8
+        assert len(chosen._tried) == 6
 
 
 def test_doubles_are_left_to_torch() -> None:

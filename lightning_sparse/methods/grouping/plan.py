@@ -86,7 +86,8 @@ def make_plan(
 
     Parameters with a density of their own are cut apart from the others, by the same grouping, into groups such as
     ``density0.001.bucket0``; dense ones always by bucket, into groups such as ``dense.bucket0``, which come last.
-    Parameters without elements are in no group. A group of more than ``2**30 - 1`` coordinates is cut between parameters.
+    Parameters without elements are in no group. A group of more than ``2**30 - 1`` coordinates is cut between
+    parameters.
 
     Args:
         parameters: in order of registration, as ``named_parameters()`` gives them.
