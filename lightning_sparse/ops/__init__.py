@@ -387,8 +387,8 @@ def summed(x: Tensor, threshold: Any, logarithms: bool) -> tuple[Any, Any, Any, 
         return number, total, squares, on_device.summed(reference.log_sum, x) if logarithms else total
     if library := compiled_on(x):
         return library.sums(x, threshold, host.lowest(x, threshold), logarithms)
-    number, total, squares = map(float, reference.excess(x, tensor(threshold)))
-    return number, total, squares, float(reference.log_sum(x)) if logarithms else 0.0
+    beyond = map(float, reference.excess(x, tensor(threshold)))
+    return (*beyond, float(reference.log_sum(x)) if logarithms else 0.0)  # type: ignore[return-value]  # of four
 
 
 def leaders(x: Tensor, k: int, span: Span | None = None, candidates: Candidates | None = None) -> Found:

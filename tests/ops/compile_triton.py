@@ -57,8 +57,7 @@ TYPES = (
 )
 NUMBERS = [
     "numel", "per", "need", "capacity", "turn", "n", "share", "slots", "room", "total", "limit", "phase", "block",
-    "end", "bits", "octets", "most", "apart", "filled", "tiles", "raise_by", "k", "programs",
-    "most_parts",
+    "end", "most", "apart", "filled", "tiles", "raise_by", "k", "programs", "most_parts", *triton_packed.OFFSETS,
 ]  # fmt: skip
 """Arguments that are int32; all others are pointers to int32."""
 

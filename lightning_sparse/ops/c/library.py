@@ -32,7 +32,7 @@ INSTEAD = "numpy, which takes several times as long: "
 """Begins the words on a library that is there and cannot be used."""
 SOURCES = tuple(sorted(Path(__file__).parent.glob("*.[ch]")))
 """All of them, headers, too; none where only the library was installed."""
-CONSTANTS = ("CLASSES", "CLASS_BITS", "SILENT", "LEVELS", "TROUBLE", "LOWEST")
+CONSTANTS = ("CLASSES", "CLASS_BITS", "SILENT", "LEVELS", "TROUBLE", "LOWEST", "MARKS", "CODE_ZERO")
 """Of messages: what C takes from ``form.py``."""
 LIBRARY = Path(__file__).with_name("libhost.so")
 INSTRUCTIONS = {

@@ -36,11 +36,11 @@ FUNCTIONS = {
     "ls_largest": "l: ppl ll ll l pppp",
     "ls_take": "i: pl pl p",
     "ls_put": "i: pl pl p",
-    "ls_tell": "i: ppl ppl i f l pp",
+    "ls_tell": "i: pppp i f p pp",
     "ls_round": "l: ppl pppl ll fiii f pppp",
     "ls_average": "i: pppl f iii pp",
     "ls_unite": "l: pppp l ll l pppp pp",
-    "ls_meet": "l: p lllll i ll ppppppp",
+    "ls_meet": "l: p ll p i ll ppppppp",
     "ls_reader": "l:",
     "ls_average_pairs": "l: plp ll pppp",
     "ls_table": "l:",
@@ -129,8 +129,8 @@ class Native:
         indices, spare = indices.long().contiguous(), None if spare is None else spare.contiguous()
         words = torch.zeros(form.width, dtype=torch.int32, device="cpu")
         failed = self._library.ls_tell(
-            at(acc), at(second), form.numel, at(indices), at(spare), form.slots, count, most, form.bits,
-            at(words), address("of picks", form.slots, torch.float32),
+            at(acc), at(second), at(indices), at(spare), count, most, _layout(form), at(words),
+            address("of picks", form.slots, torch.float32),
         )  # fmt: skip
         _refuse_outside(failed == 1, acc)
         return None if failed else words
@@ -174,7 +174,7 @@ class Native:
         union, levels, said = _space_for_union(n * form.slots)
         tops = torch.empty(n * form.slots + SLACK, dtype=torch.uint8, device="cpu") if form.codes else None
         size = self._library.ls_meet(
-            at(rows), n, rows.stride(0), form.numel, form.slots, form.bits, spares, _limit(limit), phase,
+            at(rows), n, rows.stride(0), _layout(form), spares, _limit(limit), phase,
             self._table(), address("readers", n * self._library.ls_reader(), torch.uint8), at(union), said, at(tops),
             at(levels), numbers,
         )  # fmt: skip
@@ -353,6 +353,10 @@ def _refuse_outside(outside: bool, x: Tensor) -> None:
     """Raise if an index was outside of a vector."""
     if outside:
         raise IndexError(f"an index is outside of a vector of {x.numel()}")
+
+
+def _layout(form: Form) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * len(form.offsets))(*form.offsets)
 
 
 def _limit(limit: int | None) -> int:

@@ -209,13 +209,14 @@ INLINE int64_t meet(const int32_t *words, int64_t n, int64_t stride, const form 
 // largest code that any of them tells for each, missing where there are none. numbers: how many there were; the largest of
 // all ranks' lowest levels; whether a value is not finite. ranks: n times as many bytes as ls_reader says. -1 - r where
 // ls_tell cannot have written rank r's message.
-EXPORT int64_t ls_meet(const int32_t *words, int64_t n, int64_t stride, int64_t numel, int64_t slots, int64_t bits,
-                       int32_t spares, int64_t limit, int64_t phase, table *t, speaker *ranks, int64_t *united,
-                       uint16_t *said, uint8_t *tops, int32_t *levels, int64_t *numbers) {
-  const form f = form_of(numel, slots, bits), frequent = form_of(numel, slots, 8);
-  if (bits == 8 && tops)
+EXPORT int64_t ls_meet(const int32_t *words, int64_t n, int64_t stride, const form *layout, int32_t spares,
+                       int64_t limit, int64_t phase, table *t, speaker *ranks, int64_t *united, uint16_t *said,
+                       uint8_t *tops, int32_t *levels, int64_t *numbers) {
+  form f = *layout, frequent = f;
+  frequent.planes = 0;
+  if (!f.planes && tops)
     return meet(words, n, stride, frequent, spares, limit, phase, t, ranks, united, said, tops, levels, numbers);
-  if (bits == 8)
+  if (!f.planes)
     return meet(words, n, stride, frequent, spares, limit, phase, t, ranks, united, said, NULL, levels, numbers);
   return meet(words, n, stride, f, spares, limit, phase, t, ranks, united, said, tops, levels, numbers);
 }
