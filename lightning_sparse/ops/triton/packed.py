@@ -168,68 +168,6 @@ def _count_marks(rows, until, octets, apart, WORDS: tl.constexpr):
         count += tl.sum(ones)
 
 
-@triton.jit(
-    do_not_specialize=["slots", "bits", "octets", "nibbles", "classes", "seconds", "apart", "tiles", "block", "numel"]
-)
-def _hear(
-    rows, until, words, counts, first_words, first_counts, lowest, trouble, places, levels, numbers,
-    slots, bits, octets, nibbles, classes, seconds, apart, tiles, block, numel,
-    CODES: tl.constexpr, SPARES: tl.constexpr, PICKS: tl.constexpr,
-):  # fmt: skip
-    rank = tl.program_id(0) // tiles
-    tile = tl.program_id(0) % tiles
-    own = rows + rank.to(tl.int64) * apart
-    number = tl.load(own)
-    top = tl.load(own + 1)
-    if tile == 0:
-        tl.store(numbers + rank, number.to(tl.int64))
-        if top == TROUBLE:
-            tl.store(trouble, 1)
-    slot = tile * PICKS + tl.arange(0, PICKS)
-    inside = slot < slots
-    # The last word before which there are at most as many marks as slots before this one, and the mark within it.
-    before = until + rank.to(tl.int64) * (octets - MARKS)
-    low = tl.zeros((PICKS,), tl.int32)
-    high = low + (octets - MARKS - 1)
-    span = octets - MARKS
-    while span > 0:
-        middle = (low + high + 1) >> 1
-        open_ = inside & (low < high)
-        passed = open_ & (tl.load(before + middle, mask=open_, other=0) <= slot)
-        high = tl.where(open_ & (passed == 0), middle - 1, high)
-        low = tl.where(passed, middle, low)
-        span = span >> 1
-    word = tl.load(own + MARKS + low, mask=inside, other=0)
-    left = slot - tl.load(before + low, mask=inside, other=0)
-    bit = tl.zeros((PICKS,), tl.int32)
-    for half in tl.static_range(5):
-        here = _ones((word >> bit) & ((1 << (16 >> half)) - 1))
-        beyond = left >= here
-        left -= tl.where(beyond, here, 0)
-        bit += tl.where(beyond, 16 >> half, 0)
-    place = (low * 32 + bit - slot) << bits
-    place |= (tl.load(own + octets + (slot >> 2), mask=inside, other=0) >> (8 * (slot & 3))) & 255
-    plane = own + nibbles
-    for shift in range(8, bits, 4):
-        place |= ((tl.load(plane + (slot >> 3), mask=inside, other=0) >> (4 * (slot & 7))) & 15) << shift
-        plane += (slots + 7) // 8
-    place = tl.where((place < 0) | (place > numel), numel, place)
-    told = (tl.load(own + classes + (slot >> 3), mask=inside, other=0) >> (4 * (slot & 7))) & 15
-    level = tl.maximum(top - (told & (CLASSES - 1)) * CLASS_BITS, SILENT)
-    tl.store(places + rank * slots + slot, place, mask=inside)
-    said = level
-    if CODES:
-        codes = tl.load(own + seconds + (slot >> 2), mask=inside, other=0)
-        said = (level << 8) | ((codes >> (8 * (slot & 3))) & 255)
-    tl.store(levels + rank * slots + slot, said, mask=inside)
-    reached = tl.min(tl.where(inside & (slot < number), level, top))
-    tl.atomic_max(lowest + rank, -reached + LEVELS_END, sem="relaxed")
-    live = inside & (place < numel)
-    _set(words, counts, place, live, block)
-    if SPARES:
-        _set(first_words, first_counts, place, live & (told < CLASSES), block)
-
-
 @triton.jit(do_not_specialize=[*OFFSETS, "apart", "tiles", "block", "numel"])
 def _hear(
     rows, until, words, counts, first_words, first_counts, lowest, trouble, places, levels, numbers,
