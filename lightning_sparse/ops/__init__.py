@@ -4,7 +4,7 @@ Two formulations, chosen by device and equal in what they return up to padding:
 
 - :mod:`~lightning_sparse.ops.host` (CPU): operations of torch, passes in cache-sized chunks, results of exactly the
   size that was found. numpy does, on zero-copy views, what takes torch several times as long: comparing with a bound,
-  listing what is set, sums in a fixed order, roots. For float32, functions in C take their place where they have been
+  listing what is set, roots. For float32, functions in C take their place where they have been
   compiled (:mod:`~lightning_sparse.ops.c.native`).
 - :mod:`~lightning_sparse.ops.reference` (CUDA and everything else): torch operations of fixed output size, so that
   the host never waits for the device. Slots without a pick hold the padding index. On CUDA, kernels in Triton take
