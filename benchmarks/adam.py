@@ -3,9 +3,9 @@
 n simulated ranks in one process, on the code that trains. Ways to step:
 
 - `dense`: torch's AdamW on the mean gradient; `dense_beta0` the same without a first moment.
-- `second_moment`: what `sparse_ddp` does with AdamW, see `lightning_sparse.SecondMoment`.
+- `second_moment`: what `sparse_ddp` does with AdamW, see `lightning_sparse.memories.SecondMoment`.
 - `residual`: torch's AdamW behind plain error feedback; `residual_beta0` the same without a first moment.
-- `adam_correction`: Adam's directions formed on each rank before the exchange, see `lightning_sparse.AdamCorrection`.
+- `adam_correction`: Adam's directions formed on each rank before the exchange, see `lightning_sparse.memories.AdamCorrection`.
 - `sgd`: momentum SGD on the mean gradient; `sgd_spent` what `sparse_ddp` does with it, see `docs/momentum.md`;
   `sgd_residual` behind plain error feedback; `sgd_score` the same, selected by the score of `SecondMoment`;
   `sgd_correction` DGC's momentum correction with factor masking. Rates are multiples of 0.05.
@@ -328,14 +328,14 @@ def train(
         return full * run.rate * min(1.0, (step + 1) / warm) * cosine
 
     memories = {
-        "second_moment": ls.SecondMoment(run.beta2),
-        "sgd_score": ls.SecondMoment(run.beta2),
-        "adam_correction": ls.AdamCorrection(beta2=run.beta2),
-        "sgd_correction": ls.MomentumCorrection(momentum),
+        "second_moment": ls.memories.SecondMoment(run.beta2),
+        "sgd_score": ls.memories.SecondMoment(run.beta2),
+        "adam_correction": ls.memories.AdamCorrection(beta2=run.beta2),
+        "sgd_correction": ls.memories.MomentumCorrection(momentum),
     }
-    memory = memories.get(run.way, ls.Residual())
+    memory = memories.get(run.way, ls.memories.Residual())
     density = ls.Warmup(WARM, run.given_density, warm_up) if warm_up else run.given_density
-    traces = ls.simulate(gradients(), sparsifier="union_topk", density=density, memory=memory)
+    traces = ls.simulate(gradients(), sparsifier="union_top_k", density=density, memory=memory)
     begin = time.perf_counter()
     for trace in traces:
         rate = rate_at(trace.step)

@@ -50,7 +50,7 @@ RATES = 2.0**-14, 4.0  # the search stays between them
 class Way(NamedTuple):
     """How Adam and error feedback are combined."""
 
-    memory: ls.Memory
+    memory: ls.memories.Memory
     optimizer: Callable[[float], Optimizer]
 
 
@@ -63,11 +63,11 @@ def sgd(rate: float) -> Optimizer:
 
 
 WAYS = {
-    "AdamW": Way(ls.Residual(), adamw()),
-    "AdamW, beta1 0": Way(ls.Residual(), adamw(0.0)),
-    "momentum, AdamW, beta1 0": Way(ls.MomentumCorrection(0.9, masking=False), adamw(0.0)),
-    "AdamCorrection, SGD": Way(ls.AdamCorrection(beta1=0.9), sgd),
-    "AdamCorrection, beta1 0, SGD": Way(ls.AdamCorrection(beta1=0.0), sgd),
+    "AdamW": Way(ls.memories.Residual(), adamw()),
+    "AdamW, beta1 0": Way(ls.memories.Residual(), adamw(0.0)),
+    "momentum, AdamW, beta1 0": Way(ls.memories.MomentumCorrection(0.9, masking=False), adamw(0.0)),
+    "AdamCorrection, SGD": Way(ls.memories.AdamCorrection(beta1=0.9), sgd),
+    "AdamCorrection, beta1 0, SGD": Way(ls.memories.AdamCorrection(beta1=0.0), sgd),
 }
 REFERENCE = "AdamW"
 
@@ -118,7 +118,7 @@ class Arguments:
     csv: Path
     text: str | None = None
     densities: tuple[float, ...] = (0.01, 0.001)
-    sparsifiers: tuple[str, ...] = ("shared_topk", "union_topk")
+    sparsifiers: tuple[str, ...] = ("shared_top_k", "union_top_k")
     methods: tuple[Literal[tuple(WAYS)], ...] = tuple(WAYS)
     seeds: tuple[int, ...] = (0, 1, 2)
     rate: float = 0.016
@@ -141,7 +141,9 @@ class Bench:
             self.say(f"{contest.sparsifier} {contest.density:g}, {method}, rate {rate:g}, seed {seed}")
             way = self.ways[method]
             task = text(ranks=a.ranks, seed=seed, path=a.text, optimizer=way.optimizer(rate))
-            exchanged = Method(method, ls.SPARSIFIERS.resolve(contest.sparsifier), lambda n: 0.0, memory=way.memory)
+            exchanged = Method(
+                method, ls.sparsifiers.SPARSIFIERS.resolve(contest.sparsifier), lambda n: 0.0, memory=way.memory
+            )
             try:
                 run = train(task, exchanged, contest.density, steps=a.steps, every=a.steps)
                 row = Row(*key, run.actual_density, run.last.loss, run.last.quality)
@@ -215,7 +217,7 @@ def main(arguments: Arguments) -> None:
     try:
         check(["text"], ranks=arguments.ranks, text=arguments.text)
         for name in arguments.sparsifiers:
-            ls.SPARSIFIERS.resolve(name)
+            ls.sparsifiers.SPARSIFIERS.resolve(name)
     except ValueError as error:
         raise SystemExit(str(error)) from error
     torch.set_num_threads(1)

@@ -73,7 +73,7 @@ def train(run: Run, path: Path) -> dict[str, float]:
                 clipping.apply_([row], run.ranks, 1.0, None)
             yield rows[:, chosen] if run.way != "dense" else torch.zeros(run.ranks, 1)
 
-    for trace in ls.simulate(gradients(), sparsifier="union_topk", density=run.density, memory=ls.Residual()):
+    for trace in ls.simulate(gradients(), sparsifier="union_top_k", density=run.density, memory=ls.memories.Residual()):
         average = rows.mean(0)
         if run.way != "dense":
             average[chosen] = trace.update

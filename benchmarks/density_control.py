@@ -43,7 +43,10 @@ BAND = 0.1  # relative to the target
 SETTLED = 20  # steps that a rule may take to find the scale
 LAST = 50  # steps that the last padding ratio is a mean over
 JUMP_STEPS, JUMP = 50, 10.0
-METHODS: dict[str, Callable[..., ls.Sparsifier]] = {"MiCRO": ls.MiCRO, "ExDyna": ls.ExDyna}
+METHODS: dict[str, Callable[..., ls.sparsifiers.Sparsifier]] = {
+    "MiCRO": ls.sparsifiers.MiCRO,
+    "ExDyna": ls.sparsifiers.ExDyna,
+}
 RULES = ("corrected", "published")
 SCALES: dict[str, Callable[[int], float]] = {
     "1e-6": lambda step: 1e-6,

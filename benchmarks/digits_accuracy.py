@@ -19,9 +19,9 @@ With --lr the learning rate is another one. With --adamw [LR,BETA1] the optimize
 instead of SGD. Nothing is claimed then.
 
     OMP_NUM_THREADS=1 python benchmarks/digits_accuracy.py
-    OMP_NUM_THREADS=1 python benchmarks/digits_accuracy.py --density 0.05 --methods [exdyna,topk] --csv digits.csv
-    OMP_NUM_THREADS=1 python benchmarks/digits_accuracy.py --methods [union_topk] --adamw [0.001,0.9]
-    OMP_NUM_THREADS=1 python benchmarks/digits_accuracy.py --methods [union_topk,late] --seeds [0,1,2,3,4] --lr 0.025
+    OMP_NUM_THREADS=1 python benchmarks/digits_accuracy.py --density 0.05 --methods [exdyna,top_k] --csv digits.csv
+    OMP_NUM_THREADS=1 python benchmarks/digits_accuracy.py --methods [union_top_k] --adamw [0.001,0.9]
+    OMP_NUM_THREADS=1 python benchmarks/digits_accuracy.py --methods [union_top_k,late] --seeds [0,1,2,3,4] --lr 0.025
 """
 
 import csv
@@ -58,16 +58,16 @@ from lightning_sparse.core.messages import ring_all_reduce_bytes  # noqa: E402
 NUM_RANKS = 2
 METHODS = {
     "dense": "dense DDP",
-    "union_topk": "sparse_ddp_union_topk",
-    "late": "union_topk, one step late",
+    "union_top_k": "sparse_ddp_union_top_k",
+    "late": "union_top_k, one step late",
     "exdyna": "sparse_ddp_exdyna",
-    "topk": "sparse_ddp_topk",
+    "top_k": "sparse_ddp_top_k",
     "micro": "sparse_ddp_micro",
     "hard_threshold": "sparse_ddp_hard_threshold",
-    "shared_topk": "sparse_ddp_shared_topk",
-    "striped_topk": "sparse_ddp_striped_topk",
+    "shared_top_k": "sparse_ddp_shared_top_k",
+    "striped_top_k": "sparse_ddp_striped_top_k",
 }
-CLAIMED = ("union_topk", "exdyna", "topk")
+CLAIMED = ("union_top_k", "exdyna", "top_k")
 TOLERANCE = 1.0  # points of accuracy
 TIMEOUT = timedelta(minutes=3)  # of a collective: a rank that lost its partner should not wait for half an hour
 
@@ -95,13 +95,13 @@ def read_config(name: str) -> dict[str, Any]:
 def make_strategy(method: str, density: float) -> DDPStrategy:
     if method == "dense":
         return DDPStrategy(timeout=TIMEOUT)
-    sparsifier: str | ls.Sparsifier = method
+    sparsifier: str | ls.sparsifiers.Sparsifier = method
     if method == "hard_threshold":
         chosen = read_config(method)["trainer"]["strategy"]["init_args"]["sparsifier"]
-        sparsifier = ls.HardThreshold(**chosen["init_args"])
+        sparsifier = ls.sparsifiers.HardThreshold(**chosen["init_args"])
     every, delay = ls.Rules(dense_ndim=0, dense_numel=0), 0
     if method == "late":
-        sparsifier, delay = "union_topk", 1
+        sparsifier, delay = "union_top_k", 1
     return ls.SparseDDPStrategy(sparsifier=sparsifier, density=density, rules=every, delay=delay, timeout=TIMEOUT)
 
 

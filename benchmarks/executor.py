@@ -48,7 +48,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_sparse as ls
 
 MODELS = {"2M": (512, 8), "10M": (1024, 10)}  # width and number of square layers
-SPARSIFIERS = ("union_topk", "exdyna", "topk")
+SPARSIFIERS = ("union_top_k", "exdyna", "top_k")
 EXECUTORS = ("inline", "thread")
 TIMEOUT = timedelta(minutes=2)
 

@@ -15,8 +15,8 @@ the others are named. Prints a table, writes JSON and a figure.
 
     OMP_NUM_THREADS=1 python benchmarks/local_step.py
     OMP_NUM_THREADS=1 LIGHTNING_SPARSE_KERNELS=numpy python benchmarks/local_step.py
-    OMP_NUM_THREADS=1 python benchmarks/local_step.py --numel 25000000 --density 0.01 --methods union_topk topk
-    OMP_NUM_THREADS=1 python benchmarks/local_step.py --numel 14000000 --memory second_moment --methods union_topk
+    OMP_NUM_THREADS=1 python benchmarks/local_step.py --numel 25000000 --density 0.01 --methods union_top_k top_k
+    OMP_NUM_THREADS=1 python benchmarks/local_step.py --numel 14000000 --memory second_moment --methods union_top_k
 """
 
 import argparse
@@ -114,7 +114,7 @@ def measure(
 ) -> dict[str, Any]:
     """Times of one method, and what rank 0 gives in the median step."""
     n = gradients.ranks
-    sparsifier, memory = ls.SPARSIFIERS.resolve(name), as_memory(kept)
+    sparsifier, memory = ls.sparsifiers.SPARSIFIERS.resolve(name), as_memory(kept)
     exchange = as_exchange(exchange, sparsifier)
     if memory.needs_second and not exchange.carries_second:
         exchange = as_exchange("reduce_union", sparsifier)
@@ -188,14 +188,14 @@ def draw(rows: list[dict[str, Any]], facts: dict[str, Any], path: Path) -> None:
         panel.xaxis.set_minor_locator(NullLocator())
         panel.axhline(1, color=INK, linewidth=0.8, label="_copy")
         plain_numbers(panel.yaxis)
-        label_ends(panel, bold=["union_topk"])
+        label_ends(panel, bold=["union_top_k"])
     figure.suptitle(f"{facts['ranks']} ranks, one thread, kernels: {facts['kernels']}", fontsize=10)
     save(figure, path)
 
 
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    names = [name for name, _ in ls.SPARSIFIERS.items() if name not in LEFT_OUT]
+    names = [name for name, _ in ls.sparsifiers.SPARSIFIERS.items() if name not in LEFT_OUT]
     parser.add_argument("--methods", nargs="+", default=names, help="names of sparsifiers (default: all)")
     parser.add_argument("--numel", type=int, nargs="+", help="(default: from 1 M to what fits into memory)")
     parser.add_argument("--density", type=float, nargs="+", default=[0.01, 0.001], help="(default: 0.01 0.001)")

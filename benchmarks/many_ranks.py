@@ -20,7 +20,7 @@ and the largest answer of a step.
 A row *pays* where work and messages together take less than the dense all-reduce.
 
     OMP_NUM_THREADS=1 python benchmarks/many_ranks.py
-    OMP_NUM_THREADS=1 python benchmarks/many_ranks.py --methods [union_topk,topk] --gbit [10] --density [0.01]
+    OMP_NUM_THREADS=1 python benchmarks/many_ranks.py --methods [union_top_k,top_k] --gbit [10] --density [0.01]
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from lightning_sparse.tuning.performance import GroupCost, Line, Network, Traffi
 from lightning_sparse.tuning.performance.cost import NOTHING
 
 LEFT_OUT = ("everything", "hard_threshold")  # dense, and one whose messages nothing bounds
-OTHER_WAYS = ("topk+packed_union", "shared_topk+packed_union")
+OTHER_WAYS = ("top_k+packed_union", "shared_top_k+packed_union")
 """Exchanges that are not the sparsifier's own."""
 DENSE = "dense all-reduce"
 VALUE = 4.0
@@ -92,7 +92,10 @@ class Arguments:
         figure: SVG or PNG; None: beside the results.
     """
 
-    methods: tuple[str, ...] = (*(name for name, _ in ls.SPARSIFIERS.items() if name not in LEFT_OUT), *OTHER_WAYS)
+    methods: tuple[str, ...] = (
+        *(name for name, _ in ls.sparsifiers.SPARSIFIERS.items() if name not in LEFT_OUT),
+        *OTHER_WAYS,
+    )
     numel: int = 25_000_000
     density: tuple[float, ...] = (0.01, 0.001)
     ranks: tuple[int, ...] = tuple(2**power for power in range(1, 11))
@@ -269,7 +272,7 @@ def draw(rows: list[dict[str, Any]], arguments: Arguments, path: Path) -> None:
         panel.set_xticks(arguments.ranks, [str(n) for n in arguments.ranks])
         panel.xaxis.set_minor_locator(NullLocator())
         plain_numbers(panel.yaxis)
-        label_ends(panel, size=7, bold=["union_topk"])
+        label_ends(panel, size=7, bold=["union_top_k"])
     figure.suptitle(
         f"{arguments.numel:,} coordinates, {arguments.latency:g} us a hop; own work measured to "
         f"{max(arguments.measured)} ranks, messages counted, network computed; above the line dense wins",

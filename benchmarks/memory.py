@@ -107,7 +107,7 @@ def train(
         with measured(found, "steady"):
             steps(STEPS)
         with measured(found, "flush"):
-            engine.flush_next_step()
+            engine._flush_next_step()
             steps(1)
         with measured(found, "steps after it"):
             steps(STEPS)

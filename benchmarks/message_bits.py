@@ -60,7 +60,12 @@ def of_a_choice(share: float) -> float:
 
 def measure(numel: int, n: int, density: float, kept: str, steps: int) -> list[tuple[str, int, float, float]]:
     """Name of a part, how many there are, bits told and entropy."""
-    gradients, sparsifier, memory, exchange = Gradients(numel, n), ls.UnionTopK(), as_memory(kept), Recorded()
+    gradients, sparsifier, memory, exchange = (
+        Gradients(numel, n),
+        ls.sparsifiers.UnionTopK(),
+        as_memory(kept),
+        Recorded(),
+    )
     contexts = [Context(0, density, rank, n) for rank in range(n)]
     parts = {"memory": memory, "sparsifier": sparsifier}
     states = [init_group(numel, torch.float32, torch.device("cpu"), ctx, **parts) for ctx in contexts]

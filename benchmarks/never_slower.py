@@ -1,8 +1,8 @@
-"""Is fallback="dense" as fast as plain DDP where dense wins?
+"""Is fallback=True as fast as plain DDP where dense wins?
 
 Two processes on one machine train multilayer perceptrons over loopback, where bytes are cheap and dense wins. Two
 copies of a model take turns, in an order that is reversed from round to round: plain DDP, and DDP with
-`attach(fallback="dense")` after it has made its choice. A step's time is the slower rank's; ratios are medians of
+`attach(fallback=True)` after it has made its choice. A step's time is the slower rank's; ratios are medians of
 paired rounds with quartiles, below 1 is faster than DDP. The steps that the fallback compared are printed beside them.
 
     python benchmarks/never_slower.py
@@ -34,7 +34,7 @@ class Variant:
         torch.manual_seed(0)
         layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU())]
         self.ddp = DistributedDataParallel(nn.Sequential(*layers))
-        self.engine = ls.attach(self.ddp, fallback="dense", watch=None) if fallback else None
+        self.engine = ls.attach(self.ddp, fallback=True, watch=None) if fallback else None
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=1e-3)
 
     def step(self, batch: torch.Tensor) -> float:
@@ -47,7 +47,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Arguments:
-    """Is fallback="dense" as fast as plain DDP where dense wins?
+    """Is fallback=True as fast as plain DDP where dense wins?
 
     Args:
         widths: of the layers.
@@ -86,7 +86,7 @@ def work(rank: int, port: int, arguments: Arguments) -> None:
                 dist.all_reduce(taken, op=dist.ReduceOp.MAX)
                 times[name].append(float(taken.median()))
         if rank == 0:
-            report(width, arguments.depth, times, chooser.seconds, tuned.engine.direct)
+            report(width, arguments.depth, times, chooser.seconds, tuned.engine._direct)
         tuned.engine.close()
     dist.destroy_process_group()
 
@@ -96,7 +96,7 @@ def report(width: int, depth: int, times: dict[str, list[float]], seconds: dict[
     low, middle, high = quantiles(ratios, n=4)
     print(
         f"{depth * width * (width + 1):>10,} parameters: plain DDP {1e3 * median(times['plain']):.3f} ms, "
-        f"fallback='dense' {1e3 * median(times['tuned']):.3f} ms, ratio {middle:.3f} ({low:.3f}-{high:.3f}); it chose "
+        f"fallback=True {1e3 * median(times['tuned']):.3f} ms, ratio {middle:.3f} ({low:.3f}-{high:.3f}); it chose "
         f"{'dense' if direct else 'sparse'}, having measured sparse {1e3 * seconds['sparse']:.3f} ms, dense "
         f"{1e3 * seconds['dense']:.3f} ms",
         flush=True,

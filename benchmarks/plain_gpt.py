@@ -107,7 +107,7 @@ def train(
     groups = cut([p for p in parameters if p.dim() > 1]) if sparse else []
     dense = [p for p in parameters if p.dim() <= 1 or not sparse]
     optimizer = torch.optim.AdamW(dense, lr=RATE, betas=(0.9, beta2), weight_decay=DECAY)
-    union, memory = ls.UnionTopK(), ls.SecondMoment(beta2)
+    union, memory = ls.sparsifiers.UnionTopK(), ls.memories.SecondMoment(beta2)
     exchange = as_exchange(None, union, memory)
     at = Context(0, density, 0, RANKS)
     device = torch.device("cpu")
@@ -147,7 +147,7 @@ def train(
             ]
             made = drive_ranks(exchanged)
             states[number] = [
-                settle_group(state, one, one.void, memory) for state, one in zip(before, made, strict=True)
+                settle_group(state, one, one.skipped, memory) for state, one in zip(before, made, strict=True)
             ]
             divisor = spread_divisor(made[0].update.indices, made[0].divisor, len(rows[0]))
             moves = (rows[0] / divisor * (rate * math.sqrt(RANKS))).split([p.numel() for p in group])

@@ -1,4 +1,4 @@
-"""What do void steps that can be taken back, and the watchdogs, cost?
+"""What do skipped steps that can be taken back, and the watchdogs, cost?
 
 Two processes on one machine train over loopback. Two copies of a model take turns, in an order that is reversed from
 round to round: "guarded" with the defaults (`nonfinite="skip"`, `Watch()`), and "bare" with `nonfinite="nan"` and
@@ -78,7 +78,7 @@ class Variant:
             for owner, name in [
                 (reducer, "_conclude"),
                 (reducer.skipped, "resolve"),
-                (self.engine, "drop_void"),
+                (self.engine, "drop_skipped"),
                 (self.engine.observers[0], "before_step"),
             ]:
                 setattr(owner, name, self.timed(getattr(owner, name)))
@@ -97,14 +97,14 @@ class Variant:
     def step(self, batch: Any) -> None:
         self.ddp(batch).backward()
         if self.guarded:
-            self.engine.drop_void(self.optimizer)
+            self.engine.drop_skipped(self.optimizer)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """What do void steps that can be taken back, and the watchdogs, cost?
+    """What do skipped steps that can be taken back, and the watchdogs, cost?
 
     Args:
         models: that are trained.
@@ -115,7 +115,7 @@ class Arguments:
     """
 
     models: tuple[Literal[tuple(MODELS)], ...] = tuple(MODELS)
-    sparsifier: str = "union_topk"
+    sparsifier: str = "union_top_k"
     density: float = 0.01
     rounds: int = 40
     steps: int = 10

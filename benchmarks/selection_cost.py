@@ -32,7 +32,7 @@ from lightning_sparse.core.step import Context
 from lightning_sparse.engine.network import drive_mirrored
 from lightning_sparse.tools.compare.tasks import heavy_tail
 
-BASELINE = "topk"
+BASELINE = "top_k"
 WARM_UP = 4  # turns that are not counted: first thresholds, first buffers
 
 
@@ -40,7 +40,7 @@ class Chooser:
     """One method as rank 0 of n."""
 
     def __init__(self, name: str, n: int, numel: int, density: float) -> None:
-        self.sparsifier, self.n, self.density = ls.SPARSIFIERS.resolve(name), n, density
+        self.sparsifier, self.n, self.density = ls.sparsifiers.SPARSIFIERS.resolve(name), n, density
         self.state = self.sparsifier.init(numel, n, density, torch.device("cpu"))
         self.residual = torch.zeros(numel)
         self.counts: Tensor | None = None
@@ -67,7 +67,9 @@ class Chooser:
 
 
 def main(
-    sparsifiers: tuple[str, ...] = tuple(name for name, _ in ls.SPARSIFIERS.items() if name != "everything"),
+    sparsifiers: tuple[str, ...] = tuple(
+        name for name, _ in ls.sparsifiers.SPARSIFIERS.items() if name != "everything"
+    ),
     numel: int = 4_000_000,
     density: float = 0.01,
     ranks: tuple[int, ...] = (2, 8, 32),

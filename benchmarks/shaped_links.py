@@ -7,7 +7,7 @@ random data, with gloo.
 
 Parts, each for every model and rate:
 
-- hooks: `sparse_ddp` as it comes at densities 0.01 and 0.001, and from 1 Gbit/s on with `fallback="dense"`; DDP's hook
+- hooks: `sparse_ddp` as it comes at densities 0.01 and 0.001, and from 1 Gbit/s on with `fallback=True`; DDP's hook
   fp16 (it refuses bf16 on gloo) and PowerSGD of rank 1, 2 and 4; bytes on the cable, processor time and training loss,
   too. All variants stay and go on training, each on the same few batches. They take a vector of the model's size or
   more each: where the ranks' memory would not suffice, the part is refused, and `--variants` chooses from it.
@@ -51,7 +51,7 @@ What the part hooks compares, and where it favours whom:
 - PowerSGD is registered as its documentation says (error feedback, warm start), but compresses from its third step on,
   not from the 1000th. It is given one bucket, because gloo needs one order of messages on all ranks: it begins when
   backward has ended, which favours all others where backward leaves room for an exchange.
-- `sparse_ddp` has what the strategy sets: small deliveries, a communication thread, watchdogs, skipping of void steps.
+- `sparse_ddp` has what the strategy sets: small deliveries, a communication thread, watchdogs, skipping of skipped steps.
   Its fallback has compared both before it is timed. In its first 64 steps UnionTopK names twice as many picks as it
   may need, and goes on to do so for as long again: bytes "when steady" are those after step 136, beyond what is timed.
 - Lightning itself uses no hook of DDP on CPUs: there, a user's choice is between `dense` and `sparse`.
@@ -111,8 +111,8 @@ def parse_arguments() -> argparse.Namespace:
     named = [spec.name for spec in hook_specs(1.0, SLOW)]
     parser.add_argument("--rtt", type=float, default=0.0, help="milliseconds that a round trip takes longer (0)")
     parser.add_argument("--variants", nargs="+", choices=named, metavar="NAME", help=f"of hooks: {', '.join(named)}")
-    parser.add_argument("--sparsifiers", nargs="+", default=["topk", "exdyna", "shared_topk", "union_topk"])
-    parser.add_argument("--sparsifier", default="topk", help="of the plans (default: topk)")
+    parser.add_argument("--sparsifiers", nargs="+", default=["top_k", "exdyna", "shared_top_k", "union_top_k"])
+    parser.add_argument("--sparsifier", default="top_k", help="of the plans (default: top_k)")
     parser.add_argument("--density", type=float, default=0.01, help="(default: 0.01)")
     parser.add_argument("--batch-size", type=int, help="rows per rank (default: the model's own, see models14m.py)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of every variant, at least 2 (default: 3)")

@@ -81,7 +81,7 @@ class Variant:
         elif spec.as_it_comes:
             self.engine = ls.attach(
                 self.ddp,
-                sparsifier=spec.sparsifier or "union_topk",
+                sparsifier=spec.sparsifier or "union_top_k",
                 density=spec.density,
                 bucket_cap_mb=25,
                 fallback=spec.fallback,
@@ -254,7 +254,7 @@ def small_buckets(result: Result) -> float:
 def measure_messages(job: Job, result: Result, keep: Callable[[], None]) -> None:
     small = small_buckets(result)
     specs = [
-        Spec(f"{grouping} {messages}", "union_topk", grouping, "thread", small, messages=messages)
+        Spec(f"{grouping} {messages}", "union_top_k", grouping, "thread", small, messages=messages)
         for grouping in ("bucket", "layer")
         for messages in MESSAGES
     ]
@@ -321,7 +321,7 @@ def hook_specs(small: float, mbit: int) -> list[Spec]:
             Spec(name, bucket_cap_mb=small, density=density, as_it_comes=True, warm_up=4)
             for name, density in zip(names, DENSITIES, strict=True)
         ),
-        *([Spec("fallback 0.01", density=0.01, as_it_comes=True, fallback="dense")] if mbit >= SLOW else []),
+        *([Spec("fallback 0.01", density=0.01, as_it_comes=True, fallback=True)] if mbit >= SLOW else []),
     ]
 
 
@@ -341,7 +341,7 @@ def measure_hooks(job: Job, result: Result, keep: Callable[[], None]) -> None:
         for variant in variants:
             result["groups"][variant.spec.name] = variant.groups
             if variant.engine is not None:
-                result["direct"][variant.spec.name] = variant.engine.direct
+                result["direct"][variant.spec.name] = variant.engine._direct
         keep()
     for place, variant in enumerate(variants):
         if variant.spec.as_it_comes and variant.spec.fallback is None:
@@ -369,7 +369,7 @@ def measure_nodes(job: Job, result: Result, keep: Callable[[], None]) -> None:
             warm_up=4,
             node_size=size,
         )
-        for name, sparsifier, density in [("sparse", None, 0.01), ("sparse", None, 0.001), ("topk", "topk", 0.01)]
+        for name, sparsifier, density in [("sparse", None, 0.01), ("sparse", None, 0.001), ("top_k", "top_k", 0.01)]
         for size in (None, job["node_size"])
     ]
     power = Spec("powersgd 1", hook="powersgd", bucket_cap_mb=1e3, warm_up=4)  # one bucket, see hook_specs

@@ -30,7 +30,12 @@ from lightning_sparse.tools.style import panels, save
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = Path("demo_results").resolve()
-RUNS = {"dense": "dense DDP", "union_topk": "UnionTopK", "exdyna": "ExDyna", "topk": "Top-k"}  # configuration -> title
+RUNS = {
+    "dense": "dense DDP",
+    "union_top_k": "UnionTopK",
+    "exdyna": "ExDyna",
+    "top_k": "Top-k",
+}  # configuration -> title
 NUM_RANKS = 2  # `devices` in the configurations
 TIMEOUT_SECONDS = 600  # a rank that waits for ever for another one should not do so unseen
 

@@ -18,7 +18,7 @@ import lightning_sparse as ls
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sparsifier", default="union_topk", help="any of ls.SPARSIFIERS")
+    parser.add_argument("--sparsifier", default="union_top_k", help="any of ls.sparsifiers.SPARSIFIERS")
     parser.add_argument("--density", type=float, default=0.01, help="share of the gradient that is sent")
     parser.add_argument("--dense", action="store_true", help="plain DDP instead")
     parser.add_argument("--accelerator", default="cpu", help="cpu or gpu")

@@ -3,7 +3,7 @@
     python examples/lstm_wikitext2.py fit --config configs/base.yaml --fast                 # 20 steps, to try it
     python examples/lstm_wikitext2.py fit --config configs/base.yaml                        # UnionTopK, density 0.01
     python examples/lstm_wikitext2.py fit --config configs/base.yaml --config configs/dense.yaml
-    python examples/lstm_wikitext2.py fit --config configs/base.yaml --config configs/topk.yaml \\
+    python examples/lstm_wikitext2.py fit --config configs/base.yaml --config configs/top_k.yaml \\
         --trainer.strategy.density=0.001 --data.dir folder/with/wikitext-2
 
 Two processes: on GPUs, or on CPUs where there are none (OMP_NUM_THREADS=1 then). What it prints begins like this:

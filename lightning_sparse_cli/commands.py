@@ -53,7 +53,7 @@ def simulate(
             written as in --streams digits text.
         ranks: numbers of simulated ranks.
         densities: k / numel, with k as each method means it: for each rank or for all together.
-        methods: names such as topk; all if left out. A wrong name is answered with all that there are.
+        methods: names such as top_k; all if left out. A wrong name is answered with all that there are.
         steps: length of the streams.
         seed: of the streams.
         text: text file for the stream text; if left out, the reference of the Python language.
@@ -61,9 +61,9 @@ def simulate(
         json: print the numbers as JSON, a list with an object for each stream, density and method, instead of tables.
 
     Examples:
-        lightning-sparse simulate --streams heavy_tail --methods topk union_topk --steps 20
+        lightning-sparse simulate --streams heavy_tail --methods top_k union_top_k --steps 20
         lightning-sparse simulate --ranks 64 --densities 0.001 --out large
-        lightning-sparse simulate --methods topk --json > topk.json
+        lightning-sparse simulate --methods top_k --json > top_k.json
     """
     need("matplotlib", "rich", "sklearn")
     from lightning_sparse.tools.compare import recorded
@@ -109,7 +109,7 @@ def judge(
         tasks: what to train: digits or text; lists are written as in --tasks digits text.
         ranks: number of simulated ranks.
         densities: a method may send the bytes that MiCRO sends at this density.
-        methods: names such as topk; all if left out. A wrong name is answered with all that there are. Dense
+        methods: names such as top_k; all if left out. A wrong name is answered with all that there are. Dense
             training is always there.
         seeds: of initial parameters and order of examples.
         steps: length of each training.
@@ -120,7 +120,7 @@ def judge(
         json: print the results as JSON, a list with an object for each training, instead of tables.
 
     Examples:
-        lightning-sparse judge --tasks digits --methods topk union_topk --seeds 0
+        lightning-sparse judge --tasks digits --methods top_k union_top_k --seeds 0
         lightning-sparse judge --tasks text --text my_text.txt --jobs 4
     """
     need("matplotlib", "rich", "sklearn")
@@ -181,7 +181,7 @@ def advise(
         ranks: other numbers of ranks to predict for; lists are written as in --ranks 8 64.
         gbit: rates of a link to predict for, in Gbit/s, as in --gbit 1 10 100.
         rtt: milliseconds to add to each round trip, as between regions; as measured if left out.
-        sparsifiers: names such as topk; all but random_k if left out.
+        sparsifiers: names such as top_k; all but random_k if left out.
         densities: to predict for.
         model: import path of the LightningModule, if the configuration does not name its class.
         data: import path of the LightningDataModule, likewise.
@@ -318,7 +318,7 @@ def report(
 
     Examples:
         lightning-sparse report lightning_logs/version_0
-        lightning-sparse report runs/dense runs/topk --names dense "Top-k" --out compared.html --svg figures
+        lightning-sparse report runs/dense runs/top_k --names dense "Top-k" --out compared.html --svg figures
         lightning-sparse report wandb/offline-run-20260101_120000-abcd1234 --json
     """
     need("plotly", "rich", *(["matplotlib"] if svg else []))

@@ -25,7 +25,7 @@ from tests.streams import written_by
 SECTOR = 32
 """Bytes that memory hands out at once: what a strided or scattered access costs at least."""
 TOP_K_READS = 5
-"""Times that ``topk`` reads a long vector: a pass for each of four digits of 8 bits, and one that collects."""
+"""Times that ``top_k`` reads a long vector: a pass for each of four digits of 8 bits, and one that collects."""
 FREE = {"empty", "empty_like", "empty_strided", "new_empty", "resize_", "scalar_tensor"}
 """Allocations, and numbers that travel with the arguments of a kernel."""
 OVERWRITING = {"copy_", "_foreach_copy_", "zero_", "fill_", "random_", "normal_"}
@@ -68,7 +68,7 @@ def _moved(name: str, func: Any, args: tuple, kwargs: dict, results: list[Tensor
         touched = min(max(SECTOR * places, 0 if changed else written), _size(given[0]))
         rest = sum(map(_size, given[1:]))
         return rest + (2 * touched if changed else touched + written + (name.startswith("scatter")) * 2 * touched)
-    if name == "topk":
+    if name == "top_k":
         return TOP_K_READS * _size(given[0]) + written
     if name in ("sort", "argsort"):  # radix: a pass for each 8 bits of the keys, which moves keys and int64 places
         return given[0].numel() * given[0].element_size() * 2 * (given[0].element_size() + 8)
@@ -108,11 +108,11 @@ META = torch.device("meta")
 
 
 def group_step(
-    sparsifier: ls.Sparsifier | str = "union_topk",
+    sparsifier: ls.sparsifiers.Sparsifier | str = "union_top_k",
     n: int = 8,
     density: float = 0.01,
     numel: int = 1 << 22,
-    memory: ls.Memory | None = None,
+    memory: ls.memories.Memory | None = None,
     dtype: torch.dtype = torch.float32,
     buckets: int = 1,
     rank: int = 1,
@@ -129,7 +129,7 @@ def group_step(
         buckets: in which the gradients of the group lie.
         rank: which one counts.
     """
-    settings = ls.SparsificationConfig(density=density, sparsifier=sparsifier, memory=memory)
+    settings = ls.engine.config.SparsificationConfig(density=density, sparsifier=sparsifier, memory=memory)
     lengths = [numel // 2, numel - numel // 2]
     plan = Group(
         "group", tuple(ParameterSize(str(i), size, dtype.itemsize, "") for i, size in enumerate(lengths)), False
@@ -144,7 +144,7 @@ def group_step(
         group.arrived["1"] = bucket[lengths[0] + apart :]
         with Costs(META) as costs:
             drive(group.exchange_steps(ctx._replace(step=step)), Network(rank, n))
-            assert group.void is not None
-            group.settle(group.void)
+            assert group.skipped is not None
+            group.settle(group.skipped)
         group.end_step()
     return costs

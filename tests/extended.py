@@ -37,7 +37,7 @@ def test_the_strategy_trains_and_logs_the_quantity(tmp_path: Path) -> None:
     )
     trainer.fit(module, make_data(), make_data())
     assert trainer.global_step == 2
-    assert trainer.strategy.config.sparsifier == ls.LeaderBlocks()
+    assert trainer.strategy.config.sparsifier == ls.sparsifiers.LeaderBlocks()
     with (Path(logger.log_dir) / "metrics.csv").open(newline="") as file:
         logged = [row["sparse/idle_ranks"] for row in csv.DictReader(file) if row["sparse/idle_ranks"]]
     assert [float(value) for value in logged] == [0.0, 0.0]
@@ -47,7 +47,7 @@ def test_the_strategy_trains_and_logs_the_quantity(tmp_path: Path) -> None:
 def test_exchange_and_memory_are_chosen_by_name() -> None:
     names = {"sparsifier": "leader_blocks", "exchange": "gather_shared", "memory": "bounded"}
     strategy = ls.SparseDDPStrategy(single_device="sparse", **names)
-    assert (strategy.config.exchange, strategy.config.memory) == (ls.GatherShared(), ls.Bounded())
+    assert (strategy.config.exchange, strategy.config.memory) == (ls.exchanges.GatherShared(), ls.memories.Bounded())
     trainer = make_trainer(PACKAGE, strategy=strategy, devices=1, max_steps=2, limit_val_batches=0)
     trainer.fit(make_module(PACKAGE), make_data(), make_data())
     assert trainer.global_step == 2

@@ -114,7 +114,7 @@ def given(step: int, rank: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> 
 def summing(mesh: DeviceMesh) -> tuple[nn.Module, ls.Engine, torch.optim.Optimizer]:
     """A model whose weights are minus the sum of its averages, with its engine and optimizer."""
     model = fully_shard(Given(SHAPES), mesh=mesh["shard"])
-    engine = engine_of(model, mesh, sparsifier="topk", rules=ls.Rules(dense_ndim=0, dense_numel=0))
+    engine = engine_of(model, mesh, sparsifier="top_k", rules=ls.Rules(dense_ndim=0, dense_numel=0))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     engine.bind([optimizer])
     return model, engine, optimizer

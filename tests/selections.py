@@ -12,7 +12,7 @@ DENSITIES = [0.1, 0.01, 0.001]
 SIZES = [10_000, 70_000, 300_000]
 
 
-def select(sparsifier: ls.Sparsifier, acc: np.ndarray, density: float, step: int = 0) -> Selection:
+def select(sparsifier: ls.sparsifiers.Sparsifier, acc: np.ndarray, density: float, step: int = 0) -> Selection:
     acc = torch.from_numpy(acc)
     before = acc.clone()
     selection, state = sparsifier.select(acc, None, Context(step=step, density=density, rank=0, world_size=1))

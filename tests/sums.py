@@ -20,7 +20,7 @@ import lightning_sparse as ls
 
 SPARSE: dict[str, Any] = {
     "rules": ls.Rules(dense_ndim=0, dense_numel=0),
-    "sparsifier": "topk",
+    "sparsifier": "top_k",
     "density": 0.02,
     "grouping": "layer",
     "watch": None,
@@ -87,7 +87,7 @@ def waiting(states: Sequence[State], name: str) -> Tensor:
 
 def count(state: State, name: str) -> int:
     """How many gradients of a parameter a rank has absorbed."""
-    return int(state["step"]) + int(state["void_steps"]) + (name in state["absorbed"])
+    return int(state["step"]) + int(state["skipped_steps"]) + (name in state["absorbed"])
 
 
 def check_sums(

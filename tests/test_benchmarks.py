@@ -37,24 +37,24 @@ def benchmark(name: str) -> ModuleType:
 
 def test_local_steps_are_timed_beside_copies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     benchmark("local_step").main(
-        ["--methods", "union_topk", "topk", "--numel", "20000", "--density", "0.01", "--steps", "2", "--ranks", "2"]
+        ["--methods", "union_top_k", "top_k", "--numel", "20000", "--density", "0.01", "--steps", "2", "--ranks", "2"]
     )
     found = json.loads((tmp_path / "local_step.json").read_text())
     assert found.keys() >= ABOUT
     assert [(row["method"], row["numel"]) for row in found["rows"]] == [
-        (method, numel) for numel in (2000, 20000) for method in ("union_topk", "topk")
+        (method, numel) for numel in (2000, 20000) for method in ("union_top_k", "top_k")
     ]
     for row in found["rows"]:
         assert 0 < row["quartiles"][0] <= row["copies"] <= row["quartiles"][1]
     assert found["rows"][3]["given"] == {"all_gather": 4 + 8 * 200}
     assert found["rows"][3]["state_bytes"] == 4 * 20001
     assert found["kernels"] in capsys.readouterr().out
-    assert "union_topk" in (tmp_path / "local_step.svg").read_text()
+    assert "union_top_k" in (tmp_path / "local_step.svg").read_text()
 
 
 def test_local_steps_are_timed_with_second_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    words = ["--methods", "union_topk", "topk", "--memory", "second_moment", "--numel", "20000", "--density", "0.01"]
+    words = ["--methods", "union_top_k", "top_k", "--memory", "second_moment", "--numel", "20000", "--density", "0.01"]
     benchmark("local_step").main([*words, "--steps", "2", "--ranks", "2"])
     found = json.loads((tmp_path / "local_step.json").read_text())
     assert found["memory"] == "second_moment"
@@ -121,7 +121,7 @@ def test_local_steps_take_the_sizes_that_fit(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_many_ranks_cost_what_the_network_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     numel, density, latency = 1_000_000, 0.01, 50e-6
-    words = ["--methods=[union_topk,topk]", f"--numel={numel}", f"--density=[{density}]", "--steps=2"]
+    words = ["--methods=[union_top_k,top_k]", f"--numel={numel}", f"--density=[{density}]", "--steps=2"]
     words += ["--ranks=[4,256]", "--measured=[2,4]", "--sample=32000", "--gbit=[0.1]"]
     many_ranks = benchmark("many_ranks")
     many_ranks.main(many_ranks.CLI(many_ranks.Arguments, as_positional=False, args=words))
@@ -132,15 +132,15 @@ def test_many_ranks_cost_what_the_network_says(tmp_path: Path, capsys: pytest.Ca
         byte = 8 / 0.1e9
         dense = 2 * latency * math.log2(n) + 2 * (n - 1) / n * 4 * numel * byte
         pairs = (n - 1) * (latency + (4 + 8 * density * numel) * byte)
-        assert rows["topk", n]["dense_ms"] == pytest.approx(1e3 * dense)
-        assert rows["topk", n]["transfer_ms"] == pytest.approx(1e3 * pairs)
-        assert rows["topk", n]["memory_bytes"] == pytest.approx(4 * numel + 8 * density * numel * n, rel=1e-3)
-    assert rows["topk", 256]["over_dense"] > 1 > rows["topk", 4]["over_dense"]
-    assert rows["union_topk", 256]["over_dense"] < 1
+        assert rows["top_k", n]["dense_ms"] == pytest.approx(1e3 * dense)
+        assert rows["top_k", n]["transfer_ms"] == pytest.approx(1e3 * pairs)
+        assert rows["top_k", n]["memory_bytes"] == pytest.approx(4 * numel + 8 * density * numel * n, rel=1e-3)
+    assert rows["top_k", 256]["over_dense"] > 1 > rows["top_k", 4]["over_dense"]
+    assert rows["union_top_k", 256]["over_dense"] < 1
     printed = capsys.readouterr().out
     assert "loses from n = 256" in printed
     assert "pays for all n" in printed
-    assert "topk" in (tmp_path / "many_ranks.svg").read_text()
+    assert "top_k" in (tmp_path / "many_ranks.svg").read_text()
 
 
 @pytest.mark.parametrize(
@@ -270,13 +270,13 @@ def test_figures_of_the_documentation_are_drawn_from_its_tables(tmp_path: Path) 
     assert f">{float(dense['step_ms']) / 1000:.2g}<" in drawn
     with (ROOT / "docs/comparison/judge.csv").open(newline="") as file:
         head, *lines = csv.reader(file)
-    some = [line for line in lines if line[0] == "text" and line[3] in ("dense", "topk", "union_topk", "random_k")]
+    some = [line for line in lines if line[0] == "text" and line[3] in ("dense", "top_k", "union_top_k", "random_k")]
     with (tmp_path / "judge.csv").open("w", newline="") as file:
         csv.writer(file).writerows([head, *some])
     benchmark("judge_figure").main(tmp_path / "judge.csv", tmp_path)
     for name in ("loss", "quality"):
         drawn = (tmp_path / f"judge_end_{name}.svg").read_text()
-        assert "union_topk" in drawn
+        assert "union_top_k" in drawn
 
 
 def test_a_gpt_as_a_new_user_writes_it_is_trained_densely_and_behind_the_exchange(

@@ -23,24 +23,28 @@ from tests.extending import changes
 from tests.warm import forgetting, warm_python
 
 ROOT = Path(__file__).parent.parent
-SETTINGS = [field.name for field in dataclasses.fields(ls.SparsificationConfig)]
+SETTINGS = [field.name for field in dataclasses.fields(ls.engine.config.SparsificationConfig)]
 
 
 def test_names_become_objects_whichever_way_they_are_written() -> None:
-    config = ls.SparsificationConfig(
-        sparsifier="topk", density=0.1, grouping="layer", dense="a*", rules=ls.Rules(["b"])
+    config = ls.engine.config.SparsificationConfig(
+        sparsifier="top_k", density=0.1, grouping="layer", dense="a*", rules=ls.Rules(["b"])
     )
-    assert (config.sparsifier, config.density, config.exchange) == (ls.TopK(), ls.Constant(0.1), ls.GatherPairs())
-    assert config.memory is None and config.memory_in_use == ls.Residual()
-    assert config.grouping == ls.GROUPINGS.resolve("layer")
+    assert (config.sparsifier, config.density, config.exchange) == (
+        ls.sparsifiers.TopK(),
+        ls.density.Constant(0.1),
+        ls.exchanges.GatherPairs(),
+    )
+    assert config.memory is None and config.memory_in_use == ls.memories.Residual()
+    assert config.grouping == ls.grouping.GROUPINGS.resolve("layer")
     assert (config.dense, config.rules.dense) == (("a*",), ("b", "a*"))
 
 
 def test_a_config_can_be_made_from_another_one() -> None:
-    config = ls.SparsificationConfig(sparsifier="topk", dense=["a*"], watch=None)
-    assert config == dataclasses.replace(config) == ls.SparsificationConfig(**vars(config))
+    config = ls.engine.config.SparsificationConfig(sparsifier="top_k", dense=["a*"], watch=None)
+    assert config == dataclasses.replace(config) == ls.engine.config.SparsificationConfig(**vars(config))
     assert config == pickle.loads(pickle.dumps(config))
-    assert dataclasses.replace(config, density=0.5).density == ls.Constant(0.5)
+    assert dataclasses.replace(config, density=0.5).density == ls.density.Constant(0.5)
     assert ls.SparseDDPStrategy(**vars(config)).config == StrategyConfig(**vars(config))
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.density = 0.5  # type: ignore[misc]
@@ -50,16 +54,16 @@ def test_a_config_can_be_made_from_another_one() -> None:
 def test_what_travels_together_is_left_open_only_where_a_profile_decides(given: dict[str, Any]) -> None:
     decided: list[tuple[str, dict[str, Any]]] = [
         ("step", {"grouping": "layer"}),
-        ("auto", {"grouping": ls.OptimalMerge()}),
-        ("auto", {"density": ls.TimeBudget()}),
-        ("group", {"density": ls.HiddenDensity()}),
-        ("group", {"grouping": ls.OptimalMerge("published")}),
-        ("group", {"grouping": ls.OptimalMerge(), "density": ls.HiddenDensity()}),
+        ("auto", {"grouping": ls.tuning.OptimalMerge()}),
+        ("auto", {"density": ls.tuning.TimeBudget()}),
+        ("group", {"density": ls.tuning.HiddenDensity()}),
+        ("group", {"grouping": ls.tuning.OptimalMerge("published")}),
+        ("group", {"grouping": ls.tuning.OptimalMerge(), "density": ls.tuning.HiddenDensity()}),
     ]
     for expected, options in decided:
-        assert ls.SparsificationConfig(**options, **given).messages == expected
+        assert ls.engine.config.SparsificationConfig(**options, **given).messages == expected
         for chosen in ("step", "group"):
-            assert ls.SparsificationConfig(**options, messages=chosen).messages == chosen
+            assert ls.engine.config.SparsificationConfig(**options, messages=chosen).messages == chosen
 
 
 @pytest.mark.parametrize(
@@ -70,7 +74,10 @@ def test_what_travels_together_is_left_open_only_where_a_profile_decides(given: 
         ({"fallback": "Dense"}, "Expected fallback to be 'dense' or None, but got 'Dense'. Did you mean 'dense'?"),
         ({"nonfinite": None}, "Expected nonfinite to be 'skip' or 'nan', but got None."),
         ({"lr_aware": 1}, "Expected lr_aware to be True or False, but got 1."),
-        ({"lr_aware": True, "memory": ls.NoMemory()}, "lr_aware=True rescales residuals, and NoMemory has none."),
+        (
+            {"lr_aware": True, "memory": ls.memories.NoMemory()},
+            "lr_aware=True rescales residuals, and NoMemory has none.",
+        ),
         ({"bucket_cap_mb": 0}, "Expected bucket_cap_mb to be a number above 0, or None, but got 0."),
         ({"bucket_cap_mb": "25"}, "Expected bucket_cap_mb to be a number above 0, or None, but got '25'."),
         ({"timeout": 5}, "a timedelta above 0 such as timedelta(seconds=60), or None, but got 5."),
@@ -83,7 +90,7 @@ def test_what_travels_together_is_left_open_only_where_a_profile_decides(given: 
 )
 def test_what_cannot_work_is_refused_where_it_is_written(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as caught:
-        ls.SparsificationConfig(**wrong)
+        ls.engine.config.SparsificationConfig(**wrong)
     assert message in str(caught.value)
 
 
@@ -99,10 +106,10 @@ def test_everybody_has_the_same_signature_and_help() -> None:
 
 
 def test_help_describes_every_field_with_what_it_accepts() -> None:
-    shown = pydoc.render_doc(ls.SparsificationConfig, renderer=pydoc.plaintext)
+    shown = pydoc.render_doc(ls.engine.config.SparsificationConfig, renderer=pydoc.plaintext)
     assert "Resolved[" not in shown.split("__annotations__")[0]
     assert "density: float | lightning_sparse.methods.density.schedules.DensitySchedule = 0.01" in shown
-    for field, text in docstrings_of(ls.SparsificationConfig).items():
+    for field, text in docstrings_of(ls.engine.config.SparsificationConfig).items():
         assert f"{field}: {text.splitlines()[0]}" in shown
     assert inspect.signature(StrategyConfig).parameters.keys() > set(SETTINGS)
     text = ls.attach.__doc__ or ""
@@ -112,9 +119,9 @@ def test_help_describes_every_field_with_what_it_accepts() -> None:
 def test_a_strategy_takes_keywords_only() -> None:
     for strategy in (ls.SparseDDPStrategy, ls.FabricSparseDDPStrategy):
         with pytest.raises(TypeError) as caught:
-            strategy("topk")  # type: ignore[arg-type, call-arg, misc]
+            strategy("top_k")  # type: ignore[arg-type, call-arg, misc]
         name = strategy.__name__
-        assert str(caught.value) == f"{name} takes keywords only, but got 'topk': write {name}(sparsifier='topk')."
+        assert str(caught.value) == f"{name} takes keywords only, but got 'top_k': write {name}(sparsifier='top_k')."
 
 
 def test_a_misspelt_keyword_is_answered_with_the_one_that_is_close() -> None:
@@ -128,7 +135,7 @@ def test_settings_are_plain_values_for_loggers() -> None:
     config = StrategyConfig(
         sparsifier="exdyna",
         density=ls.Warmup(0.25, 0.01, 100),
-        memory=ls.ClipByNorm(1.0, ls.Residual(decay=0.5)),
+        memory=ls.memories.ClipByNorm(1.0, ls.memories.Residual(decay=0.5)),
         timeout=timedelta(minutes=1),
         dense=["*.bias"],
         rules=ls.Rules(densities={"embed*": 0.5}),
@@ -139,7 +146,7 @@ def test_settings_are_plain_values_for_loggers() -> None:
     assert plain["density"] == {"class": "Warmup", "start": 0.25, "end": 0.01, "steps": 100}
     assert plain["memory"] == {"class": "ClipByNorm", "max_norm": 1.0, "memory": {"class": "Residual", "decay": 0.5}}
     assert (plain["timeout"], plain["executor"], plain["lr_aware"], plain["fallback"]) == (60.0, "auto", False, None)
-    assert (plain["sparsifier"]["class"], plain["sparsifier"]["alpha"]) == ("ExDyna", ls.ExDyna().alpha)
+    assert (plain["sparsifier"]["class"], plain["sparsifier"]["alpha"]) == ("ExDyna", ls.sparsifiers.ExDyna().alpha)
     assert (plain["dense"], plain["rules"]["dense"], plain["rules"]["densities"]) == (
         ["*.bias"],
         ["*.bias"],
@@ -157,7 +164,7 @@ def test_loggers_take_settings_as_they_are(tmp_path: Path) -> None:
     from pytorch_lightning.loggers import CSVLogger
 
     logger = CSVLogger(tmp_path)
-    trainer = Trainer(strategy="sparse_ddp_topk", accelerator="cpu", devices=1, logger=logger)
+    trainer = Trainer(strategy="sparse_ddp_top_k", accelerator="cpu", devices=1, logger=logger)
     plain = trainer.strategy.config.as_dict()  # type: ignore[attr-defined]
     logger.log_hyperparams(plain)
     logger.save()
@@ -172,7 +179,7 @@ def test_weights_and_biases_takes_settings_as_they_are(tmp_path: Path, monkeypat
     from pytorch_lightning.loggers import WandbLogger
 
     logger = WandbLogger(save_dir=tmp_path, offline=True)
-    plain = ls.SparseDDPStrategy(sparsifier="topk", density=0.02).config.as_dict()
+    plain = ls.SparseDDPStrategy(sparsifier="top_k", density=0.02).config.as_dict()
     logger.log_hyperparams(plain)
     assert {name: logger.experiment.config[name] for name in plain} == plain
     wandb.finish()

@@ -44,9 +44,9 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, device="cpu", generator=torch.Generator("cpu").manual_seed(0))
 
 
-def steps(sparsifier: ls.Sparsifier, exchange: str, memory: ls.Memory) -> tuple:
+def steps(sparsifier: ls.sparsifiers.Sparsifier, exchange: str, memory: ls.memories.Memory) -> tuple:
     ctx = Context(0, 0.05, 0, 4)
-    parts = {"memory": memory, "sparsifier": sparsifier, "exchange": ls.EXCHANGES.resolve(exchange)}
+    parts = {"memory": memory, "sparsifier": sparsifier, "exchange": ls.exchanges.EXCHANGES.resolve(exchange)}
     state = init_group(NUMEL, torch.float32, CPU, ctx, memory=memory, sparsifier=sparsifier)
     found: list[Any] = []
     for step, gradient in enumerate(normal(3, NUMEL)):  # led by each rank in turn
@@ -58,18 +58,18 @@ def steps(sparsifier: ls.Sparsifier, exchange: str, memory: ls.Memory) -> tuple:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_in_sparsifiers(case: Case) -> None:
-    unchanged(lambda: steps(case.sparsifier, case.sparsifier.exchange, ls.Residual()))
+    unchanged(lambda: steps(case.sparsifier, case.sparsifier.exchange, ls.memories.Residual()))
 
 
 @pytest.mark.parametrize("exchange", sorted({exchange for _, exchange in PAIRS}))
 def test_in_exchanges(exchange: str) -> None:
     [case, *_] = [case for case, accepted in PAIRS if accepted == exchange]
-    unchanged(lambda: steps(case.sparsifier, exchange, ls.Residual()))
+    unchanged(lambda: steps(case.sparsifier, exchange, ls.memories.Residual()))
 
 
 @pytest.mark.parametrize("memory", MEMORIES, ids=repr)
-def test_in_memories(memory: ls.Memory) -> None:
-    unchanged(lambda: steps(ls.TopK(), "reduce_union" if memory.needs_second else "gather_pairs", memory))
+def test_in_memories(memory: ls.memories.Memory) -> None:
+    unchanged(lambda: steps(ls.sparsifiers.TopK(), "reduce_union" if memory.needs_second else "gather_pairs", memory))
 
 
 def model() -> nn.Module:
@@ -89,7 +89,7 @@ def training(**options: Any) -> tuple:
     found: list[Any] = []
     for step, batch in enumerate(normal(6, 8, 20)):
         (ddp(batch).square().mean() * (float("inf") if step == 2 else 1.0)).backward()
-        engine.drop_void(optimizer)
+        engine.drop_skipped(optimizer)
         optimizer.step()
         optimizer.zero_grad()
         found += [value for name, value in sorted(engine.summary().items()) if not name.startswith("time/")]
@@ -99,11 +99,13 @@ def training(**options: Any) -> tuple:
             engine.load_state_dict(engine.state_dict())
     ls.flush(engine, [optimizer])
     engine.close()
-    assert engine.void_steps == 1
+    assert engine.skipped_steps == 1
     return *found, *(p.detach() for p in ddp.parameters())
 
 
-@pytest.mark.parametrize("options", [{}, {"lr_aware": True}, {"sparsifier": "exdyna", "memory": ls.WeightDecay(0.1)}])
+@pytest.mark.parametrize(
+    "options", [{}, {"lr_aware": True}, {"sparsifier": "exdyna", "memory": ls.memories.WeightDecay(0.1)}]
+)
 def test_in_training(one_rank: None, options: dict[str, Any]) -> None:
     unchanged(lambda: training(**options))
 

@@ -58,8 +58,8 @@ def modules_imported(path: Path) -> set[str]:
 
 
 def test_the_parser_sees_what_files_import() -> None:
-    topk = modules_imported(PACKAGE / "methods" / "sparsifiers" / "topk.py")
-    assert {"lightning_sparse.core.step", "lightning_sparse.methods.density", "lightning_sparse.ops"} <= topk
+    top_k = modules_imported(PACKAGE / "methods" / "sparsifiers" / "top_k.py")
+    assert {"lightning_sparse.core.step", "lightning_sparse.methods.density", "lightning_sparse.ops"} <= top_k
     assert "torch.distributed" in set(imported(PACKAGE / "engine" / "network.py"))
     assert "pytorch_lightning.strategies.DDPStrategy" in set(
         imported(PACKAGE / "integrations" / "pytorch_lightning.py")

@@ -57,7 +57,7 @@ CONFIGURATIONS: dict[str, Configuration] = {
     ),
     "demo": Configuration(DeMo, {"k": 32, "decay": 0.999}, title="DeMo, k 32", asks=OWN),
     "distro": Configuration(DeMo, {"k": 4, "decay": 0.995, "signs": True}, title="DisTrO, k 4, 1 bit", asks=OWN),
-    "topk": Configuration(TopK, {"density": 0.01}, title="Top-k 0.01, residual", asks=ANY),
+    "top_k": Configuration(TopK, {"density": 0.01}, title="Top-k 0.01, residual", asks=ANY),
     "ours": Configuration(Ours, {"density": 0.01}, title="ours, 0.01", asks=ADAMW),
     "ours-200": Configuration(Ours, {"density": 0.005}, title="ours, 0.005", asks=ADAMW),
     "ours-300": Configuration(Ours, {"density": 0.0034}, title="ours, 0.0034", asks=ADAMW),

@@ -58,7 +58,7 @@ def _entries() -> Iterator[Entry]:
         "averaging-30": (16, 2),
         "diloco-30": (8, 2),
         "sparseloco-30": (4, 2),
-        "topk": (8, 2),
+        "top_k": (8, 2),
         "late": (8, 1),
         "late-ahead": (16, 1),
         "turned-300": (8, 2),

@@ -132,7 +132,7 @@ def pairs(results: Results, task: str) -> str:
 
 PAIRS = (
     ("ours", "dense"),
-    ("ours", "topk"),
+    ("ours", "top_k"),
     ("late", "ours"),
     ("late-ahead", "late"),
     ("parts", "ours"),

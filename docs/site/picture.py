@@ -62,7 +62,7 @@ def arrow(x1: float, y1: float, x2: float, y2: float) -> str:
 
 def picture() -> str:
     """The drawing as SVG."""
-    steps = list(ls.simulate(gradients(), sparsifier="shared_topk", exchange="reduce_union", density=DENSITY))
+    steps = list(ls.simulate(gradients(), sparsifier="shared_top_k", exchange="reduce_union", density=DENSITY))
     first, step = gradients()
     waiting = first.clone()
     waiting[:, steps[0].indices] = 0  # every rank sent its values at the union of the first step

@@ -60,7 +60,7 @@ def attach(ddp: DistributedDataParallel, **keywords: Any) -> Engine:
     """Replace the gradient all-reduce of a ``DistributedDataParallel`` model. All ranks must call this.
 
     ``ddp`` is the wrapped model, before its first backward, without a communication hook of its own. All other
-    arguments are keywords: the settings of :class:`~lightning_sparse.SparsificationConfig`, and ``scaler``, ``profile``
+    arguments are keywords: the settings of :class:`.SparsificationConfig`, and ``scaler``, ``profile``
     and ``observers``.
 
     Then call ``engine.bind([optimizer])``: it lets the engine take the steps of torch's Adam and AdamW, gives
@@ -72,7 +72,7 @@ def attach(ddp: DistributedDataParallel, **keywords: Any) -> Engine:
         The engine, for statistics and for :meth:`Engine.close`.
 
     Raises:
-        ValueError: for settings that cannot work, see :class:`~lightning_sparse.SparsificationConfig` and
+        ValueError: for settings that cannot work, see :class:`.SparsificationConfig` and
             :func:`~lightning_sparse.methods.grouping.make_plan`.
         TypeError: for a model that is not wrapped, or a keyword that it does not know.
         RuntimeError: on all ranks, if the ranks' settings or models differ; if the model has a communication hook
@@ -253,7 +253,7 @@ def look_on(engine: Engine, config: SparsificationConfig, stays_dense: bool) -> 
     if config.watch is not None:
         engine.add_observer(Watchdog(config.watch))
     if stays_dense:
-        engine.go_direct()
+        engine._go_direct()
         engine.add_observer(StayDense())  # a loaded state may hold residuals, which are sent first
 
 

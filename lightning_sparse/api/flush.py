@@ -49,7 +49,7 @@ def flush(what: Any, optimizers: Optimizer | Iterable[Optimizer] | None = None) 
         >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(tempfile.mktemp(), 1))
         >>> model = torch.nn.Linear(20, 20, bias=False)
         >>> ddp = DistributedDataParallel(model)
-        >>> engine = ls.attach(ddp, sparsifier="topk", density=0.1, single_device="sparse")
+        >>> engine = ls.attach(ddp, sparsifier="top_k", density=0.1, single_device="sparse")
         >>> optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         >>> ddp(torch.ones(1, 20)).sum().backward()        # each of the 400 coordinates has the gradient 1
         >>> int(model.weight.grad.count_nonzero())
@@ -77,7 +77,7 @@ def flush(what: Any, optimizers: Optimizer | Iterable[Optimizer] | None = None) 
             f"{type(what).__name__} with {len(engines)} engines and {len(chosen)} optimizers."
         )
     if optimizers is None and all(ids_of(one).isdisjoint(map(id, parameters)) for one in chosen):
-        chosen = list({id(one): one for engine in engines for one in engine.optimizers_in_use}.values()) or chosen
+        chosen = list({id(one): one for engine in engines for one in engine._optimizers_in_use}.values()) or chosen
     if any(engine.closed for engine in engines):
         raise RuntimeError(
             "The engine is closed: flush before the end of fit, in on_train_end at the latest. The callback "
@@ -94,7 +94,7 @@ def flush(what: Any, optimizers: Optimizer | Iterable[Optimizer] | None = None) 
         for name, p in engine.parameters.items()
         if id(p) not in held and p.requires_grad and engine.residual(name) is not None
     ]
-    if left and all(engine.speaks for engine in engines):
+    if left and all(engine._speaks for engine in engines):
         more = f", and {len(left) - 1} more" if len(left) > 1 else ""
         rank_zero_warn(
             f"No optimizer of the flush holds the parameter {left[0]}{more}: what has waited is dropped there. "
@@ -104,10 +104,10 @@ def flush(what: Any, optimizers: Optimizer | Iterable[Optimizer] | None = None) 
     square = 0.0
     with gradients_aside(chosen, parameters):
         for engine in engines:
-            pending = engine.take_pending()
+            pending = engine._take_pending()
             found = [float(own(average).double().square().sum()) for average in pending.values()]
             squares = torch.tensor(found, dtype=torch.float64, device="cpu")
-            for (name, average), own_square in zip(pending.items(), engine.sum_within(squares).tolist(), strict=True):
+            for (name, average), own_square in zip(pending.items(), engine._sum_within(squares).tolist(), strict=True):
                 if own_square:  # a step with zeros would still apply momentum
                     engine.parameters[name].grad = average
                     square += own_square

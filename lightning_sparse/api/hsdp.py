@@ -104,7 +104,7 @@ def attach_hsdp(model: Module, mesh: DeviceMesh, **keywords: Any) -> Engine:
 
     ``mesh`` has two dimensions, replicas first, or is that of the replicas alone. ``model`` is sharded over its second
     dimension, such as ``mesh["shard"]``, and has run no backward yet. All other arguments are
-    keywords: the settings of :class:`~lightning_sparse.SparsificationConfig`, and ``observers``. Parameters, and
+    keywords: the settings of :class:`.SparsificationConfig`, and ``observers``. Parameters, and
     buffers, become those of the first replica.
 
     Bind the optimizer with ``engine.bind([optimizer])``, before a checkpoint is loaded into it. Accumulate gradients
@@ -352,9 +352,9 @@ class _ReplicasAreEqual:
 
     def before_step(self, engine: Engine) -> None:
         """Raise on all ranks that hold a part of which replicas differ."""
-        if engine.loads == self._seen or engine.comm.world_size == 1:
+        if engine._loads == self._seen or engine.comm.world_size == 1:
             return
-        self._seen = engine.loads
+        self._seen = engine._loads
         sums = torch.stack([checksum(own(p)) for p in engine.parameters.values()])
         differ = (engine.comm.all_gather(sums) != sums).any(0).cpu().tolist()
         names = [name for name, one in zip(engine.parameters, differ, strict=True) if one]

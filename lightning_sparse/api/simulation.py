@@ -46,7 +46,7 @@ class StepTrace(NamedTuple):
     partition: Tensor | None
     """(n, 2) int64 first and past-the-end coordinate of each rank's range, for methods with contiguous ranges."""
     ranks: tuple[Step, ...]
-    """Statistics of each rank, without coordinates: for metrics such as :class:`~lightning_sparse.DensityError`."""
+    """Statistics of each rank, without coordinates: for metrics such as :class:`.DensityError`."""
 
     @property
     def density(self) -> float:
@@ -89,9 +89,9 @@ def simulate(
     Args:
         gradients: one (n, numel) tensor per step, all of one shape, float dtype and device, or a (steps, n, numel)
             tensor. They are not modified.
-        sparsifier: an instance or a name such as ``"topk"``.
+        sparsifier: an instance or a name such as ``"top_k"``.
         density: target in (0, 1], or a schedule.
-        memory: error feedback, an instance or a name such as ``"low_pass"``; None: :class:`~lightning_sparse.Residual`.
+        memory: error feedback, an instance or a name such as ``"low_pass"``; None: :class:`.Residual`.
         exchange: an instance, a name, or None for the sparsifier's natural one.
 
     Yields:
@@ -105,7 +105,7 @@ def simulate(
     Example:
         >>> import torch, lightning_sparse as ls
         >>> stream = torch.randn(20, 4, 1000, generator=torch.Generator().manual_seed(0))
-        >>> for trace in ls.simulate(stream, sparsifier="topk", density=0.01):
+        >>> for trace in ls.simulate(stream, sparsifier="top_k", density=0.01):
         ...     pass
         >>> trace.step, trace.counts.tolist(), round(trace.build_up, 1)
         (19, [10, 10, 10, 10], 4.0)
@@ -124,7 +124,7 @@ def _run(
     def run(grad: Tensor, state: GroupState, ctx: Context) -> Steps[tuple[GroupState, Proposed]]:
         parts: dict[str, Any] = {"memory": memory, "sparsifier": sparsifier, "exchange": exchange}
         proposed = yield from exchange_group(grad, state, ctx, **parts)
-        return settle_group(state, proposed, proposed.void, memory), proposed
+        return settle_group(state, proposed, proposed.skipped, memory), proposed
 
     states: list[GroupState] = []
     alike, density, counted = None, schedule.for_group(), 0
@@ -138,7 +138,7 @@ def _run(
         grads = [row.detach().clone() for row in rows]
         steps = [run(grads[rank], states[rank], ctx._replace(rank=rank)) for rank in range(n)]
         states, proposed = (list(of_ranks) for of_ranks in zip(*drive_ranks(steps), strict=True))
-        if not proposed[0].void:
+        if not proposed[0].skipped:
             density.observe(counted, Gradient([grads[0]]))
             counted += 1
         norms = [norm_of(memory.residual(state.memory)) for state in states]

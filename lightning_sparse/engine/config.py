@@ -223,7 +223,7 @@ class Watch:
     - *Dead threshold*: nothing at all is selected in a group, although its residual is not empty.
     - *Saturation*: far more is selected than the density asks for.
     - *Shortage*: far less is selected than the density asks for, although the residual is not empty.
-    - *Void steps*: many steps in a row were skipped, because a gradient was not finite on some rank.
+    - *Skipped steps*: many steps in a row were skipped, because a gradient was not finite on some rank.
     - *Parameters without an optimizer*: their gradients compete for the density, and no optimizer steps them.
     - *Unsuited optimizers*: one keeps a first moment or momentum of sparsified parameters, divides by second moments of
       averages (RMSprop), steps by signs (Lion) or orthogonal matrices (Muon), or is of an unknown class that keeps
@@ -242,7 +242,7 @@ class Watch:
     rank: it was not used.
 
     A check is one all-gather of a few bytes per parameter, and on a device the only time that the host waits. The first
-    check is at the second exchange. Void steps are counted at every step. Optimizers are looked at in the first
+    check is at the second exchange. Skipped steps are counted at every step. Optimizers are looked at in the first
     exchange after they were set up, or at their own first step if the engine was not told of them.
 
     Args:
@@ -253,7 +253,7 @@ class Watch:
         excess: factor by which the number of selected coordinates may differ from the density's, up or down, above 1;
             at three checks in a row. It is that of the rank with most picks for methods whose ranks select by
             themselves, and the size of the union for all others.
-        voids: void steps in a row, at least 1.
+        skips: skipped steps in a row, at least 1.
         adam: whether to warn of optimizers, also where one rank rehearses.
 
     Raises:
@@ -272,7 +272,7 @@ class Watch:
     growth: float = 10.0
     missed: int = 200
     excess: float = 3.0
-    voids: int = 20
+    skips: int = 20
     adam: bool = True
 
     def __post_init__(self) -> None:
@@ -295,7 +295,7 @@ class SparsificationConfig:
         ValueError: for a setting that cannot work, or settings that do not go together.
 
     Example:
-        >>> config = SparsificationConfig(sparsifier="topk", density=0.05)
+        >>> config = SparsificationConfig(sparsifier="top_k", density=0.05)
         >>> config.exchange
         GatherPairs()
         >>> config.as_dict()["density"], config.as_dict()["sparsifier"]
@@ -306,8 +306,8 @@ class SparsificationConfig:
         ValueError: Expected executor to be one of 'auto', 'inline', 'thread', but got 'tread'. Did you mean 'thread'?
     """
 
-    sparsifier: Resolved[Sparsifier | str, Sparsifier] = Resolved("union_topk", SPARSIFIERS.resolve)
-    """Selects the coordinates to send: an instance such as ``ExDyna(alpha=1.1)`` or a name such as "topk"."""
+    sparsifier: Resolved[Sparsifier | str, Sparsifier] = Resolved("union_top_k", SPARSIFIERS.resolve)
+    """Selects the coordinates to send: an instance such as ``ExDyna(alpha=1.1)`` or a name such as "top_k"."""
     density: Resolved[float | DensitySchedule, DensitySchedule] = Resolved(0.01, as_schedule)
     """Share of coordinates to send, in (0, 1], or a schedule such as ``Warmup(0.25, 0.01, steps=500)`` over backward
     passes with an exchange."""

@@ -3,7 +3,7 @@
 Their facts are where they arrived, and what they are divided by (:class:`Delivery`). Then scripts multiply them: they
 divide gradients by a number of tokens, clip them, or let a ``GradScaler`` unscale them that the engine does not know.
 Adam behind DDP does not notice a factor, because its second moment is formed of what it gets. The second moments of
-:class:`~lightning_sparse.SecondMoment` are formed before, so that they have to follow (:class:`Handed`,
+:class:`.SecondMoment` are formed before, so that they have to follow (:class:`Handed`,
 :class:`Lengths`).
 """
 

@@ -124,21 +124,21 @@ class Engine(EngineView):
         return self._binding.optimizers
 
     @property
-    def optimizers_in_use(self) -> list[torch.optim.Optimizer]:
+    def _optimizers_in_use(self) -> list[torch.optim.Optimizer]:
         """:attr:`optimizers`; where there are none, those that have stepped the engine's parameters last."""
         return self._binding.in_use
 
     @property
-    def loads(self) -> int:
+    def _loads(self) -> int:
         """Number of states that were loaded."""
         return self._state.loads
 
     @property
-    def void_streak(self) -> int:
+    def _skipped_streak(self) -> int:
         """Number of skipped steps since the last step that counted."""
         return self._record.counts.streak
 
-    def drop_void(self, optimizer: torch.optim.Optimizer) -> bool:
+    def drop_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
         """Set the NaN gradients of a skipped step to None in this optimizer's parameters, so that it ignores them.
 
         Returns:
@@ -151,7 +151,7 @@ class Engine(EngineView):
         self._binding.leave_out(optimizer)
         return self._skipped.drop(optimizer)
 
-    def skip_void(self, optimizer: torch.optim.Optimizer) -> None:
+    def ignore_skipped(self, optimizer: torch.optim.Optimizer) -> None:
         """Let this optimizer's next step ignore the NaN gradients of a skipped step.
 
         With ``nonfinite="skip"`` and without a loss scale, the engine does so by itself when the step begins. Call this
@@ -159,21 +159,21 @@ class Engine(EngineView):
 
         On a device, torch's fused optimizers get the flag of a skipped step as from a ``GradScaler``, and the host does
         not wait: parameters, momenta and step counters stay as they are, the gradients stay NaN, and the step is
-        counted when the next one begins. In all other cases this is :meth:`drop_void`: if the host knows the flag, for
+        counted when the next one begins. In all other cases this is :meth:`drop_skipped`: if the host knows the flag, for
         other optimizers, for those that also step parameters of another model, and beside a loss scale.
 
         Raises:
             ValueError: for something that is no optimizer.
         """
         check_is_optimizer(optimizer)
-        self._binding.skip_void(optimizer)
+        self._binding.ignore_skipped(optimizer)
 
     @property
-    def memory_left_open(self) -> bool:
+    def _memory_left_open(self) -> bool:
         """True if the memory was left to the library, which chooses it by the optimizers."""
         return self._binding.left_open
 
-    def watch_optimizers(self, watch: Callable[[torch.optim.Optimizer], None]) -> None:
+    def _watch_optimizers(self, watch: Callable[[torch.optim.Optimizer], None]) -> None:
         """Call a function before every step of every optimizer of the process, when its gradients are there."""
         self._binding.watchers.append(watch)
 
@@ -181,7 +181,7 @@ class Engine(EngineView):
         """Tell the engine which optimizers apply the averages, in place of those bound before.
 
         Strategies do so by themselves. With the default memory, the engine then takes the steps of torch's Adam and
-        AdamW for sparsified parameters, see :class:`~lightning_sparse.SecondMoment`, and clipping may move before the
+        AdamW for sparsified parameters, see :class:`.SecondMoment`, and clipping may move before the
         exchange. With ``lr_aware``, learning rates are read in every step.
 
         Args:
@@ -195,7 +195,7 @@ class Engine(EngineView):
         self._binding.bind(optimizers)
         self.router.prepare()
 
-    def takes_steps_of(self, optimizer: torch.optim.Optimizer) -> bool:
+    def _takes_steps_of(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return True if the engine takes Adam's steps for sparsified parameters, see :class:`.SecondMoment`."""
         check_is_optimizer(optimizer)
         return self._binding.takes(optimizer)
@@ -224,7 +224,7 @@ class Engine(EngineView):
             check_is_optimizer(optimizer)
         self._binding.clip(limit, algorithm, optimizer)
 
-    def clip_in_place_of_averages(
+    def _clip_in_place_of_averages(
         self, limit: float, algorithm: str, optimizer: torch.optim.Optimizer, known: bool = False
     ) -> bool:
         """Clip each rank's gradients, from the next step on, in place of the averages that an optimizer applies.
@@ -251,7 +251,7 @@ class Engine(EngineView):
         """
         self._record.count_as_applied()
 
-    def end_batch(self) -> None:
+    def _end_batch(self) -> None:
         """Record that no optimizer will apply averages of the latest backward any more.
 
         They are lost, as gradients of plain DDP are; with ``delay=1``, they go back into residuals in the next
@@ -264,7 +264,7 @@ class Engine(EngineView):
         """Tell the user on rank zero; all ranks call this in the same step, and count the warning."""
         sentence = f"sparse_ddp at step {self.step}: {sentence}"
         self.warnings.append(sentence)
-        if self.speaks:
+        if self._speaks:
             if self.on_warning is not None:
                 self.on_warning(kind, sentence)
             rank_zero_warn(sentence)
@@ -278,7 +278,7 @@ class Engine(EngineView):
         expect(can_observe(observer), "observer", "an object with before_step(engine) and close()", observer)
         self.observers.append(observer)
 
-    def go_direct(self, for_good: bool = False) -> bool:
+    def _go_direct(self, for_good: bool = False) -> bool:
         """Average DDP's buckets just as DDP does without a hook, until groups change; for plans that are all dense.
 
         Returns False, with nothing changed, before residuals have been sent (in the first valid step of a dense plan),
@@ -291,7 +291,7 @@ class Engine(EngineView):
         """
         simple = isinstance(self.settings.memory_in_use.for_dense(), NoMemory) and self.entrance is self.router
         dense = all(group.plan.dense for group in self.groups) and not self.router.clipping.chosen  # in groups
-        if not (simple and dense and all(self.all_gather_object(all(group.sent for group in self.groups)))):
+        if not (simple and dense and all(self._all_gather_object(all(group.sent for group in self.groups)))):
             return False
         self.router.regroup(self.plan, self.messages, direct=True, for_good=for_good)
         return True
@@ -334,7 +334,7 @@ class Engine(EngineView):
         groups = list(plan) if isinstance(plan, Iterable) else plan
         facts = {"settings": self.settings, "groups": groups, "messages": chosen}
         for network in self.networks:  # one after the other: what differs in one network is an error for all of them
-            with self.failing_together():
+            with self._failing_together():
                 check_equal_on_ranks(facts, network, self.device)
         expect(chosen in get_args(Messages), "messages", "'group', 'step' or None", messages)
         expect(chosen == "step" or not self.settings.delay, "messages", "'step' or None, with delay=1", messages)
@@ -357,7 +357,7 @@ class Engine(EngineView):
         finally:
             self.accumulates = before
 
-    def receive(self, bucket: Any) -> Future[Tensor]:
+    def _receive(self, bucket: Any) -> Future[Tensor]:
         """Take the gradients of a ``GradBucket`` and return averages in its buffer: DDP's communication hook."""
         if self.closed:
             raise RuntimeError("The engine is closed. Wrap the model again and attach a new one to train on.")
@@ -400,7 +400,7 @@ class Engine(EngineView):
                     f"others wait for them in every step: {notes}.",
                 )
 
-    def flush_next_step(self) -> None:
+    def _flush_next_step(self) -> None:
         """Exchange everything densely in the next step that counts, so that no residual is left.
 
         All ranks must call this between the same two steps; within a step, it means the one after it. A rank that does
@@ -412,7 +412,7 @@ class Engine(EngineView):
         """
         self.router.flush_asked = True
 
-    def take_pending(self) -> dict[str, Tensor]:
+    def _take_pending(self) -> dict[str, Tensor]:
         """Return the mean of the ranks' residuals, ``(1/n) sum_i residual_i``, and clear these; collective.
 
         Between two steps. The momentum of memories that have one is kept. See :func:`~lightning_sparse.flush`, which
@@ -432,7 +432,7 @@ class Engine(EngineView):
         lengths = {name: shard.length for name, shard in self.shards.items()}
         parts = [group.resized(lengths) for group in plan]
         empty = [group.name for group in parts if not group.numel]
-        for rank, names in enumerate(self.all_gather_object(empty) if lengths else ()):
+        for rank, names in enumerate(self._all_gather_object(empty) if lengths else ()):
             if names:
                 raise ValueError(
                     f"Expected groups of which each rank has some coordinates, but rank {rank} has none of group "
@@ -450,7 +450,7 @@ class Engine(EngineView):
         the end of fit, and :func:`~lightning_sparse.flush` before it sends residuals.
 
         Args:
-            optimizers: all that apply averages; None: :attr:`optimizers_in_use`.
+            optimizers: all that apply averages; None: :attr:`_optimizers_in_use`.
 
         Returns:
             Whether there was anything to apply.
@@ -465,7 +465,7 @@ class Engine(EngineView):
         self._check_between_steps("Averages can only be drained")
         if not isinstance(self.entrance, OneStepLate) or not self._record.left():
             return False
-        chosen = self.optimizers_in_use if optimizers is None else listed(optimizers)
+        chosen = self._optimizers_in_use if optimizers is None else listed(optimizers)
         if not chosen:
             raise ValueError(
                 "Expected optimizers to apply the averages of the latest backward, but none was bound to the engine, "
@@ -483,12 +483,12 @@ class Engine(EngineView):
         return True
 
     @property
-    def moment(self) -> Tensor:
+    def _moment(self) -> Tensor:
         """(1,) int64 number of exchanges and flushes that have settled here, see :meth:`state_dict`."""
         return torch.tensor([self._record.counts.number], device="cpu")
 
     @property
-    def reach(self) -> Tensor:
+    def _reach(self) -> Tensor:
         """(1,) int64 number of exchanges and flushes that have begun here: with ``delay=1``, one may be in flight."""
         flying = bool(self.settings.delay) and self.router.in_flight
         return torch.tensor([self._record.counts.settled + flying], device="cpu")
@@ -507,15 +507,15 @@ class Engine(EngineView):
 
         With ``delay=1``, an exchange in flight is joined, so that a run that is resumed goes on bit for bit; its
         averages are in the state as ``late``, on every rank. That waits for ranks which have not begun it yet. Where
-        ranks are asked at different moments, as in signal handlers, call :meth:`join_together` on all of them, and take
-        :meth:`state_now`.
+        ranks are asked at different moments, as in signal handlers, call :meth:`_join_together` on all of them, and take
+        :meth:`_state_now`.
 
         Args:
             moment: (1,) the state after so many exchanges and flushes, as another rank has taken it: this rank waits
                 until it has settled as many, and for no more. None: the latest one.
 
         Returns:
-            ``moment``: how many exchanges and flushes of this engine have settled; ``step``, ``void_steps``, ``rank``,
+            ``moment``: how many exchanges and flushes of this engine have settled; ``step``, ``skipped_steps``, ``rank``,
             ``world_size``, ``settings``; ``part``: the number of this rank among those that have other parts of the
             same gradients, and how many these are, or nothing; ``parameters`` and ``counters``: what is remembered of
             each, by name; ``spans``: which coordinates of each parameter, as first one, number, and number of all;
@@ -536,23 +536,23 @@ class Engine(EngineView):
             self.router.join()
         return self._state.take(moment)
 
-    def join_together(self, comm: TorchCollective) -> None:
+    def _join_together(self, comm: TorchCollective) -> None:
         """Bring as many exchanges to their end as every rank has begun; collective, also within signal handlers.
 
         Args:
             comm: the ranks, for the message.
         """
         if self.settings.delay:
-            begun = int(comm.all_gather(self.reach.to(self.device)).min())
+            begun = int(comm.all_gather(self._reach.to(self.device)).min())
             if begun > self._record.counts.settled:
                 self.router.join()
 
-    def state_now(self) -> dict[str, Any]:
+    def _state_now(self) -> dict[str, Any]:
         """Return :meth:`state_dict` without waiting: gradients of an exchange in flight count as absorbed."""
         return self._state.take(None)
 
-    def state_alone(self) -> dict[str, Any]:
-        """Return :meth:`state_now` after an error, when others may be gone, and ranks may be at different points.
+    def _state_alone(self) -> dict[str, Any]:
+        """Return :meth:`_state_now` after an error, when others may be gone, and ranks may be at different points.
 
         With ``delay=1``, the state of rank 0 belongs to its weights: of averages that these do not hold, the latest
         exchange counts as never made. Other ranks may have settled one exchange more: their states have what they
@@ -582,7 +582,7 @@ class Engine(EngineView):
         plan = self._state.load(state)
         return plan.misfits + plan.lost
 
-    def take_over(self, state: Mapping[str, Any], parameters: Mapping[str, Parameter]) -> list[str]:
+    def _take_over(self, state: Mapping[str, Any], parameters: Mapping[str, Parameter]) -> list[str]:
         """Continue from the state of an engine of the same parameters, whose names and groups may differ; collective.
 
         Args:
@@ -616,7 +616,7 @@ class Engine(EngineView):
     def _warn_of_what_is_left(self) -> None:
         """Warn of averages that nobody will apply, unless an error is the news, or a state holds them."""
         flying, broken = self.router.in_flight or bool(self._record.left()), self.router.failed
-        if flying and not broken and not self._state.is_taken and sys.exc_info()[0] is None and self.speaks:
+        if flying and not broken and not self._state.is_taken and sys.exc_info()[0] is None and self._speaks:
             rank_zero_warn(
                 "The engine is closed, and the averages of the latest backward were not applied to the weights. With "
                 "delay=1, call engine.drain() on all ranks when training is over."

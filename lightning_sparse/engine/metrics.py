@@ -427,7 +427,7 @@ def total_s(step: Step) -> float | None:
 
 
 @quantity("0 and up", part="steps", unit="steps", over_run="last")
-def void(step: Step) -> float | None:
+def skipped(step: Step) -> float | None:
     """Steps so far that all ranks skipped, because a gradient was not finite on some rank."""
     return step.skipped_steps
 
@@ -440,7 +440,7 @@ def without_average(step: Step) -> float | None:
 
 @quantity("0 or 1", part="steps")
 def direct(step: Step) -> float:
-    """1 if gradients are averaged as DDP does, because `fallback="dense"` found that faster; no times then."""
+    """1 if gradients are averaged as DDP does, because `fallback=True` found that faster; no times then."""
     return float(step.direct)
 
 

@@ -48,7 +48,7 @@ class Proposed(NamedTuple):
     after: GroupState
     """The state that a step that counts leaves; its memory is the group's own, which has not been settled."""
     statistics: Statistics
-    void: Tensor
+    skipped: Tensor
     """() bool: whether something was not finite on any rank."""
     divisor: Tensor | None = None
     """(u,) what averages are divided by, see :meth:`~lightning_sparse.methods.memory.Memory.divisors`."""
@@ -95,7 +95,7 @@ def reduce_group(
         A coroutine that ends with the next state and statistics.
     """
     proposed = yield from exchange_group(grad, state, ctx, memory=memory, sparsifier=sparsifier, exchange=exchange)
-    return settle_group(state, proposed, proposed.void, memory), proposed.statistics
+    return settle_group(state, proposed, proposed.skipped, memory), proposed.statistics
 
 
 def exchange_group(
@@ -163,12 +163,12 @@ def exchange_group(
         selection = _raise_alarm(acc, selection, finite)
     update = yield from meter.watch(resolve(exchange(acc, selection, ctx)))
     divisor = memory.divisors(state.memory, update, ctx)
-    handed, rounding, void = hand_over_(grad, update.indices, update.values, scale, state.candidates)
+    handed, rounding, skipped = hand_over_(grad, update.indices, update.values, scale, state.candidates)
     stamps = begin, selected, Stamp.now(grad.device)
     statistics = measure(grad.dtype, grad.numel, agreement, selection, update, ctx, meter.bytes_sent, stamps)
     named = update.union if update.named is None else update.named
     after = state if whole else GroupState(state.memory, selector, update.counts, named, state.candidates)
-    return Proposed(update._replace(values=handed), rounding, after, statistics, void, divisor)
+    return Proposed(update._replace(values=handed), rounding, after, statistics, skipped, divisor)
 
 
 def rehearse(
@@ -197,7 +197,7 @@ def rehearse(
             grad = torch.arange(numel, device=device).to(dtype)
             one = exchange_group(grad, state, small._replace(step=step), **parts, exchange=exchange, scale=scale)
             proposed, _ = drive_mirrored(one, ctx.world_size)
-            state = settle_group(state, proposed, proposed.void, memory)
+            state = settle_group(state, proposed, proposed.skipped, memory)
 
     def attempt() -> None:
         with suppress(Exception):  # kernels of parts that take no small steps are compiled in their first real one
@@ -309,16 +309,16 @@ def hand_over_(
 
     Returns:
         (u,) what the gradient got, without the scale; (u,) what its dtype has lost of it, None: nothing; and () whether
-        the step is void.
+        the step is skipped.
     """
     if static_shapes(grad.device):
         cleared = candidates is not None and candidates.cleared(grad.runs)
         return on_device.hand_over_(grad.runs[0], indices, average, scale, cleared)
-    values, handed, rounding, void = as_gradient(average, grad.dtype, scale)
+    values, handed, rounding, skipped = as_gradient(average, grad.dtype, scale)
     scatter_average_(grad, indices, values, candidates)
-    for run in grad.runs if void else ():
+    for run in grad.runs if skipped else ():
         run.fill_(float("nan"))
-    return handed, rounding, void
+    return handed, rounding, skipped
 
 
 class GroupReducer:
@@ -498,9 +498,9 @@ class GroupReducer:
             self.exchange_made = made._replace(proposed=made.proposed._replace(statistics=statistics))
 
     @property
-    def void(self) -> Tensor | None:
+    def skipped(self) -> Tensor | None:
         """() flag: a gradient of this group was not finite on some rank; None if no rank used it."""
-        return None if self.exchange_made is None else self.exchange_made.proposed.void
+        return None if self.exchange_made is None else self.exchange_made.proposed.skipped
 
     @property
     def averages(self) -> dict[str, Averages]:

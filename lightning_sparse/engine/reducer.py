@@ -360,14 +360,14 @@ class Reducer(Groups):
         Args:
             averages: buffers, and the futures that end when they hold averages.
         """
-        void = None
+        skipped = None
         if self.settings.nonfinite == "skip" and self.loss_scale() is None:  # else a scaler looks, or nobody
             for average, _ in averages:
                 average.wait()
-            void = self._anywhere_within(~torch.stack([all_finite(buffer) for _, buffer in averages]).all())
+            skipped = self._anywhere_within(~torch.stack([all_finite(buffer) for _, buffer in averages]).all())
         names = {name for name, p in self.parameters.items() if p.numel()}
         stream = None if self.on_stream.host_knows else torch.cuda.current_stream(self.device)
-        decision = Decision(void, stream, self.comm.wait_until)
+        decision = Decision(skipped, stream, self.comm.wait_until)
         self.record.settle(Kept(decision, None, frozenset(), dict.fromkeys(names)))
         self.hand_over(names)
         self.totals.add(self.direct_bytes, self.direct_bytes)
@@ -529,8 +529,8 @@ class Reducer(Groups):
             at_once: whether averages are handed over now; NaN takes the place of gradients, if the step is skipped.
         """
         with self.on_stream(), self.failing_together("in settling the step"):
-            voids = [group.void for group in self.groups if group.void is not None]
-            skipped = self._anywhere_within(any_set(voids, self.device, self.on_stream.host_knows))
+            skips = [group.skipped for group in self.groups if group.skipped is not None]
+            skipped = self._anywhere_within(any_set(skips, self.device, self.on_stream.host_knows))
             if at_once and (not self.on_stream.host_knows or skipped):
                 used = (group.arrived[name] for group in self.groups for name in group.arrived.keys() - group.unused)
                 fill_nan_(used, skipped)

@@ -166,7 +166,7 @@ class Groups:
         """Return the average of each parameter that has a residual on any rank, and forget the residuals; collective.
 
         Between two steps. The averages are ``(1/n) sum_i residual_i``, in the parameter's shape and dtype. See
-        :meth:`.Engine.take_pending`.
+        :meth:`.Engine._take_pending`.
 
         Args:
             put_together: gives averages as optimizers get them, given those of what this rank exchanges.

@@ -70,7 +70,7 @@ def count_bytes(
             and the memory, or if the sparsifier cannot serve such a group.
 
     Example:
-        >>> count_bytes("topk", 1000, world_size=4, density=0.01)
+        >>> count_bytes("top_k", 1000, world_size=4, density=0.01)
         Traffic(messages=(('all_gather', 84),), bytes_sent=252.0)
         >>> count_bytes("everything", 1000, world_size=4, density=0.01)
         Traffic(messages=(('all_reduce', 4000),), bytes_sent=6000.0)

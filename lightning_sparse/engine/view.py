@@ -48,40 +48,40 @@ class EngineView:
         self._record, self._skipped = reducer.record, reducer.skipped
 
     @property
-    def speaks(self) -> bool:
+    def _speaks(self) -> bool:
         """True on the one rank that tells users something."""
         return self.router.speaks
 
     @property
     def step(self) -> int:
-        """Number of backward passes with an exchange so far; skipped ones do not count, see :attr:`void`.
+        """Number of backward passes with an exchange so far; skipped ones do not count, see :attr:`skipped`.
 
         With ``delay=1``, those whose exchange has settled.
         """
         return self._record.counts.step
 
     @property
-    def void_steps(self) -> int:
+    def skipped_steps(self) -> int:
         """Number of steps skipped so far, because a gradient was not finite on some rank."""
-        return self._record.counts.void
+        return self._record.counts.skipped
 
     @property
-    def known_counts(self) -> Counts:
+    def _known_counts(self) -> Counts:
         """Exchanges so far, of which the host has heard whether they counted; does not wait for a device."""
         return self.router.known_counts
 
     @property
-    def void(self) -> bool:
+    def skipped(self) -> bool:
         """True if ``.grad`` belongs to a skipped step: a gradient of some rank was not finite.
 
         All ranks then hold NaN gradients, and finite ones wait in the residuals. The optimizer must skip the step, as a
         ``GradScaler`` does and as the strategies do with ``nonfinite="skip"``. On a device, asking waits for the
         exchange; with ``nonfinite="nan"`` and no loss scale, the answer there is always False.
         """
-        return self._record.void
+        return self._record.skipped
 
     @property
-    def held(self) -> Set[str]:
+    def _held(self) -> Set[str]:
         """Names of the parameters of optimizers that were bound or have stepped; empty: no optimizer is known."""
         return self._record.held
 
@@ -89,7 +89,7 @@ class EngineView:
     def length_changes(self) -> LengthChanges:
         """Number of times that this rank clipped a group's gradient to twice its usual length, or rescaled a residual.
 
-        With :class:`~lightning_sparse.SecondMoment`, from the first step on, also before a checkpoint; waits for the
+        With :class:`.SecondMoment`, from the first step on, also before a checkpoint; waits for the
         device.
         """
         return _length_changes(self.groups) or LengthChanges(0, 0)
@@ -118,7 +118,7 @@ class EngineView:
         self.router.totals = totals
 
     @property
-    def direct(self) -> bool:
+    def _direct(self) -> bool:
         """True if buckets are averaged just as DDP does, past the groups."""
         return self.router.direct
 
@@ -147,7 +147,7 @@ class EngineView:
             RuntimeError: within a step.
         """
         step = self.latest_step()
-        return {} if step is None else summarize(step, self.mean_over_ranks)
+        return {} if step is None else summarize(step, self._mean_over_ranks)
 
     def latest_step(self) -> Step | None:
         """Return this rank's statistics of all groups in the latest step, between two steps; None before the first one.
@@ -170,7 +170,7 @@ class EngineView:
             statistics,
             [group.residual_norm() for group in self.groups],
             reducer.exposed_ms(),
-            self.void_steps,
+            self.skipped_steps,
             reducer.direct,
             reducer.shared_bytes,
             self.totals,
@@ -190,7 +190,7 @@ class EngineView:
             if group.ran and group.statistics is not None:
                 changes = _length_changes([group])
                 step = Step([group.statistics], [group.residual_norm()], length_changes=changes)
-                summaries[group.plan.name] = summarize(step, self.mean_over_ranks)
+                summaries[group.plan.name] = summarize(step, self._mean_over_ranks)
         return summaries
 
     def residual(self, name: str) -> Tensor | None:
@@ -219,7 +219,7 @@ class EngineView:
         self._check_not_within(what)
         self.router.join()
 
-    def mean_over_ranks(self, x: Tensor) -> Tensor:
+    def _mean_over_ranks(self, x: Tensor) -> Tensor:
         """Return the mean over ranks of a small vector on the CPU; collective."""
         if self.closed and self.comm.world_size > 1:
             raise RuntimeError(
@@ -230,14 +230,14 @@ class EngineView:
         return x.cpu()
 
     @contextmanager
-    def failing_together(self) -> Iterator[None]:
+    def _failing_together(self) -> Iterator[None]:
         """Raise an error of the block on all ranks, also on those that have other parts; collective at its end."""
         with ExitStack() as stack:
             for network in reversed(self.networks):
                 stack.enter_context(failing_together(network, self.device))
             yield
 
-    def all_gather_object(self, what: T) -> list[T]:
+    def _all_gather_object(self, what: T) -> list[T]:
         """Return small objects of all ranks, also of those that have other parts, in the order of :attr:`rank`."""
         found = [what]
         for network in reversed(self.networks):
@@ -252,19 +252,19 @@ class EngineView:
     @property
     def world_size(self) -> int:
         """Number of all ranks, also of those that have other parts."""
-        return self.comm.world_size * self.ranks_of_a_replica
+        return self.comm.world_size * self._ranks_of_a_replica
 
     @property
-    def ranks_of_a_replica(self) -> int:
+    def _ranks_of_a_replica(self) -> int:
         """Number of ranks that exchange the parts of a replica or of a node's mean; 1 where each exchanges all."""
         return self.router.within.world_size
 
     @property
-    def exchanging(self) -> int:
+    def _exchanging(self) -> int:
         """Number of ranks, or of nodes, that exchange gradients; 1 where the only node trains densely."""
-        return 1 if self.router.settings.node_size and self.ranks_of_a_replica == 1 else self.comm.world_size
+        return 1 if self.router.settings.node_size and self._ranks_of_a_replica == 1 else self.comm.world_size
 
-    def sum_within(self, x: Tensor) -> Tensor:
+    def _sum_within(self, x: Tensor) -> Tensor:
         """Return the sum of a small vector on the CPU over the ranks that hold the parts of a replica; collective."""
         whole = self.router.parts is not None or self.router.within.world_size == 1
         return x if whole else self.router.within.all_reduce(x.to(self.device)).cpu()

@@ -87,12 +87,12 @@ class Accelerated:
             go_on(self.engine, left)
         stepped = [stepping(optimizer) for optimizer in optimizers]
         if list(map(id, stepped)) != list(map(id, self._optimizers)):
-            with self.engine.failing_together():
+            with self.engine._failing_together():
                 self.engine.bind(stepped)
             self._optimizers = stepped
         if limit is not None and limit > 0:
             for optimizer in stepped:
-                self.engine.clip_in_place_of_averages(float(limit), "norm", optimizer, known=not self.engine.step)
+                self.engine._clip_in_place_of_averages(float(limit), "norm", optimizer, known=not self.engine.step)
         return self.engine
 
     def _take_place(self, ddp: Any) -> None:
@@ -171,7 +171,7 @@ class Accelerated:
         mine = [one for one in self._optimizers if ids_of(one) & here]
         alone = here <= set().union(*map(ids_of, mine))  # a norm over parameters of other engines, too, is not known
         if self.engine is not None and by_euclid and 0 < limit < math.inf and mine and alone:
-            done = [self.engine.clip_in_place_of_averages(float(limit), algorithm, one) for one in mine]
+            done = [self.engine._clip_in_place_of_averages(float(limit), algorithm, one) for one in mine]
             if all(done):
                 limit = math.inf
         if algorithm == "value":
@@ -242,7 +242,7 @@ class Accelerated:
         """End; return the state for the next engine."""
         left = None
         if self.engine is not None and self.engine.step:
-            self.engine.end_batch()
+            self.engine._end_batch()
             left = Left.by(self.engine)
         self.end()
         return left

@@ -46,7 +46,7 @@ class ResidualAudit(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """Record the update; log on logging steps."""
         engine = self.engine_of(trainer)
-        if engine is None or engine.direct:
+        if engine is None or engine._direct:
             return
         latest = _latest(engine)
         if latest.keys() <= self._seen.keys():  # no exchange since the last batch
@@ -76,7 +76,7 @@ def _latest(engine: Engine) -> dict[int, Statistics]:
 
 def _norm(engine: Engine) -> float:
     norm = sum(group.residual_norm() ** 2 for group in engine.groups) ** 0.5
-    return float(engine.mean_over_ranks(torch.tensor([norm], dtype=torch.float64, device="cpu")))
+    return float(engine._mean_over_ranks(torch.tensor([norm], dtype=torch.float64, device="cpu")))
 
 
 class Ages:
@@ -91,7 +91,7 @@ class Ages:
         groups = [group for group in engine.groups if not group.plan.dense]
         if list(self._last) != groups:
             self._last = _carried(self._last, groups)
-        if engine.device.type == "cpu" and engine.void:
+        if engine.device.type == "cpu" and engine.skipped:
             return
         self._steps += 1
         for group in groups:

@@ -46,8 +46,8 @@ class DensityError(_MeanOverSteps):
     Example:
         >>> import torch, lightning_sparse as ls
         >>> stream = torch.randn(5, 4, 1000, generator=torch.Generator().manual_seed(0))
-        >>> metric = ls.DensityError()
-        >>> for trace in ls.simulate(stream, sparsifier="topk", density=0.01):
+        >>> metric = ls.metrics.DensityError()
+        >>> for trace in ls.simulate(stream, sparsifier="top_k", density=0.01):
         ...     metric.update(trace.ranks[0])
         >>> print(f"{float(metric.compute()):.3f}")  # 4 ranks pick 1 % each, and hardly ever the same
         0.029
@@ -78,8 +78,8 @@ class Traffic(Metric):
     Example:
         >>> import torch, lightning_sparse as ls
         >>> stream = torch.randn(5, 4, 1000, generator=torch.Generator().manual_seed(0))
-        >>> metric = ls.Traffic()
-        >>> for trace in ls.simulate(stream, sparsifier="topk", density=0.01):
+        >>> metric = ls.metrics.Traffic()
+        >>> for trace in ls.simulate(stream, sparsifier="top_k", density=0.01):
         ...     metric.update(trace.ranks[0])
         >>> {name: round(float(value), 4) for name, value in metric.compute().items()}
         {'total_mb': 0.0013, 'dense_total_mb': 0.03, 'ratio': 23.8095}

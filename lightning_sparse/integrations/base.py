@@ -201,7 +201,7 @@ class SparseStrategy:
         engines = [engine for engine in self.engines if any(id(p) in held for p in engine.parameters.values())]
         if len(engines) != 1:
             return False
-        return engines[0].clip_in_place_of_averages(float(limit or 0.0), algorithm, optimizer, known)
+        return engines[0]._clip_in_place_of_averages(float(limit or 0.0), algorithm, optimizer, known)
 
     def _mean_over_ranks(self, numbers: Mapping[str, float]) -> dict[str, float]:
         comm, own = TorchCollective(), torch.tensor(list(numbers.values()), dtype=torch.float64, device="cpu")
@@ -220,7 +220,7 @@ class SparseStrategy:
         load = partial(self.checkpoint_io.load_checkpoint, weights_only=True)
         restore(engine, path, marker, load, config.resize, config.strict_resume, dense=own is None)
 
-    def _skip_void(self, optimizer: Any, precision: Any, *, drop: bool = False) -> None:
+    def _ignore_skipped(self, optimizer: Any, precision: Any, *, drop: bool = False) -> None:
         """Let the optimizer skip a step with non-finite gradients, if no loss scaler does so.
 
         Args:
@@ -232,7 +232,7 @@ class SparseStrategy:
         if self.config.nonfinite != "skip" or (scaler is not None and scaler.is_enabled()):
             return
         for engine in self.engines:
-            (engine.drop_void if drop else engine.skip_void)(optimizer)
+            (engine.drop_skipped if drop else engine.ignore_skipped)(optimizer)
 
 
 def planner_of(engine: Engine | None) -> Planner | None:

@@ -74,7 +74,7 @@ class GradientDistribution(Callback):
             return
         engine = self.engine_of(trainer)
         parameters = trained_parameters(trainer.lightning_module) if engine is None else engine.parameters
-        plan = [] if engine is None or engine.direct else [group for group in engine.plan if not group.dense]
+        plan = [] if engine is None or engine._direct else [group for group in engine.plan if not group.dense]
         largest = sorted(plan, key=lambda group: -group.numel)[: self.most]
         self._groups = {group.name: [p.name for p in group.parameters] for group in largest}
         self._groups = self._groups or {WHOLE: list(parameters)}

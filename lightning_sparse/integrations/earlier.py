@@ -97,7 +97,7 @@ def _taken_over(engine: Engine, left: Left | None) -> str:
             field: {name: own for name, own in left.state[field].items() if name not in changed}
             for field in ("pending", "late")
         }
-        lost = engine.take_over({**left.state, "parameters": remembered, **averages}, here)
+        lost = engine._take_over({**left.state, "parameters": remembered, **averages}, here)
     except ValueError as error:
         return f"{anew}: {error}"
     if dropped := sorted(changed & waits):

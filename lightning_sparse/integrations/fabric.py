@@ -126,7 +126,7 @@ class SparseFabricMixin(SparseStrategy, ParallelStrategy):
                 applying.insert(0, one)
             if any(one is late for late in self._late):  # replaces earlier ones of another kind
                 replaced.setdefault(kind, set()).update(held)
-        with engine.failing_together():
+        with engine._failing_together():
             engine.bind(applying)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
@@ -140,10 +140,10 @@ class SparseFabricMixin(SparseStrategy, ParallelStrategy):
     def clip_gradients_norm(self, module: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Clip as Fabric does; drop non-finite gradients before the norm is computed if no loss scaler skips the step.
 
-        If :meth:`.Engine.clip_in_place_of_averages` applies, each rank's gradients are clipped from the next step on,
+        If :meth:`.Engine._clip_in_place_of_averages` applies, each rank's gradients are clipped from the next step on,
         before the exchange, and averages are not clipped.
         """
-        self._skip_void(optimizer, self.precision, drop=True)
+        self._ignore_skipped(optimizer, self.precision, drop=True)
         given = inspect.signature(super().clip_gradients_norm).bind(module, optimizer, *args, **kwargs)
         values = given.arguments
         if values.get("norm_type", 2.0) == 2.0 and self._clips_locally(optimizer, values["max_norm"], "norm"):
@@ -205,7 +205,7 @@ class FabricSparseDDPMixin(SparseFabricMixin, DDPStrategy):
 
     Example:
         >>> import lightning_sparse as ls
-        >>> strategy = ls.FabricSparseDDPStrategy(sparsifier="topk", density=0.01, dense=["*.bias"])
+        >>> strategy = ls.FabricSparseDDPStrategy(sparsifier="top_k", density=0.01, dense=["*.bias"])
         >>> strategy.config.exchange
         GatherPairs()
         >>> ls.FabricSparseDDPStrategy(densty=0.01)

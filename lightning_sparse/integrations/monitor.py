@@ -54,7 +54,7 @@ class SparsityMonitor(Callback):
         >>> trainer = Trainer(strategy="sparse_ddp", devices=2, accelerator="cpu", logger=False,
         ...                   callbacks=[ls.SparsityMonitor(groups=True)], enable_model_summary=False)
         >>> dense = Trainer(strategy="ddp", devices=1, accelerator="cpu", logger=False,
-        ...                 callbacks=[ls.SparsityMonitor(shadow=["topk", "exdyna"])], enable_model_summary=False)
+        ...                 callbacks=[ls.SparsityMonitor(shadow=["top_k", "exdyna"])], enable_model_summary=False)
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class SparsityMonitor(Callback):
             define_axes(logger)
         if engine is None:
             if not self.shadow:
-                also = ", let sparsifiers look on with SparsityMonitor(shadow=['topk']),"
+                also = ", let sparsifiers look on with SparsityMonitor(shadow=['top_k']),"
                 self.warn_that_nothing_is_sparse(trainer, "log", also)
             return
         self._logged_step, self._plan = engine.step, []
@@ -133,7 +133,7 @@ class SparsityMonitor(Callback):
         step = engine.latest_step()
         if step is None:  # no parameter was used, or groups have just been replaced
             return
-        summary = summarize(step, engine.mean_over_ranks)
+        summary = summarize(step, engine._mean_over_ranks)
         summary |= {name: float(metric(step)) for name, metric in self.metrics.items()}
         self.traffic.update(step)
         self.log_numbers(pl_module, {"density": summary.pop("density")}, prog_bar=True)

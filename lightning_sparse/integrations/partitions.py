@@ -100,7 +100,7 @@ def _ranges(engine: Engine, group: Any) -> Any:
 def ranges_of(engine: Engine, most: int) -> list[Range]:
     """Return the ranges of the latest step, of the largest groups."""
     found = []
-    groups = [] if engine.direct else [group for group in engine.groups if not group.plan.dense and group.ran]
+    groups = [] if engine._direct else [group for group in engine.groups if not group.plan.dense and group.ran]
     for group in sorted(groups, key=lambda group: -group.plan.numel)[:most]:
         ranges, known = _ranges(engine, group), group.statistics
         if ranges is not None and known is not None:

@@ -130,12 +130,12 @@ class Shadow:
         steps = [group.exchange_steps(ctx) for group, ctx in zip(groups, contexts, strict=True)]
         drive_together(steps, comm, recorder.send)
         end = Stamp.now(self._device)
-        flags = [group.void for group in groups if group.void is not None]
-        void = any_set(flags, self._device, self._device.type == "cpu")
+        flags = [group.skipped for group in groups if group.skipped is not None]
+        skipped = any_set(flags, self._device, self._device.type == "cpu")
         for group in groups:
-            group.settle(void)
+            group.settle(skipped)
             group.end_step()
-        if bool(void):
+        if bool(skipped):
             return None
         waited = sum(message.begin.until(message.end) for message in recorder.messages)
         seconds = max(0.0, begin.until(end) - waited) / 1e3

@@ -40,7 +40,7 @@ class Telling:
     def start(self, engine: Engine, config: SparsificationConfig) -> None:
         """Log the start of fit, when the settings of the first step are known."""
         trainer = self._trainer
-        self._before = Counted(self.totals.state_dict(), engine.step, engine.void_steps)
+        self._before = Counted(self.totals.state_dict(), engine.step, engine.skipped_steps)
         self.totals.start()
         if not trainer.is_global_zero:
             return
@@ -56,7 +56,7 @@ class Telling:
         now, before = (
             {name: fmean(one.get(name, 0.0) for one in each) for name in own} for each in zip(*ranks, strict=True)
         )
-        end = Counted(now, engine.step, engine.void_steps)
+        end = Counted(now, engine.step, engine.skipped_steps)
         line = at_end(engine, self._before._replace(totals=before), end)
         if line and self._trainer.is_global_zero:
             if self._watched:

@@ -72,7 +72,7 @@ class _DrainFirst(Callback):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Apply them; the strategy's own hook comes behind those of all callbacks."""
         engine = self.engine_of(trainer)
-        if engine is not None and engine.optimizers_in_use:
+        if engine is not None and engine._optimizers_in_use:
             engine.drain()
 
 
@@ -181,7 +181,7 @@ class SparseTrainerMixin(SparseStrategy, ParallelStrategy):
 
             def then_skip() -> Any:
                 result = closure()
-                self._skip_void(optimizer, self.precision_plugin)
+                self._ignore_skipped(optimizer, self.precision_plugin)
                 hold.start(SAVING)
                 return result
 
@@ -194,7 +194,7 @@ class SparseTrainerMixin(SparseStrategy, ParallelStrategy):
 
     def _follow_optimizers(self, engine: Engine) -> None:
         """Bind the current optimizers to the engine; let it clip gradients instead of averages, if that is better."""
-        with engine.failing_together():
+        with engine._failing_together():
             engine.bind(self.optimizers)
         self._shown = list(self.optimizers)
         module: Any = self.lightning_module
@@ -215,7 +215,7 @@ class SparseTrainerMixin(SparseStrategy, ParallelStrategy):
         """Count averages as applied when a batch is over, even if not all of its optimizers have taken a step."""
         batches = self._trainer.fit_loop.epoch_loop.batch_progress.current
         if batches.ready == batches.processed:
-            engine.end_batch()
+            engine._end_batch()
 
     def teardown(self) -> None:
         """Close the engine, then everything else."""
@@ -279,7 +279,7 @@ class SparseDDPMixin(SparseTrainerMixin, DDPStrategy):
 
     Example:
         >>> import lightning_sparse as ls
-        >>> strategy = ls.SparseDDPStrategy(sparsifier="topk", density=0.01, dense=["*.bias"])
+        >>> strategy = ls.SparseDDPStrategy(sparsifier="top_k", density=0.01, dense=["*.bias"])
         >>> strategy.config.exchange
         GatherPairs()
         >>> ls.SparseDDPStrategy(sparsifier="exdina")
@@ -389,7 +389,7 @@ class SparseDDPMixin(SparseTrainerMixin, DDPStrategy):
     def _wrap_again(self) -> None:
         """Wrap the model in a new DDP, for the parameters that need gradients now, and keep all residuals."""
         assert self.engine is not None
-        self.engine.end_batch()
+        self.engine._end_batch()
         self._left = Left.by(self.engine)
         self._close_engine()
         wrapped: Any = self.model

@@ -109,7 +109,7 @@ def accumulate_(acc: Tensor, runs: Sequence[Tensor], decay: float, candidates: C
 def weigh_(
     acc: Tensor, second: Tensor, score: Tensor, runs: Sequence[Tensor], by: Weights, candidates: Candidates | None
 ) -> Tensor:
-    """Form residual, second moment and score of :class:`~lightning_sparse.SecondMoment`.
+    """Form residual, second moment and score of :class:`.SecondMoment`.
 
     ``acc = carry acc + g`` and ``second = keep second + (1 - beta2) g^2``, at most the largest number, in place; the
     gradient, ``g = take grad``, is rounded to its own precision. A coordinate at which acc would not be finite is left

@@ -327,7 +327,7 @@ def subtract_at_(x: Tensor, indices: Tensor, values: Tensor | None, skipped: Ten
 
 
 def need(plain: Callable[..., Any], state: Sequence[Tensor], union: Tensor | None, *facts: float) -> Any:
-    """Do the work of :func:`.union_topk._followed`, which is ``plain``."""
+    """Do the work of :func:`.union_top_k._followed`, which is ``plain``."""
     kernel, what = _kernel("numbers", "follow"), ("need", state[0].device, union is None, *facts[3:])
     attempt = partial(_rehearse_need, (kernel, plain), state, union, facts[3:])
     works = on_cuda.takes(state[0]) and on_cuda.tried(what, attempt)

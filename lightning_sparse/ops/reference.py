@@ -164,7 +164,7 @@ def strongest(x: Tensor, k: int, left_out: Tensor | None = None, most: int = 0) 
     """The k largest magnitudes, in descending order, and their places.
 
     Of many elements, the largest of each *cell*, a few neighbours, are found in one pass; the k largest of all lie in
-    the k cells with the largest of these. ``topk`` alone takes seven passes.
+    the k cells with the largest of these. ``top_k`` alone takes seven passes.
 
     Args:
         x: (c,) values, which may lie apart: a pass over them then reads what lies between, too.
@@ -417,20 +417,20 @@ def mean_and_maximum(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.minimum(total / x.numel(), largest), largest  # also where the sum overflows
 
 
-def scatter_(x: Tensor, indices: Tensor | None, values: Tensor, void: Tensor) -> None:
+def scatter_(x: Tensor, indices: Tensor | None, values: Tensor, skipped: Tensor) -> None:
     """``x = 0``, and ``x[indices] = values``; NaN everywhere if the flag is set.
 
     Args:
         x: (numel,) or (numel + 1,), overwritten; what a spare slot holds afterwards is not defined.
         indices: (u,) int64 coordinates, and maybe the padding index, whose values are 0; None: all in order.
         values: (u,) in x's dtype; where a coordinate is repeated, so is its value.
-        void: () bool.
+        skipped: () bool.
     """
     if indices is None:  # a product, unlike a sum, leaves the sign of zero
-        torch.mul(values, torch.where(void, torch.nan, 1.0).to(values.dtype), out=x[: values.numel()])
+        torch.mul(values, torch.where(skipped, torch.nan, 1.0).to(values.dtype), out=x[: values.numel()])
         return
-    x.copy_(torch.where(void, torch.nan, 0.0))
-    values = values.masked_fill(void, torch.nan)
+    x.copy_(torch.where(skipped, torch.nan, 0.0))
+    values = values.masked_fill(skipped, torch.nan)
     # There may be no spare slot. Padding then goes where some value goes, with that value; or to the end, with its own.
     place, first = indices.min(0)
     no_pick = indices >= x.numel()
@@ -499,9 +499,9 @@ def hand_over_(
     grad: Tensor, indices: Tensor | None, average: Tensor, scale: Tensor | None, cleared: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Put an average into the gradient's place, see :func:`.on_device.hand_over_`."""
-    values, handed, rounding, void = as_gradient(average, grad.dtype, scale)
-    scatter_(grad, indices, values, void)
-    return handed, rounding, void
+    values, handed, rounding, skipped = as_gradient(average, grad.dtype, scale)
+    scatter_(grad, indices, values, skipped)
+    return handed, rounding, skipped
 
 
 def _inside(x: Tensor, span: Span) -> Tensor:

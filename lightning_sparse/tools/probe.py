@@ -149,7 +149,7 @@ def expect_on(
     """
     check_numbers(parameters, rtt)
     known = links.network.ranks
-    method = Method("union_topk", density, links.sparse, second_moments=True)
+    method = Method("union_top_k", density, links.sparse, second_moments=True)
     for n, rate in scenarios(known, ranks, gbit):
         near = links.network if (n, rate) == (known, None) else links.network.between(n, rate and rate * 1e9)
         cost = links.sparse if near is links.network else method.between(known, n, near).cost

@@ -14,7 +14,7 @@ from lightning_sparse.engine.optimizers.kinds import groups_with, holds, steppin
 
 ADAM = (
     "torch's AdamW or lightning_sparse.AdamW with a sparsifier whose exchange carries second moments, such as "
-    "'union_topk'"
+    "'union_top_k'"
 )
 OTHERS = f"Use torch's SGD, or {ADAM}; or keep the parameters that it steps dense, for instance dense=['*.weight']."
 MEANT = "memory='residual' says that it is meant so."

@@ -24,7 +24,7 @@ from lightning_sparse.methods.grouping import ParameterSize, make_plan
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE
 
-SPARSE: dict[str, Any] = {"rules": EVERYTHING_SPARSE, "sparsifier": "topk", "density": 0.1}
+SPARSE: dict[str, Any] = {"rules": EVERYTHING_SPARSE, "sparsifier": "top_k", "density": 0.1}
 
 
 class Spare(nn.Module):
@@ -95,9 +95,9 @@ def told_of_wrong_arguments() -> list[str]:
     engine = ls.attach(DistributedDataParallel(nn.Linear(60, 60)), **SPARSE)
     calls = {
         "optimizer": (
-            engine.skip_void,
-            engine.drop_void,
-            engine.takes_steps_of,
+            engine.ignore_skipped,
+            engine.drop_skipped,
+            engine._takes_steps_of,
             partial(engine.clip_gradients, 1.0, "norm"),
         ),
         "observer": (engine.add_observer,),
@@ -312,19 +312,19 @@ def test_ranks_with_other_parameters_are_told_which(three_ranks: Ranks) -> None:
             assert "renamed" in said
 
 
-class Failing(ls.Sparsifier):
+class Failing(ls.sparsifiers.Sparsifier):
     """Cannot begin on rank 1."""
 
-    agreement = ls.TopK.agreement
+    agreement = ls.sparsifiers.TopK.agreement
     exchange = "gather_pairs"
 
     def init(self, *args: Any) -> Any:
         if dist.get_rank() == 1:
             raise ArithmeticError("no state on rank 1")
-        return ls.TopK().init(*args)
+        return ls.sparsifiers.TopK().init(*args)
 
     def select(self, acc: Tensor, state: Any, ctx: Any) -> Any:
-        return ls.TopK().select(acc, state, ctx)
+        return ls.sparsifiers.TopK().select(acc, state, ctx)
 
     def __repr__(self) -> str:
         return "Failing()"

@@ -19,7 +19,7 @@ from tests.covering import by_default, covering, in_turns
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE, flat, make_trainer
 
-SPARSE: dict[str, Any] = {"sparsifier": "topk", "density": 0.05, "rules": EVERYTHING_SPARSE, "watch": None}
+SPARSE: dict[str, Any] = {"sparsifier": "top_k", "density": 0.05, "rules": EVERYTHING_SPARSE, "watch": None}
 LR = 0.1
 
 
@@ -98,7 +98,7 @@ def flush_sgd(options: dict[str, Any], view: bool) -> dict[str, Any]:
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"sparsifier": "exdyna"},
-    {"grouping": "layer", "sparsifier": "union_topk"},
+    {"grouping": "layer", "sparsifier": "union_top_k"},
     {"executor": "inline"},
 ]
 
@@ -137,9 +137,9 @@ def train_then_flush(options: dict[str, Any]) -> tuple[Any, Any, float]:
     return moved, own, norm
 
 
-@pytest.mark.parametrize("sparsifier", by_default(["union_topk", "exdyna", "topk", "shared_topk"], 2))
+@pytest.mark.parametrize("sparsifier", by_default(["union_top_k", "exdyna", "top_k", "shared_top_k"], 2))
 def test_over_a_run_all_gradients_arrive(two_ranks: Ranks, sparsifier: str) -> None:
-    options = {"sparsifier": sparsifier, "exchange": "reduce_union" if sparsifier == "union_topk" else None}
+    options = {"sparsifier": sparsifier, "exchange": "reduce_union" if sparsifier == "union_top_k" else None}
     (moved, own0, norm), (_, own1, _) = two_ranks(train_then_flush, options)
     assert norm > 0
     np.testing.assert_allclose(moved, -LR * (own0 + own1) / 2, rtol=0, atol=1e-14)
@@ -160,7 +160,7 @@ def flush_after(options: dict[str, Any], kind: str) -> tuple[bool, float]:
 
 @pytest.mark.parametrize("kind", ["momentum", "adam"])
 def test_where_nothing_is_pending_there_is_no_step(two_ranks: Ranks, kind: str) -> None:
-    for options in ({"density": 1.0}, {"memory": ls.NoMemory()}, {"dense": ["*"]}):
+    for options in ({"density": 1.0}, {"memory": ls.memories.NoMemory()}, {"dense": ["*"]}):
         assert two_ranks(flush_after, options, kind) == [(True, 0.0)] * 2
     assert [same for same, _ in two_ranks(flush_after, {}, kind)] == [False, False]
 

@@ -89,7 +89,7 @@ def law(replicas: int, ranks: int, steps: int, skipped: int) -> list[dict[str, A
     mesh = grid(replicas, ranks)
     me, (replica, _) = dist.get_rank(), mesh.get_coordinate()
     model = fully_shard(Given(SHAPES), mesh=mesh["shard"])
-    engine = engine_of(model, mesh, sparsifier="topk", rules=ls.Rules(dense_ndim=0, dense_numel=0))
+    engine = engine_of(model, mesh, sparsifier="top_k", rules=ls.Rules(dense_ndim=0, dense_numel=0))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     engine.bind([optimizer])
     absorbed = {name: torch.zeros_like(part(p)) for name, p in model.named_parameters()}
@@ -114,11 +114,11 @@ def law(replicas: int, ranks: int, steps: int, skipped: int) -> list[dict[str, A
             mean = torch.stack([one[name.partition(".")[0]] for one in mine]).mean(0)
             absorbed[name] += distribute_tensor(mean, p.device_mesh, p.placements).to_local()
         lost = [_lost(engine, model, absorbed, mesh)]
-        void = engine.void
-        engine.skip_void(optimizer)
+        skipped = engine.skipped
+        engine.ignore_skipped(optimizer)
         optimizer.step()
         lost.append(_lost(engine, model, absorbed, mesh))
-        looks.append({"void": void, "weights": weights(model), "lost": lost})
+        looks.append({"skipped": skipped, "weights": weights(model), "lost": lost})
     engine.close()
     return looks
 
@@ -143,7 +143,7 @@ def _lost(engine: ls.Engine, model: torch.nn.Module, absorbed: dict[str, Tensor]
 def test_no_part_loses_anything_and_a_nan_in_one_part_skips_all(four_ranks: Ranks, shape: tuple[int, int]) -> None:
     of_ranks = four_ranks(law, *shape, 7, 3)
     for step, looks in enumerate(zip(*of_ranks, strict=True)):
-        assert [look["void"] for look in looks] == [step == 3] * 4
+        assert [look["skipped"] for look in looks] == [step == 3] * 4
         assert all(look["lost"] == [0.0, 0.0] for look in looks)
         for look in looks[1:]:
             assert all(torch.equal(look["weights"][name], w) for name, w in looks[0]["weights"].items())
@@ -167,7 +167,7 @@ def many(kind: str, density: float, steps: int) -> dict[str, Any]:
         optimizer.zero_grad()
         loss = mse_loss(model(x), y)
         loss.backward()
-        engine.skip_void(optimizer)
+        engine.ignore_skipped(optimizer)
         optimizer.step()
         losses.append(float(loss.detach()))
         for w in weights(model).values() if len(losses) % 4 == 0 else ():
@@ -350,7 +350,7 @@ def ways_to_be_refused() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "of this replica", lambda: ls.attach_hsdp(built(mesh=mesh["replicate"]), mesh)
     yield "bfloat16", lambda: ls.attach_hsdp(built(), mesh, scaler=torch.amp.GradScaler("cpu"))
     yield "profile", lambda: ls.attach_hsdp(built(), mesh, grouping="optimal_merge")
-    yield "fallback", lambda: ls.attach_hsdp(built(), mesh, fallback="dense")
+    yield "fallback", lambda: ls.attach_hsdp(built(), mesh, fallback=True)
     yield "messages", lambda: ls.attach_hsdp(built(), mesh, messages="group")
     yield "density", lambda: ls.attach_hsdp(built(), mesh, densty=0.1)
     few = grid(1, 4)
@@ -484,7 +484,9 @@ def decayed(native: bool) -> dict[str, Tensor]:
     mesh = grid(2, 2)
     model = sharded(made(), mesh["shard"])
     start = weights(model)
-    engine = engine_of(model, mesh, density=1.0, **({} if native else {"memory": ls.WeightDecay(0.5, min_ndim=2)}))
+    engine = engine_of(
+        model, mesh, density=1.0, **({} if native else {"memory": ls.memories.WeightDecay(0.5, min_ndim=2)})
+    )
     gradients = LocalGradients(trained_parameters(model))
     gradients.start()
     backward(model, next(iter(batches(1))), engine)
@@ -512,7 +514,7 @@ def parked(folder: str) -> tuple[float, float]:
         optimizer.step()
     before, state = engine.residual("first.weight").clone(), engine.state_dict()
     engine.close()
-    sparse = {"sparsifier": "topk", "rules": ls.Rules(dense_ndim=0, dense_numel=0)}
+    sparse = {"sparsifier": "top_k", "rules": ls.Rules(dense_ndim=0, dense_numel=0)}
     model.get_submodule("first").weight.requires_grad_(False)
     engine = engine_of(model, mesh, **sparse)
     engine.load_state_dict(state)

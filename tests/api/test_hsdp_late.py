@@ -49,7 +49,7 @@ def averages(shape: tuple[int, int], settings: dict[str, Any], delay: int) -> li
     return found
 
 
-SETTINGS: list[dict[str, Any]] = [{"sparsifier": "topk"}, {"memory": ls.SecondMoment()}, {"density": 1.0}]
+SETTINGS: list[dict[str, Any]] = [{"sparsifier": "top_k"}, {"memory": ls.memories.SecondMoment()}, {"density": 1.0}]
 
 
 def shifted(shape: tuple[int, int], every: list[dict[str, Any]]) -> list[str]:
@@ -173,7 +173,7 @@ def save_some(path: Path) -> dict[str, Tensor]:
     """The mean of all that replicas of 2 x 2 have absorbed, without what is in the weights."""
     mesh = grid(2, 2)
     model = fully_shard(Given(SHAPES), mesh=mesh["shard"])
-    engine = engine_of(model, mesh, sparsifier="topk", rules=EVERYTHING_SPARSE, delay=1)
+    engine = engine_of(model, mesh, sparsifier="top_k", rules=EVERYTHING_SPARSE, delay=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     engine.bind([optimizer])
     for step in range(6):
@@ -195,13 +195,13 @@ def load_some(path: Path, replicas: int, ranks: int, delay: int) -> dict[str, Te
     mesh = grid(replicas, ranks)
     model = fully_shard(Given(SHAPES), mesh=mesh["shard"])
     settings: dict[str, Any] = {"single_device": "sparse", "delay": delay}
-    engine = engine_of(model, mesh, sparsifier="topk", rules=EVERYTHING_SPARSE, **settings)
+    engine = engine_of(model, mesh, sparsifier="top_k", rules=EVERYTHING_SPARSE, **settings)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     engine.bind([optimizer])
     assert not load_sharded(engine, path, "six")
     engine.drain()
     drained = weights(model)
-    means = {name: whole(pending) for name, pending in engine.take_pending().items()}
+    means = {name: whole(pending) for name, pending in engine._take_pending().items()}
     engine.close()
     return {name: mean - drained[name] for name, mean in means.items()}
 

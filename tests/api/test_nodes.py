@@ -104,7 +104,7 @@ def test_density_1_differs_from_a_sum_by_the_rounding_of_three_additions(four_ra
 
 def summed(options: dict[str, Any], steps: int) -> dict[str, Any]:
     """SGD at rate 1 of integers: what has become of all gradients."""
-    ddp, engine = wrapped(2, sparsifier="topk", **options)
+    ddp, engine = wrapped(2, sparsifier="top_k", **options)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
     engine.bind([optimizer])
     start = weights(ddp)
@@ -139,7 +139,7 @@ def test_nothing_of_a_part_is_lost(four_ranks: Ranks) -> None:
 
 def averages_of_a_step(step: int) -> dict[str, Tensor]:
     """Those of a step, given that all before it were exchanged in the same way."""
-    ddp, engine = wrapped(2, sparsifier="topk")
+    ddp, engine = wrapped(2, sparsifier="top_k")
     for now in range(step + 1):
         ddp.zero_grad()
         ddp(here(now, integers)).backward()
@@ -165,7 +165,9 @@ def with_adamw(steps: int) -> list[dict[str, Tensor]]:
 def test_adamw_divides_by_what_the_parts_were_exchanged_with(four_ranks: Ranks) -> None:
     steps, names = 4, NAMES[::-1]
     parts = [
-        ls.simulate(stream(steps, 2, 2, place, names), sparsifier="union_topk", density=0.05, memory=ls.SecondMoment())
+        ls.simulate(
+            stream(steps, 2, 2, place, names), sparsifier="union_top_k", density=0.05, memory=ls.memories.SecondMoment()
+        )
         for place in range(2)
     ]
     expected = weights(Linear())
@@ -183,7 +185,7 @@ def clipped(limit: float, algorithm: str) -> tuple[dict[str, Tensor], float]:
     engine.clip_gradients(limit, algorithm)
     ddp(here(0)).backward()
     engine.close()
-    return {name: ddp.module.get_parameter(name).grad.clone() for name in NAMES}, engine.void
+    return {name: ddp.module.get_parameter(name).grad.clone() for name in NAMES}, engine.skipped
 
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
@@ -221,19 +223,19 @@ def skipped(bad: int) -> list[Any]:
         ddp(gradients).backward()
         if step == 1:
             nowhere_finite = all(bool(p.grad.isnan().all()) for p in ddp.parameters())
-            void = engine.void
+            skipped = engine.skipped
         optimizer.step()
         if step == 1:
             unchanged = all(torch.equal(before[name], now) for name, now in weights(ddp).items())
-    counts = engine.step, engine.void_steps
+    counts = engine.step, engine.skipped_steps
     engine.close()
-    return [void, nowhere_finite, unchanged, counts, weights(ddp)]
+    return [skipped, nowhere_finite, unchanged, counts, weights(ddp)]
 
 
 def test_a_gradient_that_is_not_finite_in_one_part_skips_the_step_on_all_ranks(four_ranks: Ranks) -> None:
     found = four_ranks(skipped, 3)
-    for void, nowhere_finite, unchanged, counts, now in found:
-        assert void
+    for skipped, nowhere_finite, unchanged, counts, now in found:
+        assert skipped
         assert nowhere_finite
         assert unchanged
         assert counts == (2, 1)
@@ -272,7 +274,7 @@ def test_parameters_that_some_ranks_or_none_use(four_ranks: Ranks, options: dict
 
 
 def flushed(kind: str) -> dict[str, Any]:
-    ddp, engine = wrapped(2, sparsifier="topk")
+    ddp, engine = wrapped(2, sparsifier="top_k")
     optimizer = OPTIMIZERS[kind](ddp.parameters())
     engine.bind([optimizer])
     for step in range(3):
@@ -374,13 +376,13 @@ def refused(size: Any, hosts: list[str] | None, options: dict[str, Any]) -> str:
         (3, None, {}, "divide the number of ranks, 4, but got 3"),
         ("auto", ["a", "a", "a", "b"], {}, "3 on 'a', 1 on 'b'"),
         ("auto", ["a", "b", "a", "b"], {}, "one after another"),
-        (2, None, {"grouping": "layer", "sparsifier": "topk"}, ""),
+        (2, None, {"grouping": "layer", "sparsifier": "top_k"}, ""),
         (4, None, {"grouping": "layer"}, "has none of group 'few'. Choose a coarser grouping"),
         ("nodes", None, {}, "but got 'nodes'"),
         (2, None, {"delay": 1}, "Expected delay to be 0 with node_size"),
-        (2, None, {"fallback": "dense"}, "Expected fallback to be None with node_size"),
-        (2, None, {"grouping": ls.OptimalMerge()}, "Expected grouping to be one without a profile"),
-        (2, None, {"density": ls.TimeBudget(0.1)}, "Expected density to be one without a profile"),
+        (2, None, {"fallback": True}, "Expected fallback to be None with node_size"),
+        (2, None, {"grouping": ls.tuning.OptimalMerge()}, "Expected grouping to be one without a profile"),
+        (2, None, {"density": ls.tuning.TimeBudget(0.1)}, "Expected density to be one without a profile"),
     ],
 )
 def test_what_cannot_be_nodes_is_refused_on_all_ranks(
@@ -426,7 +428,7 @@ def on_one_node(size: Any, single: str) -> tuple[list[dict[str, Tensor]], bool, 
         engine.count_as_applied()
         found.append({name: ddp.module.get_parameter(name).grad.clone() for name in NAMES})
     kept = engine.memory_bytes
-    direct = engine.direct
+    direct = engine._direct
     engine.close()
     return found, direct, kept
 
@@ -468,11 +470,11 @@ def test_nodes_of_one_rank_are_no_nodes(four_ranks: Ranks) -> None:
 
 def drifted() -> str:
     """Ranks with one part flush, and agree with each other."""
-    ddp, engine = wrapped(2, sparsifier="topk")
+    ddp, engine = wrapped(2, sparsifier="top_k")
     ddp(here(0)).backward()
     engine.count_as_applied()
     if dist.get_rank() in (1, 3):
-        engine.flush_next_step()
+        engine._flush_next_step()
     return error_of(ddp, engine)
 
 
@@ -627,7 +629,7 @@ def test_as_many_nodes_of_another_size_keep_what_each_remembered(tmp_path: Path,
 
 def merged(steps: int) -> list[Any]:
     """The state of all ranks, in plain PyTorch, taken before an optimizer's step."""
-    ddp, engine = wrapped(2, sparsifier="topk")
+    ddp, engine = wrapped(2, sparsifier="top_k")
     for step in range(steps):
         ddp.zero_grad()
         ddp(here(step, integers)).backward()
@@ -661,7 +663,7 @@ def test_states_of_parts_are_merged_with_averages_that_nobody_has_applied(four_r
 
 def regrouped() -> list[Any]:
     """The law with other groups after a step: what is remembered belongs to parameters."""
-    ddp, engine = wrapped(2, sparsifier="topk")
+    ddp, engine = wrapped(2, sparsifier="top_k")
     sizes = sizes_of(engine.parameters)
     sent: dict[str, Tensor] = {name: torch.zeros(SHAPES[name]) for name in NAMES}
     for step in range(3):
@@ -713,7 +715,7 @@ def test_the_watchdog_sees_weights_that_differ_within_a_node_and_between_nodes(f
 
 def decayed(size: int | None) -> dict[str, Tensor]:
     """Averages at density 1 of gradients with a decay of matrices alone."""
-    ddp, engine = wrapped(size, density=1.0, memory=ls.WeightDecay(0.5, min_ndim=2))
+    ddp, engine = wrapped(size, density=1.0, memory=ls.memories.WeightDecay(0.5, min_ndim=2))
     ddp(here(0, integers)).backward()
     engine.close()
     return {name: ddp.module.get_parameter(name).grad.clone() for name in NAMES}
@@ -726,7 +728,7 @@ def test_parts_have_as_many_dimensions_as_their_parameters(four_ranks: Ranks) ->
 
 def parked(whole: bool) -> bool:
     """Whether the residual of a parameter is there again when it thaws; maybe from a state of whole parameters."""
-    ddp, engine = wrapped(2, sparsifier="topk")
+    ddp, engine = wrapped(2, sparsifier="top_k")
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.125)
     for step in range(3):
         optimizer.zero_grad()
@@ -743,8 +745,8 @@ def parked(whole: bool) -> bool:
         before = state["parameters"]["long"]["residual"][first : first + length].clone()
     for trains in (False, True):
         ddp.module.long.requires_grad_(trains)
-        ddp, engine = wrapped(2, ddp.module, sparsifier="topk")
-        assert engine.take_over(state, parameters) == []
+        ddp, engine = wrapped(2, ddp.module, sparsifier="top_k")
+        assert engine._take_over(state, parameters) == []
         state, parameters = engine.state_dict(), {**engine.parameters, **engine.frozen}
         after = engine.residual("long").clone() if trains else None
         engine.close()

@@ -26,7 +26,7 @@ def test_gradients_are_asked_for_one_step_at_a_time() -> None:
             asked.append(step)
             yield noise(2, 10, seed=step)
 
-    traces = ls.simulate(stream(), sparsifier="topk", density=0.2)
+    traces = ls.simulate(stream(), sparsifier="top_k", density=0.2)
     assert asked == []
     for step in range(3):
         assert next(traces).step == step
@@ -46,7 +46,7 @@ def test_a_step_of_the_stream_is_let_go_before_the_next_one_is_asked_for() -> No
             yield rows
             del rows
 
-    for trace in ls.simulate(stream(), sparsifier="topk", density=0.2):
+    for trace in ls.simulate(stream(), sparsifier="top_k", density=0.2):
         assert sum(ref() is not None for ref in alive[: trace.step]) == 0
 
 
@@ -59,7 +59,7 @@ def test_the_stream_may_depend_on_the_traces() -> None:
         while True:
             yield position - targets
 
-    for trace in ls.simulate(stream(), sparsifier="topk", density=0.25):
+    for trace in ls.simulate(stream(), sparsifier="top_k", density=0.25):
         position -= 0.02 * trace.update
         if trace.step == 600:
             break
@@ -79,14 +79,14 @@ def test_the_error_of_a_stream_surfaces_as_itself() -> None:
         yield noise(2, 10)
         raise RuntimeError("the disk is gone")
 
-    traces = ls.simulate(stream(), sparsifier="topk", density=0.2)
+    traces = ls.simulate(stream(), sparsifier="top_k", density=0.2)
     next(traces)
     with pytest.raises(RuntimeError, match="the disk is gone"):
         next(traces)
 
 
 @dataclass(frozen=True)
-class FailsOnOneRank(ls.Sparsifier):
+class FailsOnOneRank(ls.sparsifiers.Sparsifier):
     """Rank 1 fails in step 1, before or after it has talked to the others."""
 
     agreement: ClassVar[Agreement] = Agreement.INDEPENDENT
@@ -112,7 +112,7 @@ def test_the_error_of_one_rank_surfaces_as_itself(talks: bool) -> None:
 
 
 def test_a_group_that_the_method_cannot_serve_is_refused_at_the_first_step() -> None:
-    traces = ls.simulate([noise(2, 10)], sparsifier=ls.ExDyna(variant="published"), density=0.2)
+    traces = ls.simulate([noise(2, 10)], sparsifier=ls.sparsifiers.ExDyna(variant="published"), density=0.2)
     with pytest.raises(ValueError, match="at least 32768 coordinates"):
         next(traces)
 
@@ -132,16 +132,16 @@ def test_a_group_that_the_method_cannot_serve_is_refused_at_the_first_step() -> 
 )
 def test_gradients_of_a_wrong_shape_or_type_are_refused_with_what_came(rows: object, came: str) -> None:
     with pytest.raises(ValueError, match=rf"one \(n, numel\) tensor of floats of 16 bits or more, but got {came}\."):
-        next(ls.simulate([rows], sparsifier="topk", density=0.2))
+        next(ls.simulate([rows], sparsifier="top_k", density=0.2))
 
 
 def test_what_is_no_stream_of_gradients_is_refused_at_the_call() -> None:
     with pytest.raises(ValueError, match=r"^Expected gradients to be an iterable of \(n, numel\) tensors, but got 3"):
-        ls.simulate(3, sparsifier="topk", density=0.2)  # type: ignore[arg-type]
+        ls.simulate(3, sparsifier="top_k", density=0.2)  # type: ignore[arg-type]
 
 
 def test_gradients_must_keep_the_dtype_of_the_first_step() -> None:
-    traces = ls.simulate([noise(2, 10).float(), noise(2, 10).double()], sparsifier="topk", density=0.2)
+    traces = ls.simulate([noise(2, 10).float(), noise(2, 10).double()], sparsifier="top_k", density=0.2)
     next(traces)
     message = "torch.float32 on cpu as in the first step, but got .* torch.float64 on cpu"
     with pytest.raises(ValueError, match=message):
@@ -150,7 +150,7 @@ def test_gradients_must_keep_the_dtype_of_the_first_step() -> None:
 
 @pytest.mark.parametrize("shape", [(2, 11), (3, 10)])
 def test_gradients_must_keep_the_shape_of_the_first_step(shape: tuple[int, int]) -> None:
-    traces = ls.simulate([noise(2, 10), torch.zeros(shape)], sparsifier="topk", density=0.2)
+    traces = ls.simulate([noise(2, 10), torch.zeros(shape)], sparsifier="top_k", density=0.2)
     next(traces)
     with pytest.raises(ValueError, match=rf"of \(2, 10\) .* as in the first step, but got \({shape[0]}, {shape[1]}\)"):
         next(traces)
@@ -159,8 +159,8 @@ def test_gradients_must_keep_the_shape_of_the_first_step(shape: tuple[int, int])
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"sparsifier": "tpok"}, r"Unknown sparsifier 'tpok'\. Did you mean 'topk'"),
-        ({"sparsifier": ls.TopK}, r"write TopK\(\)"),
+        ({"sparsifier": "tpok"}, r"Unknown sparsifier 'tpok'\. Did you mean 'top_k'"),
+        ({"sparsifier": ls.sparsifiers.TopK}, r"write TopK\(\)"),
         ({"density": 0.0}, r"Expected density to be a number in \(0, 1\]"),
         ({"density": "0.1"}, r"Expected density to be a number in \(0, 1\]"),
         ({"exchange": "gather_paris"}, r"Unknown exchange 'gather_paris'\. Did you mean 'gather_pairs'"),
@@ -175,7 +175,10 @@ def test_gradients_must_keep_the_shape_of_the_first_step(shape: tuple[int, int])
             r"SecondMoment needs an exchange that averages second moments, too, and 'gather_pairs' does not\. "
             r"Exchanges that fit: dense, reduce_union, packed_union\.",
         ),
-        ({"memory": ls.ClipByNorm(1.0, ls.SecondMoment())}, "ClipByNorm needs an exchange that averages second"),
+        (
+            {"memory": ls.memories.ClipByNorm(1.0, ls.memories.SecondMoment())},
+            "ClipByNorm needs an exchange that averages second",
+        ),
     ],
 )
 def test_wrong_settings_are_refused_at_the_call_before_anything_is_asked_for(settings: dict, message: str) -> None:
@@ -184,14 +187,19 @@ def test_wrong_settings_are_refused_at_the_call_before_anything_is_asked_for(set
         yield
 
     with pytest.raises(ValueError, match=message):
-        ls.simulate(stream(), **({"sparsifier": "topk", "density": 0.1} | settings))
+        ls.simulate(stream(), **({"sparsifier": "top_k", "density": 0.1} | settings))
 
 
 @pytest.mark.parametrize(
     ("name", "instance"),
-    [("topk", ls.TopK()), ("ExDyna", ls.ExDyna()), ("hard-threshold", ls.HardThreshold()), ("MiCRO", ls.MiCRO())],
+    [
+        ("top_k", ls.sparsifiers.TopK()),
+        ("ExDyna", ls.sparsifiers.ExDyna()),
+        ("hard-threshold", ls.sparsifiers.HardThreshold()),
+        ("MiCRO", ls.sparsifiers.MiCRO()),
+    ],
 )
-def test_a_name_stands_for_the_class_with_its_defaults(name: str, instance: ls.Sparsifier) -> None:
+def test_a_name_stands_for_the_class_with_its_defaults(name: str, instance: ls.sparsifiers.Sparsifier) -> None:
     stream = torch.stack([noise(2, 300, seed=seed) for seed in range(3)])
     by_name, by_instance = (
         [trace.update for trace in ls.simulate(stream, sparsifier=s, density=0.1)] for s in (name, instance)
@@ -202,41 +210,41 @@ def test_a_name_stands_for_the_class_with_its_defaults(name: str, instance: ls.S
 def test_an_exchange_by_name_is_the_exchange_by_instance_and_none_is_the_natural_one() -> None:
     stream = torch.stack([noise(2, 300, seed=seed) for seed in range(3)])
 
-    def updates(exchange: ls.Exchange | str | None) -> Tensor:
-        return torch.stack([t.update for t in ls.simulate(stream, sparsifier="topk", density=0.1, exchange=exchange)])
+    def updates(exchange: ls.exchanges.Exchange | str | None) -> Tensor:
+        return torch.stack([t.update for t in ls.simulate(stream, sparsifier="top_k", density=0.1, exchange=exchange)])
 
-    assert torch.equal(updates("reduce_union"), updates(ls.ReduceUnion()))
+    assert torch.equal(updates("reduce_union"), updates(ls.exchanges.ReduceUnion()))
     assert torch.equal(updates(None), updates("gather_pairs"))
     assert not torch.equal(updates(None), updates("reduce_union"))
 
 
 def test_a_schedule_sets_the_density_of_each_step() -> None:
     stream = torch.stack([noise(2, 100, seed=seed) for seed in range(4)])
-    traces = list(ls.simulate(stream, sparsifier="topk", density=ls.Warmup(0.4, 0.1, steps=2)))
+    traces = list(ls.simulate(stream, sparsifier="top_k", density=ls.Warmup(0.4, 0.1, steps=2)))
     assert [trace.target_density for trace in traces] == pytest.approx([0.4, 0.2, 0.1, 0.1])
     assert [trace.counts.tolist() for trace in traces] == [[40, 40], [20, 20], [10, 10], [10, 10]]
 
 
 def test_a_steps_n_numel_tensor_is_a_stream() -> None:
     stream = torch.stack([noise(2, 10, seed=seed) for seed in range(3)])
-    a, b = (list(ls.simulate(s, sparsifier="topk", density=0.2)) for s in (stream, list(stream)))
+    a, b = (list(ls.simulate(s, sparsifier="top_k", density=0.2)) for s in (stream, list(stream)))
     assert len(a) == len(b) == 3
     assert all(torch.equal(x.update, y.update) for x, y in zip(a, b, strict=True))
 
 
 def test_an_empty_stream_has_no_traces() -> None:
-    assert list(ls.simulate([], sparsifier="topk", density=0.2)) == []
+    assert list(ls.simulate([], sparsifier="top_k", density=0.2)) == []
 
 
 def test_gradients_that_require_grad_are_taken_as_numbers() -> None:
     rows = noise(2, 10).requires_grad_()
-    trace = next(ls.simulate([rows], sparsifier="topk", density=0.2))
+    trace = next(ls.simulate([rows], sparsifier="top_k", density=0.2))
     assert not trace.update.requires_grad
 
 
 def test_the_fields_of_a_trace_are_stable() -> None:
     # People's scripts read these.
-    assert ls.StepTrace._fields == (
+    assert ls.api.simulation.StepTrace._fields == (
         "step",
         "target_density",
         "counts",
@@ -255,7 +263,7 @@ def test_the_fields_of_a_trace_are_stable() -> None:
 def test_a_trace_by_hand() -> None:
     # Two ranks, k = 1. Rank 0 keeps 1 and -1, rank 1 keeps 1 and 2: norms sqrt(2) and sqrt(5).
     rows = torch.tensor([[4.0, 0.0, -1.0, 1.0], [0.0, 8.0, 1.0, 2.0]], dtype=torch.bfloat16)
-    trace = next(ls.simulate([rows], sparsifier="topk", density=0.25))
+    trace = next(ls.simulate([rows], sparsifier="top_k", density=0.25))
     assert (trace.step, trace.target_density) == (0, 0.25)
     assert trace.counts.dtype == trace.indices.dtype == torch.int64
     assert trace.counts.tolist() == [1, 1]
@@ -287,7 +295,7 @@ def test_a_trace_of_a_method_with_ranges_has_thresholds_and_the_partition() -> N
 
 
 def test_indices_of_a_trace_are_ascending_without_padding_or_repetition() -> None:
-    for sparsifier in ("topk", "micro", "exdyna"):
+    for sparsifier in ("top_k", "micro", "exdyna"):
         for trace in ls.simulate([noise(4, 200, seed=s) for s in range(4)], sparsifier=sparsifier, density=0.1):
             assert torch.equal(trace.indices, torch.unique(trace.indices))
             assert int(trace.indices.max()) < 200
@@ -295,7 +303,7 @@ def test_indices_of_a_trace_are_ascending_without_padding_or_repetition() -> Non
 
 
 def test_without_memory_the_residual_norm_is_zero() -> None:
-    trace = next(ls.simulate([noise(2, 10)], sparsifier="topk", density=0.2, memory=ls.NoMemory()))
+    trace = next(ls.simulate([noise(2, 10)], sparsifier="top_k", density=0.2, memory=ls.memories.NoMemory()))
     assert trace.residual_norm.tolist() == [0.0, 0.0]
 
 
@@ -324,4 +332,4 @@ def test_a_skipped_step_moves_no_schedule_and_no_turn() -> None:
 )
 def test_tensors_that_are_no_streams_are_refused(gradients: Tensor, what: str) -> None:
     with pytest.raises(ValueError, match=what):
-        next(ls.simulate(gradients, sparsifier="topk", density=0.5))
+        next(ls.simulate(gradients, sparsifier="top_k", density=0.5))

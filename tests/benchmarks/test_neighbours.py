@@ -237,8 +237,8 @@ def test_top_k_is_that_of_the_oracle() -> None:
 
 def test_ours_is_the_library_with_the_step_of_the_engine() -> None:
     stream = gradients(6, 3)
-    memory = ls.SecondMoment(0.95)
-    traces = ls.simulate(stream[..., :MATRICES], sparsifier="union_topk", density=0.05, memory=memory)
+    memory = ls.memories.SecondMoment(0.95)
+    traces = ls.simulate(stream[..., :MATRICES], sparsifier="union_top_k", density=0.05, memory=memory)
     ranks = methods(Ours, 3, density=0.05)
     sent = 0.0
     for step, (rows, trace) in enumerate(zip(stream, traces, strict=True)):
@@ -258,8 +258,8 @@ def test_parts_of_the_rows_are_exchanged_one_by_one() -> None:
         halves[0].append(torch.arange(first, middle))
         halves[1].append(torch.arange(middle, first + rows * columns))
     places = [torch.cat(half) for half in halves]
-    settings = {"sparsifier": "union_topk", "density": 0.05}
-    traces = [[*ls.simulate(stream[..., place], **settings, memory=ls.SecondMoment(0.95))] for place in places]
+    settings = {"sparsifier": "union_top_k", "density": 0.05}
+    traces = [[*ls.simulate(stream[..., place], **settings, memory=ls.memories.SecondMoment(0.95))] for place in places]
     ranks = methods(Ours, 2, density=0.05, parts=2)
     for step, rows in enumerate(stream):
         before = ranks[0].flat.matrices.data.clone()
@@ -272,7 +272,7 @@ def test_parts_of_the_rows_are_exchanged_one_by_one() -> None:
 
 def test_vectors_can_join_the_group() -> None:
     stream = gradients(4, 3)
-    traces = ls.simulate(stream, sparsifier="union_topk", density=0.05, memory=ls.SecondMoment(0.95))
+    traces = ls.simulate(stream, sparsifier="union_top_k", density=0.05, memory=ls.memories.SecondMoment(0.95))
     ranks = methods(Ours, 3, density=0.05, whole=True)
     for step, (rows, trace) in enumerate(zip(stream, traces, strict=True)):
         before = values(ranks[0])

@@ -12,7 +12,7 @@ import lightning_sparse as ls
 
 class Case(NamedTuple):
     name: str
-    sparsifier: ls.Sparsifier
+    sparsifier: ls.sparsifiers.Sparsifier
     serves: Callable[[int, int, float], bool] = lambda n, numel, density: True
     """Whether the method can serve a group: n ranks, numel coordinates, density."""
     numbered: bool = False
@@ -36,42 +36,47 @@ def _published_exdyna_serves(n: int, numel: int, density: float) -> bool:
 
 
 CASES = [
-    Case("topk", ls.TopK()),
+    Case("top_k", ls.sparsifiers.TopK()),
     # 2 standard deviations of the test streams: few coordinates at first, none in some steps.
-    Case("hard_threshold", ls.HardThreshold(2.0)),
-    Case("micro", ls.MiCRO(), numbered=True),
-    Case("micro-published", ls.MiCRO(variant="published"), _published_micro_serves, numbered=True),
-    Case("exdyna", ls.ExDyna(), numbered=True),
-    Case("exdyna-few-blocks", ls.ExDyna(num_blocks=8), numbered=True),
-    Case("exdyna-published", ls.ExDyna(num_blocks=8, variant="published"), _published_exdyna_serves, numbered=True),
-    Case("shared_topk", ls.SharedTopK(), numbered=True),
-    Case("union_topk", ls.UnionTopK(), numbered=True),
-    Case("union_topk-bounded", ls.UnionTopK(max_factor=1.1), numbered=True),
-    Case("striped_topk", ls.StripedTopK(), numbered=True),
-    Case("striped_topk-single", ls.StripedTopK(block=1), numbered=True),
-    Case("dgc", ls.DGC(), private=True),
-    Case("dgc-sampled", ls.DGC(exact_below=1), numbered=True, private=True),
-    Case("published-dgc", ls.DGC(variant="published"), numbered=True, private=True),
-    Case("redsync", ls.RedSync(), private=True),
-    Case("published-redsync", ls.RedSync(variant="published"), private=True),
-    Case("gaussian_k", ls.GaussianK(), private=True),
-    Case("published-gaussian_k", ls.GaussianK(variant="published"), private=True),
-    Case("sidco_e", ls.SIDCoE(), private=True),
-    Case("sidco_gp", ls.SIDCoGP(), private=True),
-    Case("sidco_p", ls.SIDCoP(), private=True),
-    Case("published-sidco_gp", ls.SIDCoGP(variant="published"), private=True),
-    Case("clt_k", ls.CLTk(), numbered=True),
-    Case("random_k", ls.RandomK(), numbered=True),
-    Case("gtop_k", ls.GTopK()),
+    Case("hard_threshold", ls.sparsifiers.HardThreshold(2.0)),
+    Case("micro", ls.sparsifiers.MiCRO(), numbered=True),
+    Case("micro-published", ls.sparsifiers.MiCRO(variant="published"), _published_micro_serves, numbered=True),
+    Case("exdyna", ls.sparsifiers.ExDyna(), numbered=True),
+    Case("exdyna-few-blocks", ls.sparsifiers.ExDyna(num_blocks=8), numbered=True),
+    Case(
+        "exdyna-published",
+        ls.sparsifiers.ExDyna(num_blocks=8, variant="published"),
+        _published_exdyna_serves,
+        numbered=True,
+    ),
+    Case("shared_top_k", ls.sparsifiers.SharedTopK(), numbered=True),
+    Case("union_top_k", ls.sparsifiers.UnionTopK(), numbered=True),
+    Case("union_top_k-bounded", ls.sparsifiers.UnionTopK(max_factor=1.1), numbered=True),
+    Case("striped_top_k", ls.sparsifiers.StripedTopK(), numbered=True),
+    Case("striped_top_k-single", ls.sparsifiers.StripedTopK(block=1), numbered=True),
+    Case("dgc", ls.sparsifiers.DGC(), private=True),
+    Case("dgc-sampled", ls.sparsifiers.DGC(exact_below=1), numbered=True, private=True),
+    Case("published-dgc", ls.sparsifiers.DGC(variant="published"), numbered=True, private=True),
+    Case("redsync", ls.sparsifiers.RedSync(), private=True),
+    Case("published-redsync", ls.sparsifiers.RedSync(variant="published"), private=True),
+    Case("gaussian_k", ls.sparsifiers.GaussianK(), private=True),
+    Case("published-gaussian_k", ls.sparsifiers.GaussianK(variant="published"), private=True),
+    Case("sidco_e", ls.sparsifiers.SIDCoE(), private=True),
+    Case("sidco_gp", ls.sparsifiers.SIDCoGP(), private=True),
+    Case("sidco_p", ls.sparsifiers.SIDCoP(), private=True),
+    Case("published-sidco_gp", ls.sparsifiers.SIDCoGP(variant="published"), private=True),
+    Case("clt_k", ls.sparsifiers.CLTK(), numbered=True),
+    Case("random_k", ls.sparsifiers.RandomK(), numbered=True),
+    Case("gtop_k", ls.sparsifiers.GTopK()),
     # Estimates in steps 0 and 3, and steps that follow.
-    Case("ok_topk", ls.OkTopK(interval=3, gain=1.2), numbered=True, private=True),
-    Case("everything", ls.Everything()),
+    Case("ok_top_k", ls.sparsifiers.OkTopK(interval=3, gain=1.2), numbered=True, private=True),
+    Case("everything", ls.sparsifiers.Everything()),
 ]
 
 PAIRS = [
     (case, exchange)
     for case in CASES
-    for exchange, cls in ls.EXCHANGES.items()
+    for exchange, cls in ls.exchanges.EXCHANGES.items()
     if case.sparsifier.agreement in cls.accepts
 ]
 """Every configuration with every exchange that accepts it."""
@@ -127,25 +132,27 @@ def adam(offer: Offer, beta1: float = 0.0, beta2: float = 0.999, eps: float = 1e
 
 
 MEMORIES = {
-    ls.Residual(decay=0.5): Law(lambda offer: 0.5 * offer.residual + offer.gradient),
-    ls.LowPass(0.25): Law(
+    ls.memories.Residual(decay=0.5): Law(lambda offer: 0.5 * offer.residual + offer.gradient),
+    ls.memories.LowPass(0.25): Law(
         lambda offer: offer.residual + offer.gradient,
         lambda residual, acc, gradient, given: residual + 0.25 * (gradient - given),
     ),
-    ls.MomentumCorrection(0.5): Law(lambda offer: offer.residual + 0.5 * offer.before["momentum"] + offer.gradient),
-    ls.MomentumCorrection(0.5, nesterov=True, masking=False): Law(
+    ls.memories.MomentumCorrection(0.5): Law(
+        lambda offer: offer.residual + 0.5 * offer.before["momentum"] + offer.gradient
+    ),
+    ls.memories.MomentumCorrection(0.5, nesterov=True, masking=False): Law(
         lambda offer: offer.residual + 0.5 * (offer.before["momentum"] + offer.gradient) + offer.gradient
     ),
-    ls.ClipByNorm(4.0): Law(lambda offer: clipped(offer, 4.0)),
-    ls.AdamCorrection(): Law(adam),
-    ls.SecondMoment(beta2=0.5): Law(
+    ls.memories.ClipByNorm(4.0): Law(lambda offer: clipped(offer, 4.0)),
+    ls.memories.AdamCorrection(): Law(adam),
+    ls.memories.SecondMoment(beta2=0.5): Law(
         lambda offer: offer.before["carry"] * offer.residual + offer.before["take"] * offer.gradient
     ),
-    ls.AdamCorrection(beta1=0.75): Law(lambda offer: adam(offer, beta1=0.75)),
+    ls.memories.AdamCorrection(beta1=0.75): Law(lambda offer: adam(offer, beta1=0.75)),
 }
 """Memories beside the plain residual, with settings that are exact in sums of a few small binary fractions."""
 
 
-def fit(memory: ls.Memory, exchange: str) -> bool:
+def fit(memory: ls.memories.Memory, exchange: str) -> bool:
     """Whether a memory and an exchange go together."""
-    return not memory.needs_second or dict(ls.EXCHANGES.items())[exchange].carries_second
+    return not memory.needs_second or dict(ls.exchanges.EXCHANGES.items())[exchange].carries_second

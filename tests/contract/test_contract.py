@@ -50,7 +50,9 @@ def streams(n: int, numel: int) -> list[Tensor]:
     ]
 
 
-def run(case: Case, exchange: str, n: int, numel: int, memory: ls.Memory, density: float = DENSITY) -> list[Outcome]:
+def run(
+    case: Case, exchange: str, n: int, numel: int, memory: ls.memories.Memory, density: float = DENSITY
+) -> list[Outcome]:
     ranks = Ranks(n, numel, sparsifier=case.sparsifier, exchange=exchange, memory=memory, density=density)
     steps = streams(n, numel)
     return [ranks.step(gradients) for gradients in (steps if numel < 1000 else steps[:3])]
@@ -96,15 +98,15 @@ def fewer_runs() -> list[Any]:
 
 
 @functools.lru_cache(maxsize=24)  # the runs of one sparsifier
-def outcomes(case: Case, exchange: str, n: int, sizes: tuple[int, ...], memory: ls.Memory) -> list[Outcome]:
+def outcomes(case: Case, exchange: str, n: int, sizes: tuple[int, ...], memory: ls.memories.Memory) -> list[Outcome]:
     """All steps at the sizes that the method serves."""
     served = [numel for numel in sizes if case.serves(n, numel, DENSITY)]
     return [outcome for numel in served for outcome in run(case, exchange, n, numel, memory)]
 
 
 MADE = {
-    "outcomes": functools.partial(outcomes, memory=ls.Residual()),
-    "forgetful": functools.partial(outcomes, memory=ls.NoMemory()),
+    "outcomes": functools.partial(outcomes, memory=ls.memories.Residual()),
+    "forgetful": functools.partial(outcomes, memory=ls.memories.NoMemory()),
 }
 """What runs leave behind with and without error feedback."""
 on_all_runs = in_one_test("case, exchange, n, sizes", all_runs(), scope="module", made=MADE)
@@ -291,7 +293,7 @@ def test_nothing_comes_of_nothing(case: Case, exchange: str, n: int) -> None:
 @on_some_numbers
 def test_full_density_is_the_dense_mean_and_leaves_no_residual(case: Case, exchange: str, n: int) -> None:
     # A threshold that does not follow k is put below everything instead, or starts there: 1 / (2 sqrt(k)) < 1.
-    sparsifier = ls.HardThreshold(1.0) if case.name == "hard_threshold" else case.sparsifier
+    sparsifier = ls.sparsifiers.HardThreshold(1.0) if case.name == "hard_threshold" else case.sparsifier
     sizes = [numel for numel in (1, 2, 7, 257, 512) if case.serves(n, numel, 1.0)]
     assert sizes
     for numel in sizes:
@@ -342,7 +344,7 @@ def test_updates_scale_with_gradients(case: Case, exchange: str, n: int, kind: s
 
 
 @on_some_numbers
-def test_a_gradient_that_is_not_finite_makes_the_step_void_on_all_ranks(case: Case, exchange: str, n: int) -> None:
+def test_a_gradient_that_is_not_finite_makes_the_step_skipped_on_all_ranks(case: Case, exchange: str, n: int) -> None:
     numel = 257
     ranks = Ranks(n, numel, sparsifier=case.sparsifier, exchange=exchange, density=DENSITY)
     ranks.step(noise(n, numel, seed=0))
@@ -350,35 +352,35 @@ def test_a_gradient_that_is_not_finite_makes_the_step_void_on_all_ranks(case: Ca
     for bad, place in ((float("nan"), 0), (float("inf"), numel - 1), (-float("inf"), numel // 2)):
         spoilt = noise(n, numel, seed=2)
         spoilt[n - 1, place] = bad
-        void = ranks.step(spoilt)
-        assert bool(torch.isnan(void.averages).all())
-        for old, new, gradient in zip(void.before, void.after, spoilt, strict=True):
+        skipped = ranks.step(spoilt)
+        assert bool(torch.isnan(skipped.averages).all())
+        for old, new, gradient in zip(skipped.before, skipped.after, spoilt, strict=True):
             assert torch.equal(new, torch.where(gradient.isfinite(), old + gradient, old))
-        for then, now in zip(before.states, void.states, strict=True):
+        for then, now in zip(before.states, skipped.states, strict=True):
             assert equal_states(now.selector, then.selector)
             assert equal_states(now.counts, then.counts)
 
 
 @on_some_numbers
-def test_what_a_void_step_absorbs_is_all_that_it_leaves(case: Case, exchange: str, n: int) -> None:
-    # A void first step is the usual start under automatic mixed precision, where the first loss scale is too large.
+def test_what_a_skipped_step_absorbs_is_all_that_it_leaves(case: Case, exchange: str, n: int) -> None:
+    # A skipped first step is the usual start under automatic mixed precision, where the first loss scale is too large.
     numel = 257
     spoilt = torch.full((n, numel), float("inf"), dtype=torch.float64)
     disturbed, calm = (
         Ranks(n, numel, sparsifier=case.sparsifier, exchange=exchange, density=DENSITY) for _ in range(2)
     )
-    for seeds in ((4, 5), (6, 7, 8)):  # after a void first step, and after a later one
-        void = disturbed.step(spoilt)
-        assert bool(torch.isnan(void.averages).all())
+    for seeds in ((4, 5), (6, 7, 8)):  # after a skipped first step, and after a later one
+        skipped = disturbed.step(spoilt)
+        assert bool(torch.isnan(skipped.averages).all())
         # Ranges rotate with the number of the step (MiCRO, ExDyna), and so does what a full message leaves out
-        # (balanced): there the calm run skips the number of the void step. The other methods do not look at it.
+        # (balanced): there the calm run skips the number of the skipped step. The other methods do not look at it.
         calm.steps += case.numbered or exchange == "balanced"
         for seed in seeds:
-            with_void, without = (ranks.step(noise(n, numel, seed=seed)) for ranks in (disturbed, calm))
-            assert torch.equal(with_void.averages, without.averages)
-            assert torch.equal(with_void.statistics[0].counts, without.statistics[0].counts)
-            assert equal_states(with_void.statistics[0].threshold, without.statistics[0].threshold)
-            assert equal_states(tuple(with_void.after), tuple(without.after))
+            with_skipped, without = (ranks.step(noise(n, numel, seed=seed)) for ranks in (disturbed, calm))
+            assert torch.equal(with_skipped.averages, without.averages)
+            assert torch.equal(with_skipped.statistics[0].counts, without.statistics[0].counts)
+            assert equal_states(with_skipped.statistics[0].threshold, without.statistics[0].threshold)
+            assert equal_states(tuple(with_skipped.after), tuple(without.after))
 
 
 @in_one_test(
@@ -402,7 +404,7 @@ def test_dtype_is_kept_and_what_the_cast_loses_is_remembered(
         assert all(torch.equal(average, outcome.averages[0]) for average in outcome.averages)
 
 
-def go_together(case: Case, memory: ls.Memory) -> bool:
+def go_together(case: Case, memory: ls.memories.Memory) -> bool:
     return not memory.needs_second or as_exchange(None, case.sparsifier).carries_second
 
 
@@ -410,10 +412,13 @@ def go_together(case: Case, memory: ls.Memory) -> bool:
 @pytest.mark.parametrize(
     ("case", "memory"),
     by_default(
-        covering([pair for pair in product(CASES, [ls.Residual(), *MEMORIES]) if go_together(*pair)], together=1), 18
+        covering(
+            [pair for pair in product(CASES, [ls.memories.Residual(), *MEMORIES]) if go_together(*pair)], together=1
+        ),
+        18,
     ),
 )
-def test_state_survives_save_and_load(case: Case, memory: ls.Memory) -> None:
+def test_state_survives_save_and_load(case: Case, memory: ls.memories.Memory) -> None:
     n, numel = 3, 257
     whole, resumed = (Ranks(n, numel, sparsifier=case.sparsifier, memory=memory, density=DENSITY) for _ in range(2))
     for seed in range(4):
@@ -451,13 +456,15 @@ def test_a_group_that_a_method_cannot_serve_is_refused_with_advice(case: Case, n
 
 
 def test_every_sparsifier_and_every_exchange_has_a_contract_case() -> None:
-    assert {type(case.sparsifier) for case in CASES} == {cls for _, cls in ls.SPARSIFIERS.items()}
-    assert {exchange for _, exchange in PAIRS} == RELEASES.keys() == {name for name, _ in ls.EXCHANGES.items()}
-    assert all(cls.exchange in dict(ls.EXCHANGES.items()) for _, cls in ls.SPARSIFIERS.items())
+    assert {type(case.sparsifier) for case in CASES} == {cls for _, cls in ls.sparsifiers.SPARSIFIERS.items()}
+    assert (
+        {exchange for _, exchange in PAIRS} == RELEASES.keys() == {name for name, _ in ls.exchanges.EXCHANGES.items()}
+    )
+    assert all(cls.exchange in dict(ls.exchanges.EXCHANGES.items()) for _, cls in ls.sparsifiers.SPARSIFIERS.items())
 
 
 def test_every_sparsifier_and_every_exchange_is_exported() -> None:
-    for registry in (ls.SPARSIFIERS, ls.EXCHANGES):
+    for registry in (ls.sparsifiers.SPARSIFIERS, ls.exchanges.EXCHANGES):
         for _, cls in registry.items():
             assert cls.__name__ in ls.__all__
             assert getattr(ls, cls.__name__) is cls
@@ -466,13 +473,13 @@ def test_every_sparsifier_and_every_exchange_is_exported() -> None:
 def test_every_sparsifier_has_a_config() -> None:
     configs = {path.name: path.read_text() for path in Path(__file__).parents[2].joinpath("configs").glob("*.yaml")}
     assert "dense.yaml" in configs  # the dense run stands for Everything
-    for _, cls in ls.SPARSIFIERS.items():
-        if cls is not ls.Everything:
+    for _, cls in ls.sparsifiers.SPARSIFIERS.items():
+        if cls is not ls.sparsifiers.Everything:
             assert any(re.search(rf"\b{cls.__name__}\b", text) for text in configs.values()), cls.__name__
 
 
 def test_every_sparsifier_and_every_exchange_has_documented_defaults() -> None:
-    for registry in (ls.SPARSIFIERS, ls.EXCHANGES):
+    for registry in (ls.sparsifiers.SPARSIFIERS, ls.exchanges.EXCHANGES):
         for name, cls in registry.items():
             assert registry.resolve(name) == cls()  # all settings have defaults, and equality is by settings
             parameters = [p for p in inspect.signature(cls).parameters if p not in ("self",)]

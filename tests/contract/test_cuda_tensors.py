@@ -30,14 +30,14 @@ from tests.mirror import Mirror
 
 NUMEL = 10_007
 DTYPES = [torch.float32, torch.bfloat16]
-EVERY_MEMORY = [ls.Residual(), ls.NoMemory(), ls.WeightDecay(1e-4), *MEMORIES]
+EVERY_MEMORY = [ls.memories.Residual(), ls.memories.NoMemory(), ls.memories.WeightDecay(1e-4), *MEMORIES]
 # The published MiCRO computes its ranges on the host, in CPU tensors on purpose, and those have no content here either.
 # tests/ops/test_no_host_sync.py walks it on meta tensors.
 FAKEABLE = [(case, exchange) for case, exchange in PAIRS if case.name != "micro-published"]
 NATURAL = [(case, exchange) for case, exchange in FAKEABLE if exchange == case.sparsifier.exchange]
 
 
-def steps(case: Case, exchange: str, memory: ls.Memory, dtype: torch.dtype, rank: int, count: int = 2) -> None:
+def steps(case: Case, exchange: str, memory: ls.memories.Memory, dtype: torch.dtype, rank: int, count: int = 2) -> None:
     parts: dict[str, Any] = {"memory": memory, "sparsifier": case.sparsifier}
     with fake_cuda():
         parameters = [(slice(0, NUMEL), torch.zeros(NUMEL, dtype=dtype, device=CUDA))]
@@ -47,35 +47,40 @@ def steps(case: Case, exchange: str, memory: ls.Memory, dtype: torch.dtype, rank
         for step in range(count):
             grad = torch.zeros(NUMEL, dtype=dtype, device=CUDA)
             steps = exchange_group(
-                grad, state, ctx._replace(step=step), **parts, exchange=ls.EXCHANGES.resolve(exchange), scale=scale
+                grad,
+                state,
+                ctx._replace(step=step),
+                **parts,
+                exchange=ls.exchanges.EXCHANGES.resolve(exchange),
+                scale=scale,
             )
             made = drive(steps, Mirror(rank, 4, CUDA))
-            state = settle_group(state, made, made.void, memory)
-            assert {grad.device, made.void.device, made.statistics.union.device, state.counts.device} == {CUDA}
+            state = settle_group(state, made, made.skipped, memory)
+            assert {grad.device, made.skipped.device, made.statistics.union.device, state.counts.device} == {CUDA}
 
 
 @pytest.mark.parametrize(("case", "exchange"), NATURAL, ids=lambda part: getattr(part, "name", part))
 def test_every_sparsifier_stays_on_the_device(case: Case, exchange: str) -> None:
-    steps(case, exchange, ls.Residual(), DTYPES[len(case.name) % 2], rank=3)
+    steps(case, exchange, ls.memories.Residual(), DTYPES[len(case.name) % 2], rank=3)
 
 
 @pytest.mark.parametrize("exchange", sorted({exchange for _, exchange in FAKEABLE}))
 def test_every_exchange_stays_on_the_device(exchange: str) -> None:
     [case, *_] = [case for case, accepted in FAKEABLE if accepted == exchange]
     for dtype in DTYPES:
-        steps(case, exchange, ls.Residual(), dtype, rank=1)
+        steps(case, exchange, ls.memories.Residual(), dtype, rank=1)
 
 
 @pytest.mark.parametrize("memory", by_default(EVERY_MEMORY, 5), ids=repr)
-def test_every_memory_stays_on_the_device(memory: ls.Memory) -> None:
-    [union_topk] = [case for case in CASES if case.name == "union_topk"]
-    steps(union_topk, "packed_union", memory, DTYPES[EVERY_MEMORY.index(memory) % 2], rank=2)
+def test_every_memory_stays_on_the_device(memory: ls.memories.Memory) -> None:
+    [union_top_k] = [case for case in CASES if case.name == "union_top_k"]
+    steps(union_top_k, "packed_union", memory, DTYPES[EVERY_MEMORY.index(memory) % 2], rank=2)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("memory", EVERY_MEMORY, ids=repr)
 @pytest.mark.parametrize(("case", "exchange"), FAKEABLE, ids=lambda part: getattr(part, "name", part))
-def test_all_of_them_stay_on_the_device(case: Case, exchange: str, memory: ls.Memory) -> None:
+def test_all_of_them_stay_on_the_device(case: Case, exchange: str, memory: ls.memories.Memory) -> None:
     if not fit(memory, exchange):
         pytest.skip("the exchange carries no second moments")
     for rank, dtype in enumerate(DTYPES):
@@ -87,7 +92,7 @@ def group(name: str, numel: int, dtype: torch.dtype = torch.float32, **options: 
     sizes = tuple(ParameterSize(f"{name}.{i}", numel // 2, dtype.itemsize, "") for i in range(2))
     parameters = {size.name: nn.Parameter(torch.zeros(size.numel, dtype=dtype, device=CUDA)) for size in sizes}
     dense = options.pop("dense", False)
-    settings = ls.SparsificationConfig(density=0.05, **options)
+    settings = ls.engine.config.SparsificationConfig(density=0.05, **options)
     made = GroupReducer(Group(name, sizes, dense), parameters, settings, Context(0, 0.05, 1, 4), flush=False)
     bucket = torch.zeros(numel, dtype=dtype, device=CUDA)
     for size, span in zip(sizes, made.spans.values(), strict=True):
@@ -99,7 +104,7 @@ def group(name: str, numel: int, dtype: torch.dtype = torch.float32, **options: 
 def test_groups_that_travel_together_stay_on_the_device() -> None:
     with fake_cuda():
         groups = [
-            group("a", 1000, memory=ls.SecondMoment()),
+            group("a", 1000, memory=ls.memories.SecondMoment()),
             group("b", 2000),
             group("c", 600, torch.bfloat16, sparsifier="exdyna"),
             group("d", 100, dense=True),
@@ -109,7 +114,7 @@ def test_groups_that_travel_together_stay_on_the_device() -> None:
         unused = [set[str](), {"b.1"}, set[str](), set[str]()]
         steps = [one.exchange_steps(ctx, names) for one, names in zip(groups, unused, strict=True)]
         drive_together(steps, Mirror(1, 4, CUDA))
-        flags = [one.void for one in groups if one.void is not None]
+        flags = [one.skipped for one in groups if one.skipped is not None]
         skipped = any_set(flags, CUDA, host_knows=False)
         made = groups[0].exchange_made
         assert made is not None
@@ -132,11 +137,11 @@ def test_clipping_stays_on_the_device(algorithm: str, scaled: bool) -> None:
 @pytest.mark.parametrize(("dtype", "scaled"), list(zip(DTYPES, [False, True], strict=True)))
 def test_steps_of_adam_stay_on_the_device(dtype: torch.dtype, scaled: bool) -> None:
     with fake_cuda():
-        one = group("a", 1000, dtype, memory=ls.SecondMoment())
+        one = group("a", 1000, dtype, memory=ls.memories.SecondMoment())
         drive(one.exchange_steps(Context(0, 0.05, 1, 4)), Mirror(1, 4, CUDA))
-        assert one.void is not None and one.exchange_made is not None
+        assert one.skipped is not None and one.exchange_made is not None
         delivery = one.exchange_made.delivery
-        one.settle(one.void)
+        one.settle(one.skipped)
         parameters = {name: nn.Parameter(torch.zeros(500, dtype=dtype, device=CUDA)) for name in one.spans}
         optimizer = ls.AdamW(parameters.values())
         for name, parameter in parameters.items():

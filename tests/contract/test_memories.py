@@ -20,28 +20,30 @@ from tests.reference.length import Length
 from tests.static_path import static_path
 
 N, DENSITY = 3, 0.2
-STEPS, VOID_STEP = 4, 2
+STEPS, SKIPPED_STEP = 4, 2
 # Sums and halves of the gradients are exact; a third of the mean is not, and neither are Adam's roots and quotients.
 CLOSE = {"rtol": 0, "atol": 1e-12}
 ONE_EACH = list({type(case.sparsifier): case.name for case in reversed(CASES)}.values())
 """The first case of each sparsifier: a memory cannot tell its variants apart."""
 SOME = [pair for pair in PAIRS if pair[0].name in ONE_EACH]
-MOMENTUM = [memory for memory in MEMORIES if isinstance(memory, ls.MomentumCorrection)]
+MOMENTUM = [memory for memory in MEMORIES if isinstance(memory, ls.memories.MomentumCorrection)]
 
 
-def remembered(memory: ls.Memory, state: GroupState) -> dict[str, Tensor]:
+def remembered(memory: ls.memories.Memory, state: GroupState) -> dict[str, Tensor]:
     """Copies of the (numel,) vectors of one rank."""
     return {name: vector[:-1].clone() for name, vector in memory.vectors(state.memory).items()}
 
 
-def walk(case: Case, exchange: str, memory: ls.Memory, numel: int) -> Iterator[tuple[Outcome, list[Any], list[Any]]]:
+def walk(
+    case: Case, exchange: str, memory: ls.memories.Memory, numel: int
+) -> Iterator[tuple[Outcome, list[Any], list[Any]]]:
     """Steps with what each rank remembers before and after."""
     ranks = Ranks(N, numel, sparsifier=case.sparsifier, exchange=exchange, memory=memory, density=DENSITY)
     lengths = [Length() for _ in range(N)]
     for seed in range(STEPS):
         gradients = noise(N, numel, seed=seed)
         before = [remembered(memory, state) for state in ranks.states]
-        if seed == VOID_STEP:
+        if seed == SKIPPED_STEP:
             gradients[1, numel // 2] = float("inf")
         for kept, length, row in zip(before, lengths, gradients, strict=True):
             units = length(row.tolist()) if row.isfinite().all() else (0.0, 1.0)
@@ -51,12 +53,12 @@ def walk(case: Case, exchange: str, memory: ls.Memory, numel: int) -> Iterator[t
 
 
 @functools.lru_cache(maxsize=16)  # the runs of one sparsifier
-def all_steps(case: Case, exchange: str, memory: ls.Memory) -> list[tuple[Outcome, list[Any], list[Any]]]:
+def all_steps(case: Case, exchange: str, memory: ls.memories.Memory) -> list[tuple[Outcome, list[Any], list[Any]]]:
     sizes = [numel for numel in (7, 257) if case.serves(N, numel, DENSITY)]
     return [step for numel in sizes for step in walk(case, exchange, memory, numel)]
 
 
-def with_memories(memories: Iterable[ls.Memory]) -> Any:
+def with_memories(memories: Iterable[ls.memories.Memory]) -> Any:
     cells = covering(
         ((*pair, memory) for pair in SOME for memory in memories if fit(memory, pair[1])),
         together=1,
@@ -71,24 +73,24 @@ def with_memories(memories: Iterable[ls.Memory]) -> Any:
 with_all_memories = with_memories(MEMORIES)
 
 
-def is_void(outcome: Outcome) -> bool:
+def is_skipped(outcome: Outcome) -> bool:
     return not bool(outcome.gradients.isfinite().all())
 
 
 @with_all_memories
-def test_each_rank_offers_what_its_memory_says(steps: list[Any], memory: ls.Memory) -> None:
+def test_each_rank_offers_what_its_memory_says(steps: list[Any], memory: ls.memories.Memory) -> None:
     for outcome, before, _ in steps:
-        number = outcome.step + (outcome.step < VOID_STEP)  # committed steps, this one included
+        number = outcome.step + (outcome.step < SKIPPED_STEP)  # committed steps, this one included
         for rank in range(N):
-            if not is_void(outcome):
+            if not is_skipped(outcome):
                 expected = MEMORIES[memory].offered(Offer(before[rank], outcome.gradients[rank], number, N))
                 torch.testing.assert_close(outcome.accs[rank], expected, **CLOSE)
 
 
 @with_all_memories
-def test_what_was_given_is_averaged_and_leaves_the_residual(steps: list[Any], memory: ls.Memory) -> None:
+def test_what_was_given_is_averaged_and_leaves_the_residual(steps: list[Any], memory: ls.memories.Memory) -> None:
     for outcome, before, after in steps:
-        if is_void(outcome):
+        if is_skipped(outcome):
             continue
         given = [gave(update, acc) for update, acc in zip(outcome.updates, outcome.accs, strict=True)]
         torch.testing.assert_close(N * outcome.averages[0], sum(given), **CLOSE)
@@ -99,9 +101,9 @@ def test_what_was_given_is_averaged_and_leaves_the_residual(steps: list[Any], me
 
 
 @with_all_memories
-def test_nothing_is_lost_but_by_the_memorys_own_rule(steps: list[Any], memory: ls.Memory) -> None:
+def test_nothing_is_lost_but_by_the_memorys_own_rule(steps: list[Any], memory: ls.memories.Memory) -> None:
     for outcome, before, after in steps:
-        if is_void(outcome):
+        if is_skipped(outcome):
             continue
         now = sum(kept["residual"] for kept in after)
         old, total = sum(kept["residual"] for kept in before), N * outcome.averages[0]
@@ -110,10 +112,10 @@ def test_nothing_is_lost_but_by_the_memorys_own_rule(steps: list[Any], memory: l
 
 
 @with_memories(MOMENTUM)
-def test_momentum_is_cleared_where_something_arrived(steps: list[Any], memory: ls.MomentumCorrection) -> None:
+def test_momentum_is_cleared_where_something_arrived(steps: list[Any], memory: ls.memories.MomentumCorrection) -> None:
     cleared_somewhere = False
     for outcome, before, after in steps:
-        if is_void(outcome):
+        if is_skipped(outcome):
             continue
         for rank, update in enumerate(outcome.updates):
             old, new, gradient = before[rank]["momentum"], after[rank]["momentum"], outcome.gradients[rank]
@@ -135,15 +137,15 @@ def test_momentum_is_cleared_where_something_arrived(steps: list[Any], memory: l
 @with_all_memories
 def test_all_ranks_hold_the_same_bit_for_bit(steps: list[Any]) -> None:
     for outcome, _, _ in steps:
-        if not is_void(outcome):
+        if not is_skipped(outcome):
             assert all(torch.equal(average, outcome.averages[0]) for average in outcome.averages)
 
 
 @with_all_memories
-def test_a_skipped_step_absorbs_what_is_finite_and_sends_nothing(steps: list[Any], memory: ls.Memory) -> None:
+def test_a_skipped_step_absorbs_what_is_finite_and_sends_nothing(steps: list[Any], memory: ls.memories.Memory) -> None:
     seen = 0
     for outcome, before, after in steps:
-        if not is_void(outcome):
+        if not is_skipped(outcome):
             continue
         seen += 1
         assert bool(torch.isnan(outcome.averages).all())
@@ -153,7 +155,7 @@ def test_a_skipped_step_absorbs_what_is_finite_and_sends_nothing(steps: list[Any
                 finite &= finite.all()
             gradient = outcome.gradients[rank].where(finite, 0)
             offered = MEMORIES[memory].offered(Offer(before[rank], gradient, outcome.step + 1, N))
-            if isinstance(memory, ls.LowPass):
+            if isinstance(memory, ls.memories.LowPass):
                 offered = torch.lerp(before[rank]["residual"], offered, memory.beta)
             expected = offered.where(finite, before[rank]["residual"])
             torch.testing.assert_close(after[rank]["residual"], expected, **CLOSE)
@@ -163,18 +165,18 @@ def test_a_skipped_step_absorbs_what_is_finite_and_sends_nothing(steps: list[Any
     assert seen in (1, 2)
 
 
-def takes_a_norm(memory: ls.Memory) -> bool:
-    return isinstance(memory, ls.ClipByNorm | ls.SecondMoment)
+def takes_a_norm(memory: ls.memories.Memory) -> bool:
+    return isinstance(memory, ls.memories.ClipByNorm | ls.memories.SecondMoment)
 
 
 @pytest.mark.parametrize("memory", MEMORIES, ids=repr)
-@pytest.mark.parametrize("name", ["topk-gather_pairs", "shared_topk-reduce_union", "gtop_k-tree"])
-def test_what_the_cast_of_a_mean_loses_is_kept(memory: ls.Memory, name: str) -> None:
+@pytest.mark.parametrize("name", ["top_k-gather_pairs", "shared_top_k-reduce_union", "gtop_k-tree"])
+def test_what_the_cast_of_a_mean_loses_is_kept(memory: ls.memories.Memory, name: str) -> None:
     case, exchange = PAIRS[PAIR_NAMES.index(name)]
     if not fit(memory, exchange):
         pytest.skip("the exchange carries no second moments")
     # Two ranks: means are exact in the float32 accumulator, and only the cast rounds. Clipping and Adam round, too.
-    exact, dtype = not isinstance(memory, (ls.ClipByNorm, ls.AdamCorrection)), torch.bfloat16
+    exact, dtype = not isinstance(memory, (ls.memories.ClipByNorm, ls.memories.AdamCorrection)), torch.bfloat16
     ranks = Ranks(2, 257, sparsifier=case.sparsifier, exchange=exchange, memory=memory, density=DENSITY, dtype=dtype)
     rounded = False
     for seed in range(4):
@@ -190,12 +192,12 @@ def test_what_the_cast_of_a_mean_loses_is_kept(memory: ls.Memory, name: str) -> 
 
 def test_every_memory_has_a_law() -> None:
     # NoMemory has nothing to keep; WeightDecay reads a model's parameters, which are not here.
-    assert {type(memory) for memory in MEMORIES} | {ls.NoMemory, ls.WeightDecay} == {
-        cls for _, cls in ls.MEMORIES.items()
+    assert {type(memory) for memory in MEMORIES} | {ls.memories.NoMemory, ls.memories.WeightDecay} == {
+        cls for _, cls in ls.memories.MEMORIES.items()
     }
 
 
-STATIC = ["topk-gather_pairs", "shared_topk-reduce_union", "exdyna-reduce_union", "gtop_k-tree", "topk-dense"]
+STATIC = ["top_k-gather_pairs", "shared_top_k-reduce_union", "exdyna-reduce_union", "gtop_k-tree", "top_k-dense"]
 
 
 @in_one_test(
@@ -206,7 +208,7 @@ STATIC = ["topk-gather_pairs", "shared_topk-reduce_union", "exdyna-reduce_union"
         if fit(memory, PAIRS[PAIR_NAMES.index(name)][1])
     ),
 )
-def test_the_path_on_a_device_leaves_the_same_behind(memory: ls.Memory, name: str, density: float) -> None:
+def test_the_path_on_a_device_leaves_the_same_behind(memory: ls.memories.Memory, name: str, density: float) -> None:
     case, exchange = PAIRS[PAIR_NAMES.index(name)]
 
     def run() -> list[Any]:
@@ -226,7 +228,7 @@ def test_the_path_on_a_device_leaves_the_same_behind(memory: ls.Memory, name: st
     exact = run()
     with static_path():
         found = run()
-    if isinstance(memory, ls.SecondMoment):  # torch's root is not always the closest number on CPUs
+    if isinstance(memory, ls.memories.SecondMoment):  # torch's root is not always the closest number on CPUs
         torch.testing.assert_close(found, exact, rtol=1e-13, atol=0)
     else:
         assert all(equal_states(a, b) for a, b in zip(found, exact, strict=True))

@@ -24,7 +24,7 @@ def differing(size: int, options: dict[str, Any], world_size: int = 4) -> list[s
     """What is not as plain simulations of each part say."""
     nodes = world_size // size
     ddp, engine = wrapped(size, **options)
-    named: dict[str, Any] = {"sparsifier": "union_topk"}
+    named: dict[str, Any] = {"sparsifier": "union_top_k"}
     named |= {name: options[name] for name in ("sparsifier", "memory", "exchange") if name in options}
     density = options.get("density", SPARSE["density"])
     parts = [
@@ -57,10 +57,10 @@ def serves(case: Case, size: int, world_size: int) -> bool:
     return case.serves(world_size // size, numel, SPARSE["density"])
 
 
-PLAIN = ls.Residual()
+PLAIN = ls.memories.Residual()
 CELLS = [
     (case, exchange, memory)
-    for memory in (PLAIN, ls.NoMemory(), *MEMORIES)
+    for memory in (PLAIN, ls.memories.NoMemory(), *MEMORIES)
     for case, exchange in PAIRS
     if fit(memory, exchange)
     and serves(case, 2, 4)
@@ -70,7 +70,9 @@ CELLS = [
 
 
 @pytest.mark.parametrize(("case", "exchange", "memory"), by_default(covering(CELLS, together=1), 12))
-def test_parts_are_exchanged_as_simulated(four_ranks: Ranks, case: Case, exchange: str, memory: ls.Memory) -> None:
+def test_parts_are_exchanged_as_simulated(
+    four_ranks: Ranks, case: Case, exchange: str, memory: ls.memories.Memory
+) -> None:
     options = {"sparsifier": case.sparsifier, "exchange": exchange, "memory": memory}
     for found in four_ranks(together, [2], [options]):
         assert not found
@@ -78,7 +80,7 @@ def test_parts_are_exchanged_as_simulated(four_ranks: Ranks, case: Case, exchang
 
 SETTINGS: list[dict[str, Any]] = [
     {"density": 1.0},
-    {"messages": "group", "sparsifier": "topk"},
+    {"messages": "group", "sparsifier": "top_k"},
     {"executor": "inline"},
     {"density": ls.Warmup(1.0, 0.05, 3)},
 ]
@@ -92,12 +94,12 @@ def test_settings_do_not_change_what_nodes_exchange(four_ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("sparsifier", "nodes", "size", "ratio"),
     [
-        ("topk", 2, 2, 1 / 3),
-        ("topk", 4, 8, 3 / 31),
+        ("top_k", 2, 2, 1 / 3),
+        ("top_k", 4, 8, 3 / 31),
         ("everything", 2, 2, 2 / 3),
         ("everything", 4, 8, 24 / 31),
-        ("union_topk", 2, 2, 0.66),
-        ("union_topk", 4, 8, 0.69),
+        ("union_top_k", 2, 2, 0.66),
+        ("union_top_k", 4, 8, 0.69),
     ],
 )
 def test_what_crosses_a_nodes_card_falls_as_the_page_says(sparsifier: str, nodes: int, size: int, ratio: float) -> None:
@@ -112,7 +114,7 @@ def test_what_crosses_a_nodes_card_falls_as_the_page_says(sparsifier: str, nodes
 def test_eight_ranks(size: int) -> None:
     ranks = Ranks(8)
     try:
-        cases = [{"sparsifier": name} for name in ("union_topk", "topk", "exdyna", "clt_k", "gtop_k")]
+        cases = [{"sparsifier": name} for name in ("union_top_k", "top_k", "exdyna", "clt_k", "gtop_k")]
         for found in ranks(together, [size], cases, 8):
             assert not found
     finally:

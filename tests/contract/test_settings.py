@@ -15,9 +15,13 @@ import lightning_sparse as ls
 from lightning_sparse.methods.density import DensitySchedule
 from tests.contract.cases import CASES
 
-SCHEDULES = (ls.Constant, ls.Warmup, ls.Accordion)
+SCHEDULES = (ls.density.Constant, ls.Warmup, ls.density.Accordion)
 KINDS: list[type] = [
-    *(kind for registry in (ls.SPARSIFIERS, ls.EXCHANGES, ls.MEMORIES) for _, kind in registry.items()),
+    *(
+        kind
+        for registry in (ls.sparsifiers.SPARSIFIERS, ls.exchanges.EXCHANGES, ls.memories.MEMORIES)
+        for _, kind in registry.items()
+    ),
     *SCHEDULES,
 ]
 NEEDED: dict[str, Any] = {
@@ -54,8 +58,8 @@ def test_numbers_and_flags_of_other_kinds_are_refused_at_construction() -> None:
             kind(**{**needed, name: value})
             pytest.fail(f"{kind.__name__}({name}={value!r}) was accepted")
         seen.add((kind, name))
-    assert (ls.MomentumCorrection, "nesterov") in seen
-    assert (ls.ExDyna, "alpha") in seen
+    assert (ls.memories.MomentumCorrection, "nesterov") in seen
+    assert (ls.sparsifiers.ExDyna, "alpha") in seen
     assert len(seen) > 25
 
 
@@ -78,7 +82,7 @@ def test_a_schedule_that_gives_no_density_is_told(value: Any) -> None:
 
 def test_numbers_of_numpy_are_densities() -> None:
     steps = [
-        next(ls.simulate(torch.ones(1, 2, 64), sparsifier="topk", density=Given(kind(0.25))))
+        next(ls.simulate(torch.ones(1, 2, 64), sparsifier="top_k", density=Given(kind(0.25))))
         for kind in (float, np.float32)
     ]
     assert steps[0].indices.tolist() == steps[1].indices.tolist()

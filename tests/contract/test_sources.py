@@ -27,7 +27,7 @@ from tests.ranks import Ranks
 from tests.sums import SIZES, gradient, waiting
 
 OPTIONS: dict[str, Any] = {
-    "sparsifier": "topk",
+    "sparsifier": "top_k",
     "density": 0.05,
     "rules": ls.Rules(dense_ndim=0, dense_numel=0),
     "grouping": "model",
@@ -60,7 +60,7 @@ class AtTheEnd:
     def __init__(self, module: Layers, comm: TorchCollective, shards: Any = None, **options: Any) -> None:
         self.module = module
         self.parameters = dict(module.named_parameters())
-        settings = ls.SparsificationConfig(**{**OPTIONS, **options})
+        settings = ls.engine.config.SparsificationConfig(**{**OPTIONS, **options})
         plan = make_plan(sizes_of(self.parameters), settings.grouping, settings.rules, 1.0)
         device = torch.device("cpu")
         self.engine = Engine(plan, self.parameters, settings, comm, device, watch_usage=True, shards=shards)
@@ -164,7 +164,7 @@ def train(kind: str) -> list[Look]:
             assert source.engine.load_state_dict(torch.load(buffer)) == []
             look()
             continue
-        source.engine.skip_void(optimizer)
+        source.engine.ignore_skipped(optimizer)
         optimizer.step()
         look()
     source.close()

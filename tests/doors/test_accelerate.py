@@ -58,7 +58,11 @@ def train(
             prepared.zero_grad()
         if folder and not resume and number + 1 == save_at * accumulate:
             accelerator.save_state(folder)
-    about = {} if engine is None else {"step": engine.step, "void": engine.void_steps, "sent": engine.totals.sent_bytes}
+    about = (
+        {}
+        if engine is None
+        else {"step": engine.step, "skipped": engine.skipped_steps, "sent": engine.totals.sent_bytes}
+    )
     if refuse:
         accelerator.register_for_checkpointing(engine)
     if engine is not None:
@@ -90,7 +94,7 @@ def test_a_run_that_is_resumed_within_a_shuffled_epoch_ends_as_the_uninterrupted
 
 def test_steps_that_are_not_finite_are_skipped_on_all_ranks(two_ranks: Ranks) -> None:
     results = two_ranks(job, 6, {"settings": {"density": 0.05}, "accumulate": 1, "spoil": 3})
-    assert [about["void"] for _, about in results] == [1, 1]
+    assert [about["skipped"] for _, about in results] == [1, 1]
     assert all(bool(torch.isfinite(p).all()) for p in results[0][0])
     assert equal(results[0][0], results[1][0])
 

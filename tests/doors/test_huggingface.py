@@ -56,7 +56,7 @@ def fit(
         trainer.train(resume_from_checkpoint=resume)
     engine = getattr(trainer, "sparse_engine", None)
     rows = [sorted(row) for row in trainer.state.log_history]
-    about = {"rows": rows, "step": engine.step if engine else 0, "void": engine.void_steps if engine else 0}
+    about = {"rows": rows, "step": engine.step if engine else 0, "skipped": engine.skipped_steps if engine else 0}
     if engine is not None:
         engine.close()
     return weights(trainer.model), about

@@ -19,7 +19,7 @@ from tests.covering import covering, in_turns
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE
 
-SPARSE: dict[str, Any] = {"rules": EVERYTHING_SPARSE, "sparsifier": "topk", "density": 0.1}
+SPARSE: dict[str, Any] = {"rules": EVERYTHING_SPARSE, "sparsifier": "top_k", "density": 0.1}
 
 
 def saved_and_loaded(model: nn.Module) -> Any:
@@ -84,7 +84,7 @@ def test_a_copied_model_averages_densely_until_an_engine_is_attached(two_ranks: 
 def profiled() -> float:
     model = DistributedDataParallel(nn.Linear(20, 20))
     engine = ls.attach(
-        model, **SPARSE, grouping=ls.OptimalMerge(), scaler=torch.amp.GradScaler("cpu"), fallback="dense"
+        model, **SPARSE, grouping=ls.tuning.OptimalMerge(), scaler=torch.amp.GradScaler("cpu"), fallback=True
     )
     batch = torch.ones(2, 20)
     gradient(model, batch)

@@ -80,7 +80,7 @@ def plainly(ranks: Ranks) -> list[Tensor]:
     "grouping, rules",
     covering(
         in_turns(
-            ["bucket", "layer", "model", ls.MergeBelow(500)],
+            ["bucket", "layer", "model", ls.grouping.MergeBelow(500)],
             [None, EVERYTHING_SPARSE, ls.Rules(dense=["last"], densities={"layer.none": 0.5})],
         ),
         together=1,
@@ -88,7 +88,7 @@ def plainly(ranks: Ranks) -> list[Tensor]:
     apart=0,
 )
 def test_every_grouping_trains_like_plain_ddp_at_full_density(two_ranks: Ranks, grouping: Any, rules: Any) -> None:
-    options = {"grouping": grouping, "rules": rules, "density": 1.0, "sparsifier": "topk"}
+    options = {"grouping": grouping, "rules": rules, "density": 1.0, "sparsifier": "top_k"}
     for parameters in two_ranks(train, options, {}):
         assert all(map(torch.equal, parameters, plainly(two_ranks)))
 
@@ -96,13 +96,13 @@ def test_every_grouping_trains_like_plain_ddp_at_full_density(two_ranks: Ranks, 
 @pytest.mark.parametrize("keyword", ["find_unused_parameters", "static_graph", "gradient_as_bucket_view"])
 def test_every_mode_of_ddp_trains_like_plain_ddp_at_full_density(two_ranks: Ranks, keyword: str) -> None:
     plain = two_ranks(train, None, {keyword: True})[0]
-    options = {"grouping": "layer", "rules": EVERYTHING_SPARSE, "density": 1.0, "sparsifier": "topk"}
+    options = {"grouping": "layer", "rules": EVERYTHING_SPARSE, "density": 1.0, "sparsifier": "top_k"}
     for parameters in two_ranks(train, options, {keyword: True}):
         assert all(map(torch.equal, parameters, plain))
 
 
 def test_ranks_stay_equal_at_low_density(two_ranks: Ranks) -> None:
-    for sparsifier in ("union_topk", "exdyna", "topk"):
+    for sparsifier in ("union_top_k", "exdyna", "top_k"):
         options = {"sparsifier": sparsifier, "density": 0.05, "grouping": "layer", "rules": EVERYTHING_SPARSE}
         first, second = two_ranks(train, options, {})
         assert all(map(torch.equal, first, second))

@@ -24,11 +24,11 @@ from tests.ranks import RankError, Ranks
 from tests.trainers import EVERYTHING_SPARSE
 
 PAIRS = [
-    ("topk", "gather_pairs"),
-    ("topk", "reduce_union"),
-    ("shared_topk", None),
-    ("union_topk", None),
-    ("striped_topk", None),
+    ("top_k", "gather_pairs"),
+    ("top_k", "reduce_union"),
+    ("shared_top_k", None),
+    ("union_top_k", None),
+    ("striped_top_k", None),
     ("micro", None),
     ("exdyna", None),
 ]
@@ -65,7 +65,7 @@ def train(layout: str, options: dict[str, Any], accumulate: int = 1, steps: int 
     return flat(ddp), exchanged
 
 
-GROUPINGS: list[Any] = ["bucket", "layer", "model", ls.MergeBelow(3000)]
+GROUPINGS: list[Any] = ["bucket", "layer", "model", ls.grouping.MergeBelow(3000)]
 EXECUTORS = ["inline", "thread"]
 
 
@@ -82,7 +82,7 @@ def plainly(ranks: Ranks, layout: str) -> Tensor:
     covering(
         product(
             LAYOUTS,
-            ["topk", "shared_topk", "striped_topk", "micro", "exdyna", "everything"],
+            ["top_k", "shared_top_k", "striped_top_k", "micro", "exdyna", "everything"],
             GROUPINGS,
             EXECUTORS,
         ),
@@ -136,26 +136,32 @@ def test_ranks_stay_equal_at_low_density(
 
 def kind_of(sparsifier: str) -> tuple[Any, ...]:
     """What decides how a step goes: how ranks agree, and whether the method ignores the density."""
-    method = ls.SPARSIFIERS.resolve(sparsifier)
+    method = ls.sparsifiers.SPARSIFIERS.resolve(sparsifier)
     return method.agreement, method.exchange, sparsifier == "hard_threshold"
 
 
 @pytest.mark.parametrize(
     "sparsifier",
     covering(
-        ((name,) for name, _ in ls.SPARSIFIERS.items()), together=1, seen_as=lambda sparsifier: (kind_of(sparsifier),)
+        ((name,) for name, _ in ls.sparsifiers.SPARSIFIERS.items()),
+        together=1,
+        seen_as=lambda sparsifier: (kind_of(sparsifier),),
     ),
 )
 def test_every_sparsifier_trains_like_plain_ddp_at_full_density(two_ranks: Ranks, sparsifier: str) -> None:
-    everything = ls.HardThreshold(1e-30) if sparsifier == "hard_threshold" else sparsifier
+    everything = ls.sparsifiers.HardThreshold(1e-30) if sparsifier == "hard_threshold" else sparsifier
     plain = plainly(two_ranks, "default")
     for parameters, _ in two_ranks(train, "default", {"sparsifier": everything, "density": 1.0}):
         torch.testing.assert_close(parameters, plain, rtol=0, atol=1e-6)  # random numbers are summed in their own order
 
 
-@pytest.mark.parametrize("sparsifier", [name for name, _ in ls.SPARSIFIERS.items()])
+@pytest.mark.parametrize("sparsifier", [name for name, _ in ls.sparsifiers.SPARSIFIERS.items()])
 def test_every_sparsifier_keeps_ranks_equal_below(two_ranks: Ranks, sparsifier: str) -> None:
-    options = {"sparsifier": sparsifier, "density": 0.02, "memory": ls.ClipByNorm(1.0, ls.MomentumCorrection(0.5))}
+    options = {
+        "sparsifier": sparsifier,
+        "density": 0.02,
+        "memory": ls.memories.ClipByNorm(1.0, ls.memories.MomentumCorrection(0.5)),
+    }
     first, second = (parameters for parameters, _ in two_ranks(train, "default", options, 1, 4))
     assert torch.equal(first, second)
     assert bool(torch.isfinite(first).all())
@@ -176,8 +182,8 @@ def follow_accordion(options: dict[str, Any]) -> list[float]:
 
 
 def test_accordion_switches_densities_alike_on_all_ranks(two_ranks: Ranks) -> None:
-    schedule = ls.Accordion(low=0.1, high=0.5, interval=2, threshold=0.5)
-    options = {"sparsifier": "striped_topk", "density": schedule, "grouping": "model"}
+    schedule = ls.density.Accordion(low=0.1, high=0.5, interval=2, threshold=0.5)
+    options = {"sparsifier": "striped_top_k", "density": schedule, "grouping": "model"}
     first, second = two_ranks(follow_accordion, options)
     assert first == second
     assert first[:4] == [0.5] * 4  # nothing to compare with until two intervals are over
@@ -188,7 +194,7 @@ def test_accordion_switches_densities_alike_on_all_ranks(two_ranks: Ranks) -> No
 PLANS: list[tuple[Any, list[str]]] = [
     ("bucket", []),
     ("layer", []),
-    (ls.MergeBelow(3000), []),
+    (ls.grouping.MergeBelow(3000), []),
     ("model", ["*.bias"]),  # biases become dense, and sparse again
     ("bucket", ["*"]),
     ("layer", ["*"]),
@@ -250,14 +256,14 @@ def balance_with_changing_groups(options: dict[str, Any]) -> list[tuple[Tensor, 
 
 def test_groups_that_change_train_like_plain_ddp_at_full_density(two_ranks: Ranks) -> None:
     [(plain, _), _] = two_ranks(train, "default", {})
-    for sparsifier in ("union_topk", "exdyna"):
+    for sparsifier in ("union_top_k", "exdyna"):
         for parameters in two_ranks(train_with_changing_groups, {"sparsifier": sparsifier, "density": 1.0}):
             assert torch.equal(parameters, plain)
 
 
 @pytest.mark.parametrize(
     ("sparsifier", "executor"),
-    by_default(covering(in_turns(["topk", "union_topk", "exdyna", "sidco_e"], ["inline", "thread"]), together=1), 2),
+    by_default(covering(in_turns(["top_k", "union_top_k", "exdyna", "sidco_e"], ["inline", "thread"]), together=1), 2),
 )
 def test_no_residual_is_lost_when_groups_change(two_ranks: Ranks, sparsifier: str, executor: str) -> None:
     results = two_ranks(balance_with_changing_groups, {"sparsifier": sparsifier, "density": 0.05, "executor": executor})
@@ -270,11 +276,15 @@ def test_no_residual_is_lost_when_groups_change(two_ranks: Ranks, sparsifier: st
         assert bool((steps[5][0] == 0).all())
 
 
-@pytest.mark.parametrize("memory", [ls.MomentumCorrection(0.5), ls.AdamCorrection(0.5), ls.ClipByNorm(0.1)], ids=str)
-def test_all_that_is_remembered_of_a_parameter_moves_with_it(two_ranks: Ranks, memory: ls.Memory) -> None:
+@pytest.mark.parametrize(
+    "memory",
+    [ls.memories.MomentumCorrection(0.5), ls.memories.AdamCorrection(0.5), ls.memories.ClipByNorm(0.1)],
+    ids=str,
+)
+def test_all_that_is_remembered_of_a_parameter_moves_with_it(two_ranks: Ranks, memory: ls.memories.Memory) -> None:
     # Everything is sent, so that momenta alone decide: groups do not matter, if nothing of them is lost.
-    if isinstance(memory, ls.ClipByNorm):  # clipping by group does depend on groups: only equality of ranks
-        options = {"sparsifier": "topk", "density": 0.1, "memory": memory}
+    if isinstance(memory, ls.memories.ClipByNorm):  # clipping by group does depend on groups: only equality of ranks
+        options = {"sparsifier": "top_k", "density": 0.1, "memory": memory}
         first, second = two_ranks(train_with_changing_groups, options)
         assert torch.equal(first, second)
         return
@@ -290,7 +300,7 @@ def sparse_plan(sizes: list[ParameterSize], grouping: str) -> list[Group]:
 
 
 def bad_plans() -> list[str]:
-    ddp, engine = wrapped("default", sparsifier="topk")
+    ddp, engine = wrapped("default", sparsifier="top_k")
     assert engine is not None
     sizes = [p for group in engine.plan for p in group.parameters][::-1]
     told = []
@@ -358,12 +368,21 @@ def balance(layout: str, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     ("layout", "grouping", "sparsifier"),
     covering(
-        product(LAYOUTS, GROUPINGS, [ls.TopK(), ls.ExDyna(), ls.HardThreshold(1e-3), ls.MiCRO()]),
+        product(
+            LAYOUTS,
+            GROUPINGS,
+            [
+                ls.sparsifiers.TopK(),
+                ls.sparsifiers.ExDyna(),
+                ls.sparsifiers.HardThreshold(1e-3),
+                ls.sparsifiers.MiCRO(),
+            ],
+        ),
         together=1,
     ),
 )
 def test_no_gradient_is_lost_across_changing_buckets(
-    two_ranks: Ranks, layout: str, grouping: ls.Grouping | str, sparsifier: ls.Sparsifier
+    two_ranks: Ranks, layout: str, grouping: ls.grouping.Grouping | str, sparsifier: ls.sparsifiers.Sparsifier
 ) -> None:
     options = {"sparsifier": sparsifier, "density": 0.05, "grouping": grouping, "dense": ["head.*"]}
     for found, given in two_ranks(balance, layout, options):
@@ -375,7 +394,7 @@ def unused(executor: str, messages: str = "step") -> dict[str, Any]:
     """Two steps with both branches, one with the right branch only, one where rank 0 goes left and rank 1 right."""
     rank = dist.get_rank()
     options = {"grouping": "layer", "executor": executor, "messages": messages}
-    ddp, engine = wrapped("find_unused", sparsifier="topk", density=0.05, **options)
+    ddp, engine = wrapped("find_unused", sparsifier="top_k", density=0.05, **options)
     assert engine is not None
     seen = {}
     for step, use in enumerate(["both", "both", "right", ("left", "right")[rank]]):
@@ -402,9 +421,9 @@ def test_residual_of_a_parameter_that_no_rank_used_is_kept(two_ranks: Ranks, exe
         assert not torch.equal(seen[2][1], seen[3][1]), "used on one rank is used"
 
 
-def unused_vectors(memory: ls.Memory) -> list[tuple[str, bool, bool]]:
+def unused_vectors(memory: ls.memories.Memory) -> list[tuple[str, bool, bool]]:
     """What a step without the left branch changed in the memory: of the left branch, of the others in its group."""
-    ddp, engine = wrapped("find_unused", sparsifier="topk", density=0.05, memory=memory, dense=["left.bias"])
+    ddp, engine = wrapped("find_unused", sparsifier="top_k", density=0.05, memory=memory, dense=["left.bias"])
     assert engine is not None
     seen = []
     for step, use in enumerate(["both", "both", "right"]):
@@ -422,8 +441,12 @@ def unused_vectors(memory: ls.Memory) -> list[tuple[str, bool, bool]]:
     return seen
 
 
-@pytest.mark.parametrize("memory", [ls.MomentumCorrection(), ls.AdamCorrection(), ls.ClipByNorm(0.1)], ids=repr)
-def test_a_parameter_that_no_rank_used_keeps_all_that_is_remembered_of_it(two_ranks: Ranks, memory: ls.Memory) -> None:
+@pytest.mark.parametrize(
+    "memory", [ls.memories.MomentumCorrection(), ls.memories.AdamCorrection(), ls.memories.ClipByNorm(0.1)], ids=repr
+)
+def test_a_parameter_that_no_rank_used_keeps_all_that_is_remembered_of_it(
+    two_ranks: Ranks, memory: ls.memories.Memory
+) -> None:
     for seen in two_ranks(unused_vectors, memory):
         vectors = list(memory.vectors(memory.init(1, torch.device("cpu"), torch.float32)))
         assert {name for name, _, _ in seen} == set(vectors)
@@ -433,7 +456,7 @@ def test_a_parameter_that_no_rank_used_keeps_all_that_is_remembered_of_it(two_ra
 
 def two_backwards() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A backward through one branch while the old average of the other is still in .grad."""
-    ddp, engine = wrapped("find_unused", sparsifier="topk", density=0.05, grouping="bucket")
+    ddp, engine = wrapped("find_unused", sparsifier="top_k", density=0.05, grouping="bucket")
     assert engine is not None
     first, second = batches(2)
     ddp(first, "left").square().mean().backward()
@@ -487,7 +510,11 @@ def poisoned(
     ("executor", "bad"), covering(in_turns(["inline", "thread"], [float("nan"), float("inf")]), together=1)
 )
 def test_a_bad_number_on_one_rank_voids_the_step_on_all(two_ranks: Ranks, executor: str, bad: float) -> None:
-    for options in ({"sparsifier": "topk"}, {"sparsifier": "exdyna"}, {"sparsifier": ls.HardThreshold(1e-3)}):
+    for options in (
+        {"sparsifier": "top_k"},
+        {"sparsifier": "exdyna"},
+        {"sparsifier": ls.sparsifiers.HardThreshold(1e-3)},
+    ):
         for grads, residuals, own in two_ranks(poisoned, executor, bad, options):
             assert grads[0].isfinite().all()
             assert grads[1].isnan().all()
@@ -497,7 +524,7 @@ def test_a_bad_number_on_one_rank_voids_the_step_on_all(two_ranks: Ranks, execut
 
 
 def kept_dense() -> tuple[Tensor, Tensor, list[tuple[str, bool]], float]:
-    ddp, engine = wrapped("default", sparsifier="topk", density=0.01, dense=["*.bias"])
+    ddp, engine = wrapped("default", sparsifier="top_k", density=0.01, dense=["*.bias"])
     plain, _ = wrapped("default")
     assert engine is not None
     [batch] = batches(1)
@@ -519,7 +546,7 @@ def test_dense_parameters_get_the_exact_mean_and_do_not_count_as_density(two_ran
 
 def disagreeing() -> str:
     try:
-        wrapped("default", sparsifier="topk", density=0.01 * (1 + dist.get_rank()))
+        wrapped("default", sparsifier="top_k", density=0.01 * (1 + dist.get_rank()))
     except RuntimeError as error:
         return str(error)
     return ""
@@ -530,16 +557,16 @@ def test_ranks_with_different_settings_are_refused_everywhere(two_ranks: Ranks) 
         assert "ranks disagree: rank(s) [1]" in message
 
 
-class Refusing(ls.Sparsifier):
+class Refusing(ls.sparsifiers.Sparsifier):
     """Fails at its second selection, on every rank."""
 
-    agreement = ls.TopK.agreement
+    agreement = ls.sparsifiers.TopK.agreement
     exchange = "gather_pairs"
 
     def select(self, acc: Tensor, state: Any, ctx: Any) -> Any:
         if ctx.step == 1:
             raise ArithmeticError("second selection")
-        return ls.TopK().select(acc, state, ctx)
+        return ls.sparsifiers.TopK().select(acc, state, ctx)
 
     def __repr__(self) -> str:
         return "Refusing()"
@@ -575,7 +602,7 @@ def divide() -> float:
 
 
 def summaries() -> tuple[dict[str, float], dict[str, dict[str, float]], dict[str, float], float]:
-    ddp, engine = wrapped("default", sparsifier="topk", density=0.05, grouping="layer", executor="thread")
+    ddp, engine = wrapped("default", sparsifier="top_k", density=0.05, grouping="layer", executor="thread")
     assert engine is not None
     empty = engine.summary()
     for batch in batches(3):
@@ -589,7 +616,7 @@ def summaries() -> tuple[dict[str, float], dict[str, dict[str, float]], dict[str
 
 
 def bytes_with_flags() -> float:
-    ddp, engine = wrapped("find_unused", sparsifier="topk", density=0.05, grouping="model")
+    ddp, engine = wrapped("find_unused", sparsifier="top_k", density=0.05, grouping="model")
     assert engine is not None
     [batch] = batches(1)
     ddp(batch, "left").square().mean().backward()
@@ -629,7 +656,7 @@ def test_summary_combines_groups_and_ranks(two_ranks: Ranks) -> None:
 
 
 def closed() -> tuple[bool, bool]:
-    ddp, engine = wrapped("default", sparsifier="topk")
+    ddp, engine = wrapped("default", sparsifier="top_k")
     assert engine is not None
     ddp(batches(1)[0]).square().mean().backward()
     group = weakref.ref(engine.comm.group)
@@ -688,7 +715,7 @@ def test_reducers_that_bypass_buckets_are_refused(tmp_path: Any) -> None:
             torch._dynamo.config.patch(optimize_ddp="python_reducer"),
             pytest.raises(ValueError, match="bypasses DDP's buckets"),
         ):
-            wrapped("default", sparsifier="topk")
+            wrapped("default", sparsifier="top_k")
     finally:
         dist.destroy_process_group()
 
@@ -707,7 +734,7 @@ def train_and_listen(ask_hosts: bool, messages: str) -> tuple[Tensor, list[tuple
     with pytest.MonkeyPatch.context() as patch:
         if ask_hosts:  # as if the default group were one between devices
             patch.setattr(dist, "get_backend", lambda group=None: "nccl")
-        options = {"sparsifier": "topk", "density": 0.1, "grouping": "layer", "executor": "inline"}
+        options = {"sparsifier": "top_k", "density": 0.1, "grouping": "layer", "executor": "inline"}
         ddp, engine = wrapped("find_unused", messages=messages, **options)
         patch.setattr(TorchCollective, "all_gather", listen)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)

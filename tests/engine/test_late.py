@@ -29,14 +29,14 @@ from tests.trainers import EVERYTHING_SPARSE
 
 SPARSE: dict[str, Any] = {"rules": EVERYTHING_SPARSE, "density": 0.05, "watch": None}
 MEMORIES: list[Any] = [
-    ls.NoMemory(),
-    ls.Residual(decay=0.5),
-    ls.LowPass(0.25),
-    ls.MomentumCorrection(0.5),
-    ls.ClipByNorm(4.0),
-    ls.WeightDecay(0.01),
-    ls.AdamCorrection(),
-    ls.SecondMoment(),
+    ls.memories.NoMemory(),
+    ls.memories.Residual(decay=0.5),
+    ls.memories.LowPass(0.25),
+    ls.memories.MomentumCorrection(0.5),
+    ls.memories.ClipByNorm(4.0),
+    ls.memories.WeightDecay(0.01),
+    ls.memories.AdamCorrection(),
+    ls.memories.SecondMoment(),
 ]
 
 
@@ -125,13 +125,13 @@ SHIFTED: dict[str, list[dict[str, Any]]] = {
         for parameter in METHODS
         if not parameter.marks
     ],
-    "memories": [{"sparsifier": "union_topk", "memory": memory, "grouping": "layer"} for memory in MEMORIES],
+    "memories": [{"sparsifier": "union_top_k", "memory": memory, "grouping": "layer"} for memory in MEMORIES],
     "settings": [
         {"rules": ls.Rules(dense=["bias"], dense_ndim=0, dense_numel=0)},
         {"density": 1.0},
         {"sparsifier": "everything"},
         {"density": ls.Warmup(1.0, 0.05, 3)},
-        {"density": ls.Accordion(0.05, 0.2, interval=2), "grouping": "layer"},
+        {"density": ls.density.Accordion(0.05, 0.2, interval=2), "grouping": "layer"},
         {"gradient_as_bucket_view": True},
         {"find_unused_parameters": True, "grouping": "model"},
     ],
@@ -154,7 +154,7 @@ TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in OPTIMIZERS},
     "adamw in one group": ("adamw", {"grouping": "model"}),
     "momentum at a falling density": ("momentum", {"density": ls.Warmup(1.0, 0.05, 3)}),
-    "momentum and published top-k": ("momentum", {"sparsifier": "topk"}),
+    "momentum and published top-k": ("momentum", {"sparsifier": "top_k"}),
     "momentum left to the optimizer": ("momentum", {"memory": "residual"}),
     "adamw in part": ("adamw", {"rules": ls.Rules(dense=["bias"], dense_ndim=0, dense_numel=0)}),
 }
@@ -176,11 +176,11 @@ def trained(name: str, delay: int, scale: float | None, clip: float | None, step
     for step in range(steps):
         optimizer.zero_grad()
         if clip is not None:
-            engine.clip_in_place_of_averages(clip, "norm", optimizer, known=True)
+            engine._clip_in_place_of_averages(clip, "norm", optimizer, known=True)
         loss = ddp(step)
         (loss if scaler is None else scaler.scale(loss)).backward()
         if scaler is None:
-            engine.skip_void(optimizer)
+            engine.ignore_skipped(optimizer)
             optimizer.step()
         else:
             scaler.step(optimizer)
@@ -327,7 +327,7 @@ def law(now: bool, options: dict[str, Any]) -> list[tuple[dict[str, Tensor], dic
         now: whether states are taken without waiting for the exchange that is in flight.
         options: of the engine.
     """
-    everything: dict[str, Any] = {**SPARSE, "sparsifier": "topk", "grouping": "layer", "delay": 1, **options}
+    everything: dict[str, Any] = {**SPARSE, "sparsifier": "top_k", "grouping": "layer", "delay": 1, **options}
     ddp, engine = wrapped(Sums(), find_unused_parameters=True, **everything)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
     engine.bind([optimizer])
@@ -336,9 +336,9 @@ def law(now: bool, options: dict[str, Any]) -> list[tuple[dict[str, Tensor], dic
     looks = []
 
     def look() -> None:
-        state = engine.state_now() if now else engine.state_dict()
+        state = engine._state_now() if now else engine.state_dict()
         counts = dict(absorbed)
-        if state["step"] + state["void_steps"] < sum(backwards):  # in flight, and not absorbed yet
+        if state["step"] + state["skipped_steps"] < sum(backwards):  # in flight, and not absorbed yet
             counts = {name: counts[name] - latest[name] * (name not in state["absorbed"]) for name in counts}
         looks.append((weights(ddp.module), state, counts))
 
@@ -360,7 +360,7 @@ def law(now: bool, options: dict[str, Any]) -> list[tuple[dict[str, Tensor], dic
         look()
         if step == LEFT_OUT:
             continue  # its averages go back
-        engine.skip_void(optimizer)
+        engine.ignore_skipped(optimizer)
         optimizer.step()
         look()
         if step == REGROUPED:
@@ -389,7 +389,7 @@ def law(now: bool, options: dict[str, Any]) -> list[tuple[dict[str, Tensor], dic
 @pytest.mark.parametrize(
     ("now", "options"),
     by_default(
-        [(False, {}), (True, {"sparsifier": "union_topk", "exchange": "reduce_union"}), (True, {"density": 1.0})], 2
+        [(False, {}), (True, {"sparsifier": "union_top_k", "exchange": "reduce_union"}), (True, {"density": 1.0})], 2
     ),
 )
 def test_nothing_is_lost_whenever_one_looks(two_ranks: Ranks, now: bool, options: dict[str, Any]) -> None:
@@ -410,7 +410,7 @@ def test_nothing_is_lost_whenever_one_looks(two_ranks: Ranks, now: bool, options
 
 def resumed(kind: str, options: dict[str, Any], saved: int, delay: int, steps: int = 5) -> list[dict[str, Tensor]]:
     """Weights after all steps: of one run, and of one that goes on from a state after some step."""
-    everything = {"sparsifier": "union_topk", "grouping": "layer", **options}
+    everything = {"sparsifier": "union_top_k", "grouping": "layer", **options}
     results = []
     for stops in (False, True):
         ddp, engine = wrapped(Net(), **everything, delay=1)
@@ -459,12 +459,12 @@ def three_steps(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) 
 
 def given_back() -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor], list[str]]:
     """A state with averages that come late, and what an engine without a delay has after loading it."""
-    ddp, engine = wrapped(Sums(), sparsifier="topk", delay=1)
+    ddp, engine = wrapped(Sums(), sparsifier="top_k", delay=1)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
     three_steps(ddp, optimizer)
     state, weight = engine.state_dict(), weights(ddp.module)
     engine.close()
-    _, engine = wrapped(ddp.module, sparsifier="topk")
+    _, engine = wrapped(ddp.module, sparsifier="top_k")
     notes = engine.load_state_dict(state)
     after = engine.state_dict()
     engine.close()
@@ -492,7 +492,7 @@ def test_averages_of_a_state_stay_as_they_are_with_another_number_of_ranks(two_r
 
 def in_turn(delay: int, steps: int = 8) -> dict[str, Tensor]:
     """Two optimizers that take turns, as in a GAN; each average is applied by its own."""
-    ddp, engine = wrapped(find_unused_parameters=True, grouping="model", sparsifier="topk", delay=delay)
+    ddp, engine = wrapped(find_unused_parameters=True, grouping="model", sparsifier="top_k", delay=delay)
     inner = ddp.module
     optimizers = [torch.optim.AdamW([inner.long], lr=0.01), torch.optim.SGD([inner.wide, inner.bias], lr=0.1)]
     engine.bind(optimizers)
@@ -500,7 +500,7 @@ def in_turn(delay: int, steps: int = 8) -> dict[str, Tensor]:
         optimizer = optimizers[step % 2]
         optimizer.zero_grad()
         ddp(step, ["long"] if step % 2 == 0 else ["wide", "bias"]).backward()
-        engine.skip_void(optimizer)
+        engine.ignore_skipped(optimizer)
         optimizer.step()
     engine.drain()
     found = weights(inner)
@@ -581,13 +581,13 @@ def test_what_cannot_be_is_refused_by_name(two_ranks: Ranks) -> None:
 
 def test_groupings_that_send_by_group_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="OptimalMerge"):
-        ls.SparsificationConfig(delay=1, grouping=ls.OptimalMerge("published"))
-    assert ls.SparsificationConfig(delay=1, grouping=ls.OptimalMerge()).messages == "step"
+        ls.engine.config.SparsificationConfig(delay=1, grouping=ls.tuning.OptimalMerge("published"))
+    assert ls.engine.config.SparsificationConfig(delay=1, grouping=ls.tuning.OptimalMerge()).messages == "step"
 
 
 def test_dense_steps_of_ddp_cannot_take_turns_with_late_ones() -> None:
     with pytest.raises(ValueError, match="fallback"):
-        ls.SparsificationConfig(delay=1, fallback="dense")
+        ls.engine.config.SparsificationConfig(delay=1, fallback=True)
 
 
 class Regroups:
@@ -651,7 +651,7 @@ def test_a_first_step_at_rate_0_is_no_rehearsal(two_ranks: Ranks) -> None:
 def overflowing() -> tuple[list[float], dict[str, Tensor], dict[str, Any], dict[str, int]]:
     """A scale that overflows on one rank; scales after each step."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120, growth_interval=100)
-    ddp, engine = wrapped(Sums(), sparsifier="topk", delay=1, scaler=scaler)
+    ddp, engine = wrapped(Sums(), sparsifier="top_k", delay=1, scaler=scaler)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
     scales, counts = [], 0
     for step in range(5):
@@ -672,7 +672,7 @@ def overflowing() -> tuple[list[float], dict[str, Tensor], dict[str, Any], dict[
 def test_an_overflow_lowers_the_scale_on_all_ranks_and_loses_nothing(two_ranks: Ranks) -> None:
     (scales, weight, state, counts), (others, _, other, other_counts) = two_ranks(overflowing)
     assert scales == others == [120, 120, 119, 119, 119]
-    assert state["void_steps"] == 1
+    assert state["skipped_steps"] == 1
     for name, w in weight.items():
         kept = waiting([state, other], name) - 2 * w.double().flatten()
         given = counts["counts"] * gradient(name, 0).double() + other_counts["counts"] * gradient(name, 1).double()
@@ -706,14 +706,14 @@ def test_averages_on_their_way_keep_what_they_are_worth_at_another_rate(two_rank
 
 def apart(ahead: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Weights and state after an error, where one rank alone has heard of the latest exchange."""
-    ddp, engine = wrapped(Sums(), sparsifier="union_topk", delay=1)
+    ddp, engine = wrapped(Sums(), sparsifier="union_top_k", delay=1)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
     three_steps(ddp, optimizer)
     if dist.get_rank() == ahead:
         engine.router.join()
     else:
         engine.router.join_if_over = lambda: None  # it has not arrived here
-    state, weight = engine.state_alone(), weights(ddp.module)
+    state, weight = engine._state_alone(), weights(ddp.module)
     engine.drain([optimizer])
     engine.close()
     return weight, state
@@ -811,7 +811,7 @@ def clipped_and_resumed(kind: str) -> bool:
         ddp, engine = wrapped(delay=1)
         optimizer = OPTIMIZERS[kind](ddp.parameters())
         engine.bind([optimizer])
-        engine.clip_in_place_of_averages(1.0, "norm", optimizer, known=True)
+        engine._clip_in_place_of_averages(1.0, "norm", optimizer, known=True)
         for step in range(8):
             if step == 6 and resumed:
                 state, of_optimizer = engine.state_dict(), copy.deepcopy(optimizer.state_dict())
@@ -823,7 +823,7 @@ def clipped_and_resumed(kind: str) -> bool:
                 assert engine.load_state_dict(state) == []
             optimizer.zero_grad()
             (ddp(0) + 0.01 * ddp(step)).backward()  # gradients that nearly agree, so that averages are long
-            if not engine.clip_in_place_of_averages(1.0, "norm", optimizer):
+            if not engine._clip_in_place_of_averages(1.0, "norm", optimizer):
                 assert step == 0
                 torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
             optimizer.step()
@@ -869,7 +869,7 @@ def test_loading_leaves_a_state_as_it_is(two_ranks: Ranks) -> None:
 
 def decayed(in_a_hurry: bool) -> dict[str, Tensor]:
     """Weights after steps that follow the backward at once, or when its exchange is over."""
-    ddp, engine = wrapped(delay=1, memory=ls.WeightDecay(0.5))
+    ddp, engine = wrapped(delay=1, memory=ls.memories.WeightDecay(0.5))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
     engine.bind([optimizer])
     for step in range(4):
@@ -892,7 +892,7 @@ def test_weight_decay_is_that_of_the_weights_of_the_backward(two_ranks: Ranks) -
 
 def frozen_since(name: str) -> float:
     """What is missing of a parameter's averages on their way once it is frozen and thawed; on all ranks together."""
-    options = {"delay": 1, "sparsifier": "topk", "rules": ls.Rules(dense=["bias"], dense_ndim=0, dense_numel=0)}
+    options = {"delay": 1, "sparsifier": "top_k", "rules": ls.Rules(dense=["bias"], dense_ndim=0, dense_numel=0)}
     ddp, engine = wrapped(**options)
     step_of(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), range(3))
     state, parameters = engine.state_dict(), dict(engine.parameters)
@@ -903,7 +903,7 @@ def frozen_since(name: str) -> float:
     for trains in (False, True):
         p.requires_grad_(trains)
         ddp, engine = wrapped(ddp.module, **options)
-        assert engine.take_over(state, parameters) == []
+        assert engine._take_over(state, parameters) == []
         state, parameters = engine.state_dict(), {**engine.parameters, **engine.frozen}
         engine.close()
     missing = expected - state["parameters"][name]["residual"].double()

@@ -75,7 +75,7 @@ TALKS: list[tuple[str, dict[str, Any], dict[str, int], int]] = [
     ("find_unused", {"grouping": "layer"}, {BYTES: 1, INTS: 3}, 4),
     ("find_unused", MANY, {BYTES: 1 + 2, INTS: 1}, 5),
     ("default", {**MANY, "sparsifier": "everything"}, {FLOATS: 2}, 5),
-    ("default", {"grouping": "layer", "sparsifier": "topk"}, {INTS: 1}, 4),
+    ("default", {"grouping": "layer", "sparsifier": "top_k"}, {INTS: 1}, 4),
 ]
 
 
@@ -96,15 +96,15 @@ def test_groups_that_travel_by_themselves_talk_for_each(two_ranks: Ranks) -> Non
 EVENTS: list[str] = []
 
 
-class Noting(ls.Sparsifier):
+class Noting(ls.sparsifiers.Sparsifier):
     """Notes when it selects."""
 
-    agreement = ls.TopK.agreement
+    agreement = ls.sparsifiers.TopK.agreement
     exchange = "gather_pairs"
 
     def select(self, acc: Tensor, state: Any, ctx: Any) -> Any:
         EVENTS.append(f"select {acc.numel()}")
-        return ls.TopK().select(acc, state, ctx)
+        return ls.sparsifiers.TopK().select(acc, state, ctx)
 
     def __repr__(self) -> str:
         return "Noting()"
@@ -152,9 +152,9 @@ def test_local_work_begins_as_gradients_come_where_all_parameters_are_used(two_r
     ("sparsifier", "executor"),
     by_default(
         covering(
-            in_turns([name for name, _ in ls.SPARSIFIERS.items()], ["inline", "thread"]),
+            in_turns([name for name, _ in ls.sparsifiers.SPARSIFIERS.items()], ["inline", "thread"]),
             together=1,
-            seen_as=lambda sparsifier, executor: (ls.SPARSIFIERS.resolve(sparsifier).agreement, executor),
+            seen_as=lambda sparsifier, executor: (ls.sparsifiers.SPARSIFIERS.resolve(sparsifier).agreement, executor),
         ),
         4,
     ),
@@ -165,14 +165,14 @@ def test_messages_that_travel_together_bring_the_same_bits(two_ranks: Ranks, spa
     assert all(torch.equal(parameters, first[0][0]) for parameters, _ in (*first, *second))
 
 
-MEMORIES: list[ls.Memory] = [
-    ls.Residual(decay=0.9),
-    ls.NoMemory(),
-    ls.LowPass(0.3),
-    ls.MomentumCorrection(0.5),
-    ls.AdamCorrection(beta1=0.5),
-    ls.ClipByNorm(0.1),
-    ls.WeightDecay(1e-2),
+MEMORIES: list[ls.memories.Memory] = [
+    ls.memories.Residual(decay=0.9),
+    ls.memories.NoMemory(),
+    ls.memories.LowPass(0.3),
+    ls.memories.MomentumCorrection(0.5),
+    ls.memories.AdamCorrection(beta1=0.5),
+    ls.memories.ClipByNorm(0.1),
+    ls.memories.WeightDecay(1e-2),
 ]
 
 
@@ -181,7 +181,7 @@ MEMORIES: list[ls.Memory] = [
     by_default(covering(in_turns(MEMORIES, [torch.float32, torch.bfloat16, torch.float64]), together=1), 4),
 )
 def test_memories_keep_the_same_bits_while_groups_wait_for_each_other(
-    two_ranks: Ranks, memory: ls.Memory, dtype: torch.dtype
+    two_ranks: Ranks, memory: ls.memories.Memory, dtype: torch.dtype
 ) -> None:
     """What a memory forms when gradients come in is needed until messages have come back."""
     options = {"memory": memory, "density": 0.05, **MANY}
@@ -207,7 +207,7 @@ def remembering(dtype: torch.dtype, options: dict[str, Any]) -> list[Tensor]:
 @pytest.mark.parametrize("exchange", ["gather_pairs", "reduce_union", "packed_union", "tree", "balanced"])
 def test_exchanges_that_travel_together_bring_the_same_bits(three_ranks: Ranks, exchange: str) -> None:
     """Integers that are summed, and floats that each rank adds up by itself; other sums may differ in the last bits."""
-    options = {"sparsifier": "topk", "exchange": exchange, "density": 0.05, "grouping": "layer"}
+    options = {"sparsifier": "top_k", "exchange": exchange, "density": 0.05, "grouping": "layer"}
     [first, second] = (three_ranks(train, "default", {**options, "messages": messages}, 1, 4) for messages in BOTH)
     assert all(torch.equal(parameters, second[0][0]) for parameters, _ in second)
     if exchange != "reduce_union":
@@ -228,7 +228,7 @@ def test_the_default_brings_the_same_bits_on_four_ranks() -> None:
 
 @pytest.mark.parametrize(
     ("sparsifier", "layout"),
-    covering(in_turns(["topk", "exdyna", "everything"], ["small_buckets", "find_unused"]), together=1),
+    covering(in_turns(["top_k", "exdyna", "everything"], ["small_buckets", "find_unused"]), together=1),
 )
 def test_density_1_is_plain_ddp_however_messages_travel(two_ranks: Ranks, sparsifier: str, layout: str) -> None:
     plain = two_ranks(train, layout, {})[0][0]
@@ -258,7 +258,7 @@ def test_unused_parameters_are_the_same_to_groups_that_travel_by_themselves(two_
 
 @pytest.mark.parametrize("messages", BOTH)
 def test_a_bad_number_in_one_of_many_groups_voids_the_step(two_ranks: Ranks, messages: str) -> None:
-    for options in ({"sparsifier": "union_topk"}, {"sparsifier": "topk", "exchange": "tree"}):
+    for options in ({"sparsifier": "union_top_k"}, {"sparsifier": "top_k", "exchange": "tree"}):
         many = {**options, "grouping": "layer", "messages": messages}
         answers = two_ranks(poisoned, "thread", float("nan"), many, "head")
         for grads, residuals, own in answers:
@@ -294,7 +294,7 @@ class Failing(GatherPairs):
 
 def failing(messages: str, executor: str, before: bool) -> tuple[str, list[str]]:
     options = {"exchange": Failing(305, before), "grouping": "layer", "messages": messages, "executor": executor}
-    ddp, engine = wrapped("small_buckets", sparsifier="topk", density=0.05, **options)
+    ddp, engine = wrapped("small_buckets", sparsifier="top_k", density=0.05, **options)
     assert engine is not None
     for batch in batches(3):
         try:
@@ -318,7 +318,7 @@ def test_an_error_names_its_group_and_ends_the_step_on_all_ranks(messages: str, 
     assert notes == ["sparse_ddp: in the exchange of group 'head', step 1, rank 1"]
 
 
-class OneRankFails(ls.Constant):
+class OneRankFails(ls.density.Constant):
     """A schedule that fails on one rank."""
 
     def __call__(self, step: int) -> float:
@@ -327,7 +327,7 @@ class OneRankFails(ls.Constant):
         return super().__call__(step)
 
 
-class DoesNotSettle(ls.Residual):
+class DoesNotSettle(ls.memories.Residual):
     """A memory that fails on one rank when the step is settled."""
 
     fails: ClassVar[bool] = False
@@ -444,7 +444,7 @@ def test_headers_do_not_keep_what_has_travelled_with_them() -> None:
 
 
 def test_a_digest_tells_settings_and_groups_apart() -> None:
-    config = ls.SparsificationConfig()
+    config = ls.engine.config.SparsificationConfig()
     digests = {
         digest_of(config, ["a"]),
         digest_of(config, ["b"]),

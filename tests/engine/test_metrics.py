@@ -70,7 +70,7 @@ BY_HAND: dict[str, tuple[float | None, float | None, float | None]] = {
     "time/blocked_ms": (7.0, 0.0, None),
     "time/hidden_ms": (0.0, 5.0, None),  # 2 + 3 ms, of which backward has waited for more
     "time/total_s": (9.0, 9.0, 9.0),
-    "steps/void": (0.0, 0.0, 2.0),
+    "steps/skipped": (0.0, 0.0, 2.0),
     "steps/without_average": (2.0, 1.0, None),
     "steps/direct": (0.0, 0.0, 1.0),
     "lengths/clipped": (4.0, None, None),
@@ -173,7 +173,7 @@ def test_a_step_in_which_nobody_picked_or_sent_anything_divides_by_nothing() -> 
 
 def test_a_group_has_no_number_for_what_groups_share() -> None:
     shared = {"time/exposed_ms", "time/total_s", "traffic/total_mb", "traffic/dense_total_mb"}
-    shared |= {"steps/void", "steps/warnings"}
+    shared |= {"steps/skipped", "steps/warnings"}
     shared |= {"time/blocked_ms", "time/hidden_ms", "steps/without_average"}  # without a delay
     shared |= {"lengths/clipped", "lengths/measured_anew"}  # where no memory follows lengths
     assert set(QUANTITIES) - set(summarize(Step([group()], [3.0]), alone)) == shared
@@ -190,7 +190,7 @@ def test_a_new_quantity_is_one_entry(monkeypatch: pytest.MonkeyPatch, averaged: 
 
     assert entries["picks"].meaning == "Picks of all ranks"
     assert summarize(Step([group(), group()], [0.0, 0.0], 0.0, 0), alone)["picks"] == 80.0
-    [trace] = ls.simulate(torch.ones(1, 3, 100), sparsifier="topk", density=0.05)
+    [trace] = ls.simulate(torch.ones(1, 3, 100), sparsifier="top_k", density=0.05)
     assert trace.quantities["picks"] == 15.0
 
 

@@ -30,7 +30,7 @@ class Pair(nn.Module):
 def attached(options: dict[str, Any], **settings: Any) -> tuple[DistributedDataParallel, Engine]:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(Pair(), bucket_cap_mb=0.001, **settings)
-    engine = ls.attach(ddp, rules=EVERYTHING_SPARSE, density=0.1, sparsifier="topk", grouping="layer", **options)
+    engine = ls.attach(ddp, rules=EVERYTHING_SPARSE, density=0.1, sparsifier="top_k", grouping="layer", **options)
     return ddp, engine
 
 
@@ -46,7 +46,7 @@ def flushing_within_a_step(options: dict[str, Any]) -> list[list[bool]]:
         a, b = ddp(batch(step))
         b.backward()
         if step == 1:
-            engine.flush_next_step()
+            engine._flush_next_step()
         a.backward()
         left.append([group.remembers for group in engine.groups])
     engine.close()
@@ -68,13 +68,13 @@ def asking_within_a_step(options: dict[str, Any]) -> tuple[list[str], bool]:
     for step in range(2):
         a, b = ddp(batch(step))
         b.backward()
-        for ask in (engine.summary, engine.group_summaries, engine.take_pending, lambda: engine.regroup(engine.plan)):
+        for ask in (engine.summary, engine.group_summaries, engine._take_pending, lambda: engine.regroup(engine.plan)):
             try:
                 ask()
             except RuntimeError as error:
                 said.append(str(error))
         a.backward()
-    fine = bool(engine.summary() and engine.group_summaries() and engine.take_pending())
+    fine = bool(engine.summary() and engine.group_summaries() and engine._take_pending())
     engine.close()
     return said, fine
 

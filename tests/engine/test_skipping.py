@@ -1,4 +1,4 @@
-"""Void steps are passed over without waiting where the optimizer can: on a device with streams, played on the CPU."""
+"""Skipped steps are passed over without waiting where the optimizer can: on a device with streams, played on the CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.covering import by_default
 from tests.streams import Streams
 from tests.trainers import EVERYTHING_SPARSE, flat
 
-VOID = 2
+SKIPPED = 2
 Make = Callable[[Any], Optimizer]
 FUSED: dict[str, Make] = {
     "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01, fused=True),
@@ -38,9 +38,9 @@ FIRST = ("Adam", "SGD with momentum", "not fused")
 
 
 class Run:
-    """A few steps, of which some are void."""
+    """A few steps, of which some are skipped."""
 
-    def __init__(self, make: Make, skip: str | None = "skip_void", **options: Any) -> None:
+    def __init__(self, make: Make, skip: str | None = "ignore_skipped", **options: Any) -> None:
         torch.manual_seed(0)
         self.ddp = DistributedDataParallel(nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20)))
         alone = {"single_device": "sparse", "executor": "inline", "watch": None}
@@ -50,18 +50,18 @@ class Run:
         self.waits: list[int] = []
         """Times that the host waited between the end of each backward and that of the optimizer's step."""
 
-    def step(self, void: bool = False, streams: Streams | None = None) -> None:
+    def step(self, skipped: bool = False, streams: Streams | None = None) -> None:
         self.optimizer.zero_grad()
-        (self.ddp(torch.randn(4, 20)).square().mean() * (float("inf") if void else 1.0)).backward()
+        (self.ddp(torch.randn(4, 20)).square().mean() * (float("inf") if skipped else 1.0)).backward()
         before = 0 if streams is None else streams.host_waits
         self.skip(self.optimizer)
         self.optimizer.step()
         self.waits.append(0 if streams is None else streams.host_waits - before)
         assert not hasattr(self.optimizer, "found_inf")
 
-    def steps(self, voids: set[int], streams: Streams | None = None) -> Run:
+    def steps(self, skips: set[int], streams: Streams | None = None) -> Run:
         for number in range(5):
-            self.step(number in voids, streams)
+            self.step(number in skips, streams)
         return self
 
 
@@ -74,38 +74,38 @@ def equal(a: Run, b: Run) -> bool:
 
 @pytest.mark.parametrize("name", FUSED)
 def test_fused_optimizers_skip_by_themselves_and_nobody_waits(streams: Streams, name: str) -> None:
-    handed = Run(FUSED[name]).steps({VOID}, streams)
-    dropped = Run(FUSED[name], skip="drop_void").steps({VOID}, streams)
+    handed = Run(FUSED[name]).steps({SKIPPED}, streams)
+    dropped = Run(FUSED[name], skip="drop_skipped").steps({SKIPPED}, streams)
     # In its first step, an optimizer makes its state, and torch may import what it needs.
     assert handed.waits[1:] == [0] * 4
-    assert dropped.waits[1:] == [1, 2, 1, 1]  # gradients of a void step are looked at
+    assert dropped.waits[1:] == [1, 2, 1, 1]  # gradients of a skipped step are looked at
     assert equal(handed, dropped)
     assert flat(handed.ddp).isfinite().all()
     for run in (handed, dropped):
-        assert (run.engine.step, run.engine.void_steps) == (4, 1)
+        assert (run.engine.step, run.engine.skipped_steps) == (4, 1)
     assert not streams.findings
 
 
 @pytest.mark.parametrize("name", by_default(FUSED, 2))
-def test_a_first_step_and_the_last_one_may_be_void(streams: Streams, name: str) -> None:
+def test_a_first_step_and_the_last_one_may_be_skipped(streams: Streams, name: str) -> None:
     handed = Run(FUSED[name]).steps({0, 4}, streams)
-    dropped = Run(FUSED[name], skip="drop_void").steps({0, 4}, streams)
+    dropped = Run(FUSED[name], skip="drop_skipped").steps({0, 4}, streams)
     assert equal(handed, dropped)
-    assert handed.engine.void
-    assert (handed.engine.step, handed.engine.void_steps) == (3, 2)
+    assert handed.engine.skipped
+    assert (handed.engine.step, handed.engine.skipped_steps) == (3, 2)
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_optimizers_are_waited_for(streams: Streams, name: str) -> None:
-    handed = Run(OTHERS[name]).steps({VOID}, streams)
+    handed = Run(OTHERS[name]).steps({SKIPPED}, streams)
     assert all(handed.waits)
-    assert equal(handed, Run(OTHERS[name], skip="drop_void").steps({VOID}))
+    assert equal(handed, Run(OTHERS[name], skip="drop_skipped").steps({SKIPPED}))
 
 
 @pytest.mark.parametrize("name", by_default(sorted([*FUSED, *OTHERS], key=lambda name: name not in FIRST), 3))
 def test_the_engine_asks_by_itself_when_a_step_begins(streams: Streams, name: str) -> None:
     make = {**FUSED, **OTHERS}[name]
-    asked, alone = (Run(make, skip=skip).steps({VOID}, streams) for skip in ("skip_void", None))
+    asked, alone = (Run(make, skip=skip).steps({SKIPPED}, streams) for skip in ("ignore_skipped", None))
     assert equal(asked, alone)
     assert asked.waits[1:] == alone.waits[1:]
     assert flat(alone.ddp).isfinite().all()
@@ -118,7 +118,7 @@ def test_a_step_that_is_left_out_is_told_once(streams: Streams) -> None:
 
 
 def test_with_nan_a_step_is_left_to_the_optimizer(streams: Streams) -> None:
-    assert not flat(Run(FUSED["Adam"], skip=None, nonfinite="nan").steps({VOID}).ddp).isfinite().all()
+    assert not flat(Run(FUSED["Adam"], skip=None, nonfinite="nan").steps({SKIPPED}).ddp).isfinite().all()
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -126,14 +126,14 @@ def test_a_scaler_that_the_engine_was_not_shown_skips_as_ever(one_rank: None, fu
     run = Run(lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=fused), skip=None)
     run.engine.bind(run.optimizer)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    for void in (False, True, False):
+    for skipped in (False, True, False):
         before = flat(run.ddp)
         run.optimizer.zero_grad()
-        loss = run.ddp(torch.randn(4, 20)).square().mean() * (float("inf") if void else 1.0)
+        loss = run.ddp(torch.randn(4, 20)).square().mean() * (float("inf") if skipped else 1.0)
         scaler.scale(loss).backward()
         scaler.step(run.optimizer)
         scaler.update()
-        assert torch.equal(flat(run.ddp), before) == void
+        assert torch.equal(flat(run.ddp), before) == skipped
     assert scaler.get_scale() == 2.0
 
 
@@ -157,7 +157,7 @@ def test_beside_a_loss_scale_the_flag_is_the_scalers(streams: Streams) -> None:
     run = Run(FUSED["Adam"])
     scale = torch.ones(())
     run.engine.loss_scale = lambda: scale
-    run.step(void=True)
+    run.step(skipped=True)
     assert all(p.grad is None for p in run.ddp.parameters())
 
 
@@ -165,14 +165,14 @@ def test_parameters_of_others_are_not_held_back(streams: Streams) -> None:
     run = Run(FUSED["Adam"])
     other = nn.Parameter(torch.ones(3))
     run.optimizer.add_param_group({"params": [other]})
-    for void in (False, True):
+    for skipped in (False, True):
         other.grad = torch.ones(3)
         before, own = other.detach().clone(), flat(run.ddp)
-        (run.ddp(torch.randn(4, 20)).square().mean() * (float("inf") if void else 1.0)).backward()
-        run.engine.skip_void(run.optimizer)
+        (run.ddp(torch.randn(4, 20)).square().mean() * (float("inf") if skipped else 1.0)).backward()
+        run.engine.ignore_skipped(run.optimizer)
         run.optimizer.step()
         assert not torch.equal(other, before)
-        assert torch.equal(flat(run.ddp), own) == void
+        assert torch.equal(flat(run.ddp), own) == skipped
 
 
 def test_a_flag_does_not_outlast_the_step_it_was_meant_for(streams: Streams) -> None:
@@ -180,12 +180,12 @@ def test_a_flag_does_not_outlast_the_step_it_was_meant_for(streams: Streams) -> 
     run.step()
     before = flat(run.ddp)
     (run.ddp(torch.randn(4, 20)).square().mean() * float("inf")).backward()
-    run.engine.skip_void(run.optimizer)  # and no step
+    run.engine.ignore_skipped(run.optimizer)  # and no step
     run.optimizer.zero_grad()
     run.ddp(torch.randn(4, 20)).square().mean().backward()
     run.optimizer.step()  # nobody asked
     assert not torch.equal(flat(run.ddp), before)
-    assert run.engine.void_steps == 1
+    assert run.engine.skipped_steps == 1
 
 
 @pytest.mark.parametrize("where", ["streams", "one_rank"])
@@ -202,19 +202,19 @@ def test_finite_gradients_of_a_skipped_step_wait(request: pytest.FixtureRequest,
     hook.remove()
     run.skip(run.optimizer)
     run.optimizer.step()
-    assert run.engine.void_steps == 1
+    assert run.engine.skipped_steps == 1
     own[0][1] = 0.0  # as if it had not come
     for name, then, gradient in zip(names, before, own, strict=True):
         assert torch.equal(run.engine.residual(name), then + gradient.flatten())
     run.step()
-    assert (run.engine.step, run.engine.void_steps) == (2, 1)
+    assert (run.engine.step, run.engine.skipped_steps) == (2, 1)
     assert bool(flat(run.ddp).isfinite().all())
 
 
 def test_where_the_host_knows_gradients_are_dropped(one_rank: None) -> None:
     run = Run(FUSED["Adam"])
     run.step()
-    run.step(void=True)
+    run.step(skipped=True)
     assert all(p.grad is None for p in run.ddp.parameters())
 
 
@@ -228,7 +228,7 @@ def test_an_engine_that_ends_leaves_no_flag_behind(streams: Streams) -> None:
     assert not hasattr(run.optimizer, "found_inf")
 
 
-def test_flushing_after_a_void_backward_leaves_the_void_step_out(one_rank: None) -> None:
+def test_flushing_after_a_skipped_backward_leaves_the_skipped_step_out(one_rank: None) -> None:
     run = Run(OTHERS["unknown"])
     run.step()
     run.optimizer.zero_grad()
@@ -239,7 +239,7 @@ def test_flushing_after_a_void_backward_leaves_the_void_step_out(one_rank: None)
     assert bool(flat(run.ddp).isfinite().all())
 
 
-def test_a_flush_after_a_void_backward_moves_what_has_waited(one_rank: None) -> None:
+def test_a_flush_after_a_skipped_backward_moves_what_has_waited(one_rank: None) -> None:
     run = Run(OTHERS["unknown"])
     run.step()
     run.optimizer.zero_grad()
@@ -250,9 +250,9 @@ def test_a_flush_after_a_void_backward_moves_what_has_waited(one_rank: None) -> 
     assert bool(flat(run.ddp).isfinite().all())
 
 
-def test_gradients_of_one_rank_alone_after_a_void_step_are_applied(one_rank: None) -> None:
+def test_gradients_of_one_rank_alone_after_a_skipped_step_are_applied(one_rank: None) -> None:
     run = Run(OTHERS["unknown"], skip=None)
-    run.step(void=True)
+    run.step(skipped=True)
     run.optimizer.zero_grad()
     before = flat(run.ddp)
     with run.ddp.no_sync():
@@ -263,7 +263,7 @@ def test_gradients_of_one_rank_alone_after_a_void_step_are_applied(one_rank: Non
 
 def test_an_engine_that_another_one_has_replaced_takes_nothing_away(streams: Streams) -> None:
     run = Run(FUSED["Adam"], skip=None)
-    run.step(void=True)
+    run.step(skipped=True)
     model = run.ddp.module
     again = DistributedDataParallel(model)
     engine = ls.attach(again, density=0.1, rules=EVERYTHING_SPARSE, single_device="sparse", watch=None)
@@ -282,10 +282,10 @@ def test_of_what_the_host_has_heard_it_is_told_without_waiting(streams: Streams)
     run.step()
     (run.ddp(torch.randn(4, 20)).square().mean() * float("inf")).backward()
     waited = streams.host_waits
-    assert run.engine.known_counts[:3] == (1, 0, 0)
+    assert run.engine._known_counts[:3] == (1, 0, 0)
     assert streams.host_waits == waited
-    assert (run.engine.void_steps, run.engine.known_counts.void) == (1, 0)  # until the next step begins
+    assert (run.engine.skipped_steps, run.engine._known_counts.skipped) == (1, 0)  # until the next step begins
     run.skip(run.optimizer)
     run.optimizer.step()
     run.step()
-    assert run.engine.known_counts[:2] == (1, 1)
+    assert run.engine._known_counts[:2] == (1, 1)

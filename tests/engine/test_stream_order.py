@@ -51,7 +51,7 @@ class Training:
 
     def step(self, branches: str = "left+right", scale: float = 1.0) -> None:
         (scale * self.ddp(torch.randn(4, 30), branches).square().mean()).backward()
-        self.engine.skip_void(self.optimizer)
+        self.engine.ignore_skipped(self.optimizer)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -84,30 +84,36 @@ def plain_steps() -> None:
 
 
 def every_memory() -> None:
-    memories = [ls.NoMemory(), ls.LowPass(0.25), ls.MomentumCorrection(0.5), ls.ClipByNorm(4.0), ls.WeightDecay(1e-2)]
-    memories += [ls.AdamCorrection()]
+    memories = [
+        ls.memories.NoMemory(),
+        ls.memories.LowPass(0.25),
+        ls.memories.MomentumCorrection(0.5),
+        ls.memories.ClipByNorm(4.0),
+        ls.memories.WeightDecay(1e-2),
+    ]
+    memories += [ls.memories.AdamCorrection()]
     for memory in memories:
         Training(memory=memory).steps(2)
 
 
 def other_sparsifiers() -> None:
-    for sparsifier in ("topk", "exdyna", "micro", "ok_topk", "sidco_e", "everything"):
+    for sparsifier in ("top_k", "exdyna", "micro", "ok_top_k", "sidco_e", "everything"):
         Training(sparsifier=sparsifier).steps(2)
 
 
-def a_void_step() -> None:
+def a_skipped_step() -> None:
     training = Training(momentum=0.9)
     for scale in (1.0, float("inf"), 1.0, 1.0):
         training.step(scale=scale)
-    assert training.engine.void_steps == 1
+    assert training.engine.skipped_steps == 1
 
 
-def a_void_step_of_a_fused_optimizer() -> None:
+def a_skipped_step_of_a_fused_optimizer() -> None:
     training = Training()
     training.optimizer = torch.optim.Adam(training.ddp.parameters(), betas=(0.0, 0.999), fused=True)
     for scale in (1.0, float("inf"), 1.0, 1.0):
         training.step(scale=scale)
-    assert training.engine.void_steps == 1
+    assert training.engine.skipped_steps == 1
 
 
 def steps_of_adam() -> None:
@@ -117,7 +123,7 @@ def steps_of_adam() -> None:
         training.engine.bind([training.optimizer])
         for scale in (1.0, float("inf"), 1.0):
             training.step(scale=scale)
-        assert training.engine.void_steps == 1
+        assert training.engine.skipped_steps == 1
         training.engine.state_dict()
         training.engine.close()
 
@@ -131,7 +137,7 @@ def sharded_replicas() -> None:
     engine.clip_gradients(0.1)
     for branches in ("left+right", "left", "left+right"):
         model(torch.randn(4, 30), branches).square().mean().backward()
-        engine.skip_void(optimizer)
+        engine.ignore_skipped(optimizer)
         optimizer.step()
         optimizer.zero_grad()
     engine.close()
@@ -146,7 +152,7 @@ def clipped_gradients() -> None:
 
 
 def messages_by_group() -> None:
-    training = Training(messages="group", memory=ls.SecondMoment())
+    training = Training(messages="group", memory=ls.memories.SecondMoment())
     for scale in (1.0, float("inf"), 1.0):
         training.step(scale=scale)
 
@@ -173,7 +179,7 @@ def regroup_in_the_first_hook() -> None:
 
 
 def regroup_between_steps() -> None:
-    training = Training(memory=ls.MomentumCorrection(0.5))
+    training = Training(memory=ls.memories.MomentumCorrection(0.5))
     for grouping in ("model", "layer"):
         training.steps(2)
         training.engine.summary()
@@ -208,12 +214,12 @@ def flush() -> None:
     training.engine.summary()  # looks at what is then taken
     ls.flush(training.engine, [training.optimizer])
     training.steps(2)
-    training.engine.flush_next_step()
+    training.engine._flush_next_step()
     training.steps(2)
 
 
 def states() -> None:
-    training = Training(memory=ls.MomentumCorrection(0.5))
+    training = Training(memory=ls.memories.MomentumCorrection(0.5))
     training.steps(2)
     state = training.engine.state_dict()
     training.steps(2)
@@ -239,7 +245,7 @@ def bucket_views() -> None:
 def as_ddp_does() -> None:
     training = Training(density=1.0, sparsifier="everything", rules=ls.Rules(["*"]), grouping="bucket")
     training.steps(2)
-    assert training.engine.go_direct()
+    assert training.engine._go_direct()
     training.step()
     training.step(scale=float("inf"))
     training.steps(2)
@@ -264,11 +270,11 @@ def one_step_late() -> None:
         training.engine.drain([training.optimizer])  # an engine that is gone has nothing in flight
 
 
-def one_step_late_with_a_void_step_and_unused_parameters() -> None:
+def one_step_late_with_a_skipped_step_and_unused_parameters() -> None:
     training = late(Training({"find_unused_parameters": True}, grouping="model"))
     for branches in ("left+right", "left", "right", "left+right", "left"):
         training.step(branches, float("inf") if branches == "right" else 1.0)
-    assert training.engine.void_steps == 1
+    assert training.engine.skipped_steps == 1
 
 
 def one_step_late_of_adam() -> None:
@@ -283,13 +289,13 @@ def one_step_late_of_adam() -> None:
 
 RUNS: list[Callable[[], None]] = [
     one_step_late,
-    one_step_late_with_a_void_step_and_unused_parameters,
+    one_step_late_with_a_skipped_step_and_unused_parameters,
     one_step_late_of_adam,
     plain_steps,
     every_memory,
     other_sparsifiers,
-    a_void_step,
-    a_void_step_of_a_fused_optimizer,
+    a_skipped_step,
+    a_skipped_step_of_a_fused_optimizer,
     steps_of_adam,
     sharded_replicas,
     clipped_gradients,
@@ -331,7 +337,7 @@ def test_a_step_of_adam_waits_for_nobody(streams: Streams) -> None:
     before = streams.host_waits
     training.ddp(torch.randn(4, 30), "left+right").square().mean().backward()
     begun = streams.host_waits
-    training.engine.skip_void(training.optimizer)
+    training.engine.ignore_skipped(training.optimizer)
     training.optimizer.step()
     assert (begun - before, streams.host_waits - begun) == (1, 0)  # for the step before, which is long over
 
@@ -383,7 +389,7 @@ def test_a_backward_that_does_not_wait_for_shards_is_noticed(streams: Streams, m
 
 def test_a_flag_that_is_read_before_it_has_come_is_noticed(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.streams.FakeEvent.synchronize", lambda self: None)
-    a_void_step()
+    a_skipped_step()
     assert any("_local_scalar_dense" in finding for finding in streams.findings)
 
 

@@ -31,7 +31,7 @@ class Twins(nn.Module):
 
 
 def train(
-    memory: ls.Memory, both: list[bool], executor: str, spoilt: int | None = None
+    memory: ls.memories.Memory, both: list[bool], executor: str, spoilt: int | None = None
 ) -> tuple[list[tuple[int, int]], Any, Any, Tensor]:
     """Picks in each layer at each step; the state before the last step and after it; the last average.
 
@@ -40,7 +40,7 @@ def train(
     torch.manual_seed(0)
     ddp = DistributedDataParallel(Twins(), find_unused_parameters=True)
     rules = ls.Rules(dense_ndim=0, dense_numel=0)
-    options = {"sparsifier": "topk", "exchange": "reduce_union", "density": 0.1, "grouping": "model", "rules": rules}
+    options = {"sparsifier": "top_k", "exchange": "reduce_union", "density": 0.1, "grouping": "model", "rules": rules}
     engine = ls.attach(ddp, **options, memory=memory, executor=executor, watch=None)
     picks, before, after = [], {}, {}
     for step, uses_both in enumerate(both):
@@ -62,29 +62,35 @@ def train(
     ("memory", "executor"),
     covering(
         in_turns(
-            [ls.WeightDecay(0.1), ls.ClipByNorm(1e6, ls.WeightDecay(0.1)), ls.WeightDecay(0.1, ls.ClipByNorm(1e6))],
+            [
+                ls.memories.WeightDecay(0.1),
+                ls.memories.ClipByNorm(1e6, ls.memories.WeightDecay(0.1)),
+                ls.memories.WeightDecay(0.1, ls.memories.ClipByNorm(1e6)),
+            ],
             ["inline", "thread"],
         ),
         together=1,
     ),
 )
-def test_the_decay_of_an_unused_parameter_takes_no_picks(two_ranks: Ranks, memory: ls.Memory, executor: str) -> None:
+def test_the_decay_of_an_unused_parameter_takes_no_picks(
+    two_ranks: Ranks, memory: ls.memories.Memory, executor: str
+) -> None:
     for picks, *_ in two_ranks(train, memory, [False] * 3, executor):
         assert picks == [(80, 0)] * 3
 
 
 MEMORIES = [
-    ls.Residual(),
-    ls.WeightDecay(0.1),
-    ls.WeightDecay(0.1, ls.MomentumCorrection(0.9)),
-    ls.MomentumCorrection(0.9),
-    ls.AdamCorrection(beta1=0.5),
-    ls.ClipByNorm(0.5, ls.MomentumCorrection(0.5)),
+    ls.memories.Residual(),
+    ls.memories.WeightDecay(0.1),
+    ls.memories.WeightDecay(0.1, ls.memories.MomentumCorrection(0.9)),
+    ls.memories.MomentumCorrection(0.9),
+    ls.memories.AdamCorrection(beta1=0.5),
+    ls.memories.ClipByNorm(0.5, ls.memories.MomentumCorrection(0.5)),
 ]
 
 
 @pytest.mark.parametrize("memory", MEMORIES, ids=repr)
-def test_what_is_remembered_of_an_unused_parameter_stays(two_ranks: Ranks, memory: ls.Memory) -> None:
+def test_what_is_remembered_of_an_unused_parameter_stays(two_ranks: Ranks, memory: ls.memories.Memory) -> None:
     for picks, before, after, _ in two_ranks(train, memory, [True, True, False], "inline"):
         assert picks[-1] == (80, 0)
         for name, vector in before["parameters"]["other.weight"].items():
@@ -94,7 +100,7 @@ def test_what_is_remembered_of_an_unused_parameter_stays(two_ranks: Ranks, memor
 
 
 @pytest.mark.parametrize("memory", MEMORIES, ids=repr)
-def test_in_a_skipped_step_it_stays_too(two_ranks: Ranks, memory: ls.Memory) -> None:
+def test_in_a_skipped_step_it_stays_too(two_ranks: Ranks, memory: ls.memories.Memory) -> None:
     for rank, (_, before, after, average) in enumerate(two_ranks(train, memory, [True, True, False], "thread", 2)):
         assert bool(average.isnan().all())
         for name, vector in before["parameters"]["other.weight"].items():
@@ -104,7 +110,7 @@ def test_in_a_skipped_step_it_stays_too(two_ranks: Ranks, memory: ls.Memory) -> 
 
 
 def clipped(decay: float) -> Tensor:
-    memory = ls.WeightDecay(decay, ls.ClipByNorm(0.01)) if decay else ls.ClipByNorm(0.01)
+    memory = ls.memories.WeightDecay(decay, ls.memories.ClipByNorm(0.01)) if decay else ls.memories.ClipByNorm(0.01)
     return train(memory, [False], "inline")[-1]
 
 

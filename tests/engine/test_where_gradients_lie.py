@@ -18,7 +18,7 @@ from lightning_sparse.engine.pipeline import GroupReducer
 from tests.covering import by_default, covering
 from tests.ranks import Ranks
 
-VOID, UNUSED = 2, 3
+SKIPPED, UNUSED = 2, 3
 """Steps in which a gradient is not finite, and in which no rank uses a layer."""
 
 
@@ -75,7 +75,7 @@ def train(
     for step in range(5):
         ddp.zero_grad()
         x = torch.randn(4, 33, generator=generator).to(dtype)
-        if step == VOID and dist.get_rank():
+        if step == SKIPPED and dist.get_rank():
             x[0, 0] = float("inf")
         loss = ddp(x, not (unused and step == UNUSED)).float().square().mean()
         with mock.patch.object(GroupReducer, "exchange_steps", in_one_vector if flat else in_runs):
@@ -83,7 +83,7 @@ def train(
         seen += [torch.zeros(0) if p.grad is None else p.grad.clone() for p in parameters]
         with torch.no_grad():
             for parameter in parameters:
-                if step != VOID and parameter.grad is not None:
+                if step != SKIPPED and parameter.grad is not None:
                     parameter.sub_(parameter.grad, alpha=0.01 / (scale or 1.0))
         engine.count_as_applied()
         for group in engine.groups:
@@ -93,22 +93,22 @@ def train(
 
 
 MEMORIES = [
-    ls.Residual(),
-    ls.SecondMoment(),
-    ls.Residual(decay=0.9),
-    ls.LowPass(0.3),
-    ls.MomentumCorrection(0.9),
-    ls.MomentumCorrection(0.9, nesterov=True),
-    ls.AdamCorrection(beta1=0.9),
-    ls.ClipByNorm(0.01),
-    ls.WeightDecay(0.1, min_ndim=2),
-    ls.NoMemory(),
+    ls.memories.Residual(),
+    ls.memories.SecondMoment(),
+    ls.memories.Residual(decay=0.9),
+    ls.memories.LowPass(0.3),
+    ls.memories.MomentumCorrection(0.9),
+    ls.memories.MomentumCorrection(0.9, nesterov=True),
+    ls.memories.AdamCorrection(beta1=0.9),
+    ls.memories.ClipByNorm(0.01),
+    ls.memories.WeightDecay(0.1, min_ndim=2),
+    ls.memories.NoMemory(),
 ]
 METHODS: dict[str, dict[str, Any]] = {
-    "union_topk": {"sparsifier": "union_topk"},
-    "sent densely": {"sparsifier": "topk", "exchange": "dense"},
-    "accordion": {"sparsifier": "shared_topk", "density": ls.Accordion(0.02, 0.2, interval=2)},
-    "everything": {"sparsifier": "everything", "density": ls.Accordion(0.02, 0.2, interval=2)},
+    "union_top_k": {"sparsifier": "union_top_k"},
+    "sent densely": {"sparsifier": "top_k", "exchange": "dense"},
+    "accordion": {"sparsifier": "shared_top_k", "density": ls.density.Accordion(0.02, 0.2, interval=2)},
+    "everything": {"sparsifier": "everything", "density": ls.density.Accordion(0.02, 0.2, interval=2)},
 }
 AXES: list[list[Any]] = [
     ["bucket", "layer", "model"],
@@ -129,7 +129,7 @@ def test_steps_are_those_of_one_vector(
     two_ranks: Ranks,
     grouping: str,
     dtype: torch.dtype,
-    memory: ls.Memory,
+    memory: ls.memories.Memory,
     method: str,
     scale: float | None,
     unused: bool,

@@ -24,7 +24,7 @@ def demo(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_dense_stands_beside_sparse_against_megabytes(demo: Any, tmp_path: Path) -> None:
     folders = []
-    for name in ("dense", "topk"):
+    for name in ("dense", "top_k"):
         logged = [row | {"step_ms": 5.0} for row in rows(sparsifier=name)]
         folders.append(write_csv(tmp_path / name, logged))
     runs = read_runs(folders, ["dense DDP", "Top-k"])

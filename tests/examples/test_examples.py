@@ -72,9 +72,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
                 "val/perplexity",
                 "exdyna",
             ),
-            ("lora_gpt", None, "--data.batch_size=2", "val/perplexity", "union_topk"),
-            ("lstm_wikitext2", "wikitext2", "--data.words=150", "val/perplexity", "topk"),
-            ("resnet18_cifar10", "cifar10", "--data.batch_size=8", "val/accuracy", "union_topk"),
+            ("lora_gpt", None, "--data.batch_size=2", "val/perplexity", "union_top_k"),
+            ("lstm_wikitext2", "wikitext2", "--data.words=150", "val/perplexity", "top_k"),
+            ("resnet18_cifar10", "cifar10", "--data.batch_size=8", "val/accuracy", "union_top_k"),
         ],
         1,
     ),
@@ -89,7 +89,7 @@ def test_models_that_people_recognise(
     assert [step for step, _ in found[result]] == [9, 19]
     assert [step for step, _ in found["train/loss"]] == [9, 19]
     assert all(
-        density == pytest.approx(0.01, rel=0.1) or sparsifier == "topk" for _, density in found["sparse/density"]
+        density == pytest.approx(0.01, rel=0.1) or sparsifier == "top_k" for _, density in found["sparse/density"]
     )
     assert "step_ms" in found
     if script == "lora_gpt":
@@ -260,4 +260,4 @@ def test_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         output.text for cell in notebook.cells for output in cell.get("outputs", []) if output.output_type == "stream"
     )
     assert "UnionTopK" in printed
-    assert "union_topk density 0.0100" in printed
+    assert "union_top_k density 0.0100" in printed

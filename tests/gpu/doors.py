@@ -21,9 +21,9 @@ LATE: dict[str, Any] = {**TOPK, "delay": 1}
 
 
 def one_step_late_trains_as_on_the_cpu(device: str) -> Numbers:
-    """With momentum SGD and AdamW; a step is void, and what waits at the end is flushed."""
+    """With momentum SGD and AdamW; a step is skipped, and what waits at the end is flushed."""
     adam = partial(torch.optim.AdamW, lr=0.01)
-    late_adam = {**LATE, "sparsifier": "shared_topk"}
+    late_adam = {**LATE, "sparsifier": "shared_top_k"}
     for options, optimizer in ((LATE, None), (late_adam, adam), ({**LATE, "grouping": "layer"}, None)):
         results = []
         for where in (device, "cpu"):

@@ -1,6 +1,6 @@
 """Do simulated ranks on the device compute what they compute on the CPU, on the same path?
 
-Every sparsifier with every exchange that accepts it and every memory, four steps of which the third is void. Values
+Every sparsifier with every exchange that accepts it and every memory, four steps of which the third is skipped. Values
 are normal: which of equal magnitudes go first is the one thing that a device may decide otherwise. Numbers of ranks are
 powers of two, since a device may multiply by a reciprocal where a CPU divides.
 """
@@ -19,7 +19,7 @@ from tests.gpu.checks import Check, Clock, Numbers, require, sweep
 from tests.static_path import static_path
 
 NUMEL, DENSITY = 1003, 0.1
-STEPS, VOID_STEP = 4, 2
+STEPS, SKIPPED_STEP = 4, 2
 # What is added, multiplied and divided is rounded alike, but for fused multiply-adds and sums formed in another order.
 CLOSE = {torch.float64: {"rtol": 1e-9, "atol": 1e-12}, torch.float32: {"rtol": 1e-5, "atol": 1e-6}}
 
@@ -27,11 +27,13 @@ CLOSE = {torch.float64: {"rtol": 1e-9, "atol": 1e-12}, torch.float32: {"rtol": 1
 def checks(device: torch.device, clock: Clock) -> Iterator[Check]:
     # On a CPU, where this compares a thing with itself, a few show that it runs.
     pairs = list(zip(PAIR_NAMES, PAIRS, strict=True))[:: 1 if device.type == "cuda" else 80]
-    others = sorted((ls.NoMemory(), *MEMORIES), key=lambda memory: not isinstance(memory, ls.SecondMoment))
-    chosen: list[tuple[ls.Memory, torch.dtype, int]] = [
-        (ls.Residual(), torch.float64, 4),
+    others = sorted(
+        (ls.memories.NoMemory(), *MEMORIES), key=lambda memory: not isinstance(memory, ls.memories.SecondMoment)
+    )
+    chosen: list[tuple[ls.memories.Memory, torch.dtype, int]] = [
+        (ls.memories.Residual(), torch.float64, 4),
         *((memory, torch.float64, 2) for memory in others[:1]),  # the other default
-        (ls.Residual(), torch.float32, 4),
+        (ls.memories.Residual(), torch.float32, 4),
         *((memory, torch.float64, 2) for memory in others[1:]),
     ]
     for memory, dtype, n in chosen:
@@ -46,7 +48,7 @@ def stream(n: int, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     gradients = torch.randn(STEPS, n, NUMEL, dtype=torch.float64, generator=generator)
     gradients[:, :, : NUMEL // 4] *= 3  # for ranges that move
-    gradients[VOID_STEP, n - 1, NUMEL // 2] = float("inf")
+    gradients[SKIPPED_STEP, n - 1, NUMEL // 2] = float("inf")
     return gradients.to(dtype)
 
 
@@ -54,7 +56,7 @@ def compare(
     device: torch.device,
     clock: Clock,
     pairs: list[tuple[str, tuple[Case, str]]],
-    memory: ls.Memory,
+    memory: ls.memories.Memory,
     dtype: torch.dtype,
     n: int,
 ) -> Numbers:
@@ -68,10 +70,16 @@ def compare(
     return {"pairs": len(same), "bit for bit": sum(same)}
 
 
-def one(device: torch.device, sparsifier: ls.Sparsifier, exchange: str, memory: ls.Memory, gradients: Tensor) -> bool:
+def one(
+    device: torch.device,
+    sparsifier: ls.sparsifiers.Sparsifier,
+    exchange: str,
+    memory: ls.memories.Memory,
+    gradients: Tensor,
+) -> bool:
     """Compare one pair; returns whether updates are equal bit for bit."""
     # The first direction of Adam is 1 everywhere, and all would tie.
-    adam = isinstance(memory, ls.AdamCorrection)
+    adam = isinstance(memory, ls.memories.AdamCorrection)
     density = ls.Warmup(1.0, DENSITY, steps=1) if adam else DENSITY
     parts = {"sparsifier": sparsifier, "exchange": exchange, "memory": memory, "density": density}
     with static_path():
@@ -80,13 +88,15 @@ def one(device: torch.device, sparsifier: ls.Sparsifier, exchange: str, memory: 
     return equal(found, expected, **CLOSE[gradients.dtype])
 
 
-def equal(found: list[ls.StepTrace], expected: list[ls.StepTrace], **close: float) -> bool:
+def equal(
+    found: list[ls.api.simulation.StepTrace], expected: list[ls.api.simulation.StepTrace], **close: float
+) -> bool:
     """Fail unless two runs did the same; returns whether their updates are equal bit for bit."""
     same = True
     for a, b in zip(found, expected, strict=True):
         update = a.update.cpu()
-        if a.step == VOID_STEP:
-            require(update.isnan().all() and b.update.isnan().all(), "the void step is not void")
+        if a.step == SKIPPED_STEP:
+            require(update.isnan().all() and b.update.isnan().all(), "the skipped step is not skipped")
             continue
         require(torch.equal(a.counts, b.counts), f"step {a.step}: counts {a.counts} and {b.counts}")
         require(torch.equal(a.indices, b.indices), f"step {a.step}: other coordinates")

@@ -30,13 +30,15 @@ from tests.static_path import static_path
 
 NUMEL = {"cuda": 25 * 2**20 // 4, "cpu": 5_000}
 RANKS, REPLAYS = 4, 3
-SPARSIFIERS = ["union_topk", "shared_topk", "topk", "micro", "exdyna", "dgc"]
+SPARSIFIERS = ["union_top_k", "shared_top_k", "top_k", "micro", "exdyna", "dgc"]
 
 
 def checks(device: torch.device, clock: Clock) -> Iterator[Check]:
     for name in SPARSIFIERS:
-        yield Check(f"graph of a step, {name}", partial(capture, name, ls.Residual(), device))
-    yield Check("graph of a step, union_topk with Adam", partial(capture, "union_topk", ls.SecondMoment(), device))
+        yield Check(f"graph of a step, {name}", partial(capture, name, ls.memories.Residual(), device))
+    yield Check(
+        "graph of a step, union_top_k with Adam", partial(capture, "union_top_k", ls.memories.SecondMoment(), device)
+    )
     with one_rank(device):
         for options in ({}, {"grouping": "model"}):
             yield Check(f"compiled model, {options or 'defaults'}", partial(compile_model, options, device))
@@ -45,9 +47,9 @@ def checks(device: torch.device, clock: Clock) -> Iterator[Check]:
 class OneStep:
     """A step of a group whose state is always in the same memory."""
 
-    def __init__(self, name: str, memory: ls.Memory, device: torch.device, numel: int) -> None:
-        self.sparsifier, self.memory = ls.SPARSIFIERS.resolve(name), memory
-        self.exchange = ls.EXCHANGES.resolve(self.sparsifier.exchange)
+    def __init__(self, name: str, memory: ls.memories.Memory, device: torch.device, numel: int) -> None:
+        self.sparsifier, self.memory = ls.sparsifiers.SPARSIFIERS.resolve(name), memory
+        self.exchange = ls.exchanges.EXCHANGES.resolve(self.sparsifier.exchange)
         self.ctx = Context(step=1, density=0.01, rank=1, world_size=RANKS)
         self.state = init_group(numel, torch.float32, device, self.ctx, memory=self.memory, sparsifier=self.sparsifier)
         generator = torch.Generator("cpu").manual_seed(0)
@@ -91,7 +93,7 @@ def captured(step: Callable[[], None], device: torch.device) -> Callable[[], Non
     return graph.replay
 
 
-def capture(name: str, memory: ls.Memory, device: torch.device) -> Numbers:
+def capture(name: str, memory: ls.memories.Memory, device: torch.device) -> Numbers:
     """Replays do what the step does."""
     with static_path():
         numel = NUMEL[device.type]
@@ -144,7 +146,7 @@ def compile_model(options: dict[str, Any], device: torch.device) -> Numbers:
             except torch._dynamo.exc.BackendCompilerFailed as error:
                 raise SkipError(f"nothing is compiled here: {str(error).splitlines()[0]}") from error
             loss.backward()
-            engine.drop_void(optimizer)
+            engine.drop_skipped(optimizer)
             optimizer.step()
             optimizer.zero_grad()
             losses[compiled].append(loss.item())

@@ -82,10 +82,10 @@ def look_at(compute: Callable[[torch.Tensor, int], Any], device: torch.device, n
 
 
 def scatter(device: torch.device, numel: int) -> Callable[[], Any]:
-    x, void = torch.ones(numel, device=device), torch.zeros((), dtype=torch.bool, device=device)
+    x, skipped = torch.ones(numel, device=device), torch.zeros((), dtype=torch.bool, device=device)
     places = torch.arange(0, numel, 100, device=device)
     values = torch.ones(len(places), device=device)
-    return lambda: ops.scatter_(x, places, values, void)
+    return lambda: ops.scatter_(x, places, values, skipped)
 
 
 def subtract(device: torch.device, numel: int) -> Callable[[], Any]:
@@ -137,7 +137,7 @@ PASSES = {
 
 
 def checks(device: torch.device, clock: Clock) -> Iterator[Check]:
-    yield Check("top_k by cells finds what topk finds", partial(same_picks, device))
+    yield Check("top_k by cells finds what top_k finds", partial(same_picks, device))
     for size, numel in SIZES[device.type].items():
         rate: list[float] = []
         yield Check(f"copy {size}", partial(note, rate, device, numel))

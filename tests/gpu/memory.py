@@ -65,7 +65,7 @@ def measure(model: Callable[[], nn.Sequential], grouping: str | None, then: str 
         ddp.zero_grad()
         ddp(batch).square().mean().backward()
         if engine is not None and optimizer is not None:
-            engine.skip_void(optimizer)
+            engine.ignore_skipped(optimizer)
         if optimizer is not None:
             optimizer.step()
     synchronize(device)

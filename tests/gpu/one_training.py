@@ -24,7 +24,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     # About 30 kB a bucket: three buckets from the second iteration on, one in the first.
     "small_buckets": {"bucket_cap_mb": 0.03},
 }
-TOPK = {"sparsifier": "topk", "density": 0.05}
+TOPK = {"sparsifier": "top_k", "density": 0.05}
 """Picks alike on all devices, as long as there are no ties."""
 
 
@@ -68,7 +68,7 @@ class Training:
         loss = self.ddp(self.batch(), use).square().mean()
         (loss * factor).backward()
         if self.engine is not None:
-            self.engine.drop_void(self.optimizer)
+            self.engine.drop_skipped(self.optimizer)
         self.optimizer.step()
         return loss.item()
 

@@ -16,12 +16,12 @@ from tests.gpu.one_training import Training, close, train
 
 def half_precision_trains(device: str) -> Numbers:
     """Autocast in bfloat16, and in float16 with a scaler; and a model in bfloat16."""
-    return _in_half_precision(device, lambda training, scaler: training.engine.drop_void(training.optimizer))
+    return _in_half_precision(device, lambda training, scaler: training.engine.drop_skipped(training.optimizer))
 
 
 def steps_of_adam_are_those_of_the_cpu(device: str) -> Numbers:
-    """AdamW, fused and not, with second moments that travel; a step is void, and gradients are clipped."""
-    options = {"sparsifier": "shared_topk", "density": 0.05}
+    """AdamW, fused and not, with second moments that travel; a step is skipped, and gradients are clipped."""
+    options = {"sparsifier": "shared_top_k", "density": 0.05}
     for fused in (False, True):
         results = []
         for where in (device, "cpu"):
@@ -29,7 +29,7 @@ def steps_of_adam_are_those_of_the_cpu(device: str) -> Numbers:
             training = Training(where, options, optimizer=adam)
             training.engine.clip_gradients(5.0)
             losses = [training.step(factor=float("nan") if step == 3 else 1.0) for step in range(8)]
-            require(training.engine.void_steps == 1, f"{training.engine.void_steps} void steps instead of 1")
+            require(training.engine.skipped_steps == 1, f"{training.engine.skipped_steps} skipped steps instead of 1")
             results.append(training.end(losses))
         close(*results)
     return {"last loss": round(results[0][0][-1], 4)}
@@ -40,7 +40,7 @@ def adam_trains_in_half_precision(device: str) -> Numbers:
 
     def give_up(training: Training, scaler: torch.amp.GradScaler) -> None:
         if not scaler.is_enabled():
-            training.engine.skip_void(training.optimizer)
+            training.engine.ignore_skipped(training.optimizer)
 
     return _in_half_precision(device, give_up, optimizer=partial(torch.optim.AdamW, lr=0.01, fused=True))
 
@@ -62,7 +62,7 @@ def adam_trains_alike_with_and_without_kernels(device: str) -> Numbers:
 def _in_half_precision(
     device: str, give_up: Callable[[Training, torch.amp.GradScaler], Any], **options: Any
 ) -> Numbers:
-    """The last loss of each way; steps that are void are given up before the optimizer's."""
+    """The last loss of each way; steps that are skipped are given up before the optimizer's."""
     kind, last = torch.device(device).type, {}
     for dtype in (torch.bfloat16, torch.float16):
         scaler = torch.amp.GradScaler(kind, enabled=dtype == torch.float16)

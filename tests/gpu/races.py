@@ -78,7 +78,7 @@ def planted_race(device: str) -> None:
 
 
 @dataclass(frozen=True)
-class Racing(ls.Residual):
+class Racing(ls.memories.Residual):
     """Plain error feedback that touches the gradient on a stream that has not waited for it."""
 
     def absorb_(self, state: Any, grad: Gradient, *args: Any, **options: Any) -> Absorbed:
@@ -95,7 +95,7 @@ def planted_in_backward(device: str) -> None:
 
 
 def watched_training(device: str) -> None:
-    """What happens in trainings: groups of several kinds, a void step, other groups, summaries, a state."""
+    """What happens in trainings: groups of several kinds, a skipped step, other groups, summaries, a state."""
     with one_rank(torch.device(device)):
         for options in ({"density": 0.05}, {"sparsifier": "exdyna", "density": 0.05, "lr_aware": True}):
             training = Training(device, options, "small_buckets", dtype=torch.float32)
@@ -117,7 +117,7 @@ def watched_training(device: str) -> None:
 
 
 @dataclass(frozen=True)
-class Slow(ls.Residual):
+class Slow(ls.memories.Residual):
     """Plain error feedback on a stream that is busy with something else before it gets to it."""
 
     cycles: int = CYCLES
@@ -173,7 +173,7 @@ def regroup_slowly(device: torch.device) -> None:
 
 
 def trained(training: Training, device: torch.device) -> Any:
-    """Losses and parameters of some steps, of which one is void; in between, others write to memory that is free."""
+    """Losses and parameters of some steps, of which one is skipped; in between, others write to memory that is free."""
     losses = []
     for step in range(6):
         losses.append(training.step(factor=float("nan") if step == 3 else 1.0))

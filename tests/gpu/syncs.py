@@ -27,7 +27,7 @@ NUMEL, RANKS = 10_007, 4
 def checks(device: torch.device, clock: Clock) -> Iterator[Check]:
     pairs = list(zip(PAIR_NAMES, PAIRS, strict=True))[:: 1 if device.type == "cuda" else 40]
     yield Check("a wait is noticed", partial(notice, device))
-    for memory in (ls.Residual(), ls.NoMemory(), *MEMORIES):
+    for memory in (ls.memories.Residual(), ls.memories.NoMemory(), *MEMORIES):
         for dtype in (torch.float32, torch.bfloat16):
             yield Check(
                 f"all pairs, {memory!r}, {str(dtype).removeprefix('torch.')}",
@@ -47,7 +47,7 @@ def steps_of(optimizer: type[torch.optim.Optimizer], device: torch.device, **set
         for step in range(4):
             training.optimizer.zero_grad()
             training.ddp(training.batch()).square().mean().backward()
-            training.engine.skip_void(training.optimizer)
+            training.engine.ignore_skipped(training.optimizer)
             before = training.parameters()
             if device.type == "cuda":
                 torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")  # the first ones may load kernels
@@ -78,7 +78,7 @@ def look(
     device: torch.device,
     clock: Clock,
     pairs: list[tuple[str, tuple[Case, str]]],
-    memory: ls.Memory,
+    memory: ls.memories.Memory,
     dtype: torch.dtype,
 ) -> Numbers:
     jobs = {
@@ -90,11 +90,15 @@ def look(
 
 
 def steps(
-    device: torch.device, sparsifier: ls.Sparsifier, exchange: str, memory: ls.Memory, dtype: torch.dtype
+    device: torch.device,
+    sparsifier: ls.sparsifiers.Sparsifier,
+    exchange: str,
+    memory: ls.memories.Memory,
+    dtype: torch.dtype,
 ) -> None:
     ctx = Context(step=0, density=0.05, rank=1, world_size=RANKS)
     state = init_group(NUMEL, dtype, device, ctx, memory=memory, sparsifier=sparsifier)
-    parts = {"memory": memory, "sparsifier": sparsifier, "exchange": ls.EXCHANGES.resolve(exchange)}
+    parts = {"memory": memory, "sparsifier": sparsifier, "exchange": ls.exchanges.EXCHANGES.resolve(exchange)}
     for step in range(3):
         grad = torch.randn(NUMEL, device=device).to(dtype)
         if device.type == "cuda":

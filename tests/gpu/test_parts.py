@@ -249,7 +249,7 @@ def test_all_modules_of_kernels_launch_late_where_a_stream_is_slow() -> None:
 
 def test_other_numbers_are_noticed() -> None:
     gradients = equality.stream(2, torch.float64)
-    parts: dict[str, Any] = {"sparsifier": "topk", "density": 0.1}
+    parts: dict[str, Any] = {"sparsifier": "top_k", "density": 0.1}
     found, other = list(ls.simulate(gradients, **parts)), list(ls.simulate(gradients * 1.001, **parts))
     assert equality.equal(found, found, rtol=0, atol=0)
     with pytest.raises(AssertionError):

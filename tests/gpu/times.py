@@ -34,7 +34,7 @@ from tests.gpu.timing import host_seconds_of, seconds_of
 from tests.mirror import Mirror, mirrored_ranks
 
 SIZES = {"cuda": {"25M": 25_000_000, "144M": 144_000_000, "1000M": 1_000_000_000}, "cpu": {"20k": 20_000}}
-SPARSIFIERS = ["union_topk", "shared_topk", "striped_topk", "topk", "exdyna", "micro", "dgc", "sidco_e"]
+SPARSIFIERS = ["union_top_k", "shared_top_k", "striped_top_k", "top_k", "exdyna", "micro", "dgc", "sidco_e"]
 RANKS = 8
 MEASURED = {"cuda": {"25M": 25_000_000, "350M": 350_000_000}, "cpu": {"20k": 20_000}}
 """Groups of which each kernel is timed."""
@@ -66,8 +66,8 @@ def checks(device: torch.device, clock: Clock) -> Iterator[Check]:
     with one_rank(device):
         for name, options in TRAININGS.items():
             yield Check(f"transformer, {name}", partial(time_training, name, options, device))
-    for kept, name in (("residual", "union_topk"), ("second_moment", "union_topk with Adam")):
-        yield Check(f"launches {name}", partial(count_launches, "union_topk", kept, device))
+    for kept, name in (("residual", "union_top_k"), ("second_moment", "union_top_k with Adam")):
+        yield Check(f"launches {name}", partial(count_launches, "union_top_k", kept, device))
         for size, numel in MEASURED[device.type].items():
             yield Check(f"kernels of {name} {size}", partial(time_kernels, kept, device, numel, lost=False))
             yield Check(
@@ -79,8 +79,8 @@ def checks(device: torch.device, clock: Clock) -> Iterator[Check]:
         yield Check(f"torch.topk {size} 0.01", partial(time_topk, device, numel))
         for density in (0.01, 0.001):
             yield Check(
-                f"local step union_topk with Adam {size} {density}",
-                partial(time_local_step, "union_topk", "second_moment", density, device, numel, rate),
+                f"local step union_top_k with Adam {size} {density}",
+                partial(time_local_step, "union_top_k", "second_moment", density, device, numel, rate),
             )
         for name in SPARSIFIERS if size in ("25M", "144M") else SPARSIFIERS[:2]:
             for density in (0.01, 0.001):
@@ -107,10 +107,10 @@ def local_step(
 ) -> Callable[[], None]:
     """A function that takes the next step of a group; if ``lost``, without the candidates of the step before."""
     require_memory(device, (60 if kept == "residual" else 80) * numel)
-    sparsifier, memory = ls.SPARSIFIERS.resolve(name), MEMORIES.resolve(kept)
+    sparsifier, memory = ls.sparsifiers.SPARSIFIERS.resolve(name), MEMORIES.resolve(kept)
     ctx = Context(step=0, density=density, rank=1, world_size=RANKS)
     state = [init_group(numel, torch.float32, device, ctx, memory=memory, sparsifier=sparsifier)]
-    exchange, comm = ls.EXCHANGES.resolve(sparsifier.exchange), Mirror(1, RANKS)
+    exchange, comm = ls.exchanges.EXCHANGES.resolve(sparsifier.exchange), Mirror(1, RANKS)
     grad = torch.randn(numel, device=device) ** 3
     step = [0]
 
@@ -155,7 +155,7 @@ def count_launches(name: str, kept: str, device: torch.device) -> Numbers:
 
 def time_kernels(kept: str, device: torch.device, numel: int, lost: bool) -> Numbers:
     """Milliseconds of each kernel of a step of the default on the device, by name, the longest first."""
-    take = local_step("union_topk", kept, 0.01, device, numel, lost)
+    take = local_step("union_top_k", kept, 0.01, device, numel, lost)
     for _ in range(3):
         take()
     synchronize(device)
@@ -198,7 +198,7 @@ def time_training(name: str, options: dict[str, Any] | None, device: torch.devic
                 loss = ddp(tokens)
             loss.backward()
         if engine is not None and options is not None and options.get("nonfinite") != "nan":
-            engine.skip_void(optimizer)
+            engine.ignore_skipped(optimizer)
         optimizer.step()
         optimizer.zero_grad()
         synchronize(device)

@@ -85,7 +85,7 @@ def density_1_is_plain_ddp(device: str) -> None:
     """Bit for bit, in all layouts: with up to two ranks a sum has one order."""
     for layout in LAYOUTS:
         _, plain = train(device, None, layout, dtype=torch.float32)
-        for sparsifier in ("topk", "exdyna"):
+        for sparsifier in ("top_k", "exdyna"):
             _, sparse = train(device, {"sparsifier": sparsifier, "density": 1.0}, layout, dtype=torch.float32)
             require(torch.equal(sparse, plain), f"{sparsifier} differs from DDP, {layout}")
 
@@ -97,14 +97,14 @@ def losses_are_those_of_the_cpu(device: str) -> Numbers:
         {**TOPK, "grouping": "layer"},
         {**TOPK, "executor": "thread"},
         {**TOPK, "nonfinite": "nan"},
-        {**TOPK, "memory": ls.ClipByNorm(1.0, ls.Residual())},
-        {**TOPK, "memory": ls.LowPass(0.25)},
+        {**TOPK, "memory": ls.memories.ClipByNorm(1.0, ls.memories.Residual())},
+        {**TOPK, "memory": ls.memories.LowPass(0.25)},
         {"sparsifier": "exdyna", "density": 0.05},
     ):
         close(train(device, options), train("cpu", options))
     for layout in LAYOUTS:
         close(train(device, TOPK, layout), train("cpu", TOPK, layout))
-    momentum = {**TOPK, "memory": ls.MomentumCorrection(0.5)}
+    momentum = {**TOPK, "memory": ls.memories.MomentumCorrection(0.5)}
     close(train(device, momentum, momentum=0.0), train("cpu", momentum, momentum=0.0))
     single = {"dtype": torch.float32}
     close(train(device, TOPK, **single), train("cpu", TOPK, **single), rtol=1e-2)  # picks may differ
@@ -124,10 +124,10 @@ def a_skipped_step_moves_nothing(device: str) -> None:
             training.optimizer.zero_grad()
             last = dist.get_rank() == dist.get_world_size() - 1
             losses.append(training.step(factor=float("inf") if last else 1.0))
-            require(training.engine.void, "nobody noticed the infinite loss")
+            require(training.engine.skipped, "nobody noticed the infinite loss")
             require(torch.equal(training.parameters(), before), "a skipped step moved parameters")
             losses += [training.step() for _ in range(3)]
-            require(training.engine.step == 6 and training.engine.void_steps == 1, "steps were miscounted")
+            require(training.engine.step == 6 and training.engine.skipped_steps == 1, "steps were miscounted")
             results.append(training.end(losses))
         close(*results)
 
@@ -144,10 +144,10 @@ def a_scaled_loss_trains_like_an_unscaled_one(device: str) -> None:
             loss = training.ddp(training.batch()).square().mean() * (float("inf") if step == 4 else 1.0)
             scaler.scale(loss).backward()
             if not scaled:
-                training.engine.drop_void(training.optimizer)
+                training.engine.drop_skipped(training.optimizer)
             scaler.step(training.optimizer)
             scaler.update()
-        require(training.engine.void_steps == 1, f"{training.engine.void_steps} void steps instead of 1")
+        require(training.engine.skipped_steps == 1, f"{training.engine.skipped_steps} skipped steps instead of 1")
         results.append(training.end([]))
     require(torch.equal(results[0][1], results[1][1]), "scaled and unscaled losses train differently")
 
@@ -202,7 +202,7 @@ def groups_change_between_steps(device: str) -> None:
 
 
 def fallback_and_measured_groups_come_to_an_end(device: str) -> None:
-    for options in ({"fallback": "dense"}, {"grouping": ls.OptimalMerge()}):
+    for options in ({"fallback": True}, {"grouping": ls.tuning.OptimalMerge()}):
         train(device, {**TOPK, **options}, steps=50)
 
 
@@ -299,7 +299,7 @@ def strategy_of(package: str, **options: Any) -> Any:
 
 def the_strategy_at_density_1_is_ddp(package: str, accelerator: str) -> None:
     plain, _ = fit(package, accelerator, "ddp")
-    for sparsifier in ("topk", "exdyna"):
+    for sparsifier in ("top_k", "exdyna"):
         sparse, trainer = fit(package, accelerator, strategy_of(package, sparsifier=sparsifier, density=1.0))
         require(trainer.strategy.engine.step > 0, "nothing went through the engine")
         require(torch.equal(sparse, plain), f"{sparsifier} at density 1 differs from DDP")

@@ -38,7 +38,7 @@ class Story(Callback):
 def main(folder: str) -> None:
     torch.set_num_threads(1)
     strategy = ls.SparseDDPStrategy(
-        sparsifier="topk",
+        sparsifier="top_k",
         density=0.05,
         rules=EVERYTHING_SPARSE,
         timeout=timedelta(seconds=30),

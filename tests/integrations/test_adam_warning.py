@@ -20,7 +20,7 @@ from tests.integrations.test_strategy import strategy_class
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE, PACKAGES, make_data, make_module, make_trainer
 
-SPARSE: dict[str, Any] = {"sparsifier": "topk", "density": 0.1, "rules": EVERYTHING_SPARSE}
+SPARSE: dict[str, Any] = {"sparsifier": "top_k", "density": 0.1, "rules": EVERYTHING_SPARSE}
 ADAM: dict[str, Any] = {"lr": 0.01}
 
 Job = Callable[..., None]
@@ -43,7 +43,7 @@ class OwnSGD(torch.optim.SGD):
 
 
 class OwnAverages(torch.optim.Optimizer):
-    """Keeps averages of gradients, as nobody can see by its name or its settings; void steps leave nothing."""
+    """Keeps averages of gradients, as nobody can see by its name or its settings; skipped steps leave nothing."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -149,7 +149,7 @@ def test_the_whole_family_is_known(two_ranks: Ranks, name: str, settings: dict[s
     ("name", "loss"), [("FusedLion", "280 instead of 179"), ("MuonWithAuxAdam", "87 instead of 80")]
 )
 def test_optimizers_whose_steps_have_one_length_are_known(two_ranks: Ranks, name: str, loss: str) -> None:
-    [sentence], others = two_ranks(said, attach, {"sparsifier": "union_topk"}, name, ADAM)
+    [sentence], others = two_ranks(said, attach, {"sparsifier": "union_top_k"}, name, ADAM)
     assert others == []
     for part in (f"{name} ", loss, "lightning_sparse.AdamW", "dense=['*.weight']", "docs/adam.md", "Watch(adam=False)"):
         assert part in sentence
@@ -192,16 +192,16 @@ def attach_without(part: str) -> None:
         ({"memory": "residual"}, "OwnAverages", {}),
         ({"dense": ["*"]}, "OwnAverages", {}),
         ({}, "ASGD", {}),
-        ({"memory": ls.MomentumCorrection(0.9)}, "Sophia", {}),
+        ({"memory": ls.memories.MomentumCorrection(0.9)}, "Sophia", {}),
         ({}, "OwnSGD", {}),
         ({"density": 1.0}, "FusedLion", {}),
         ({"dense": ["*"]}, "FusedLion", {}),
         ({"density": 1.0}, "AdamW", {}),
         ({"dense": ["*"]}, "AdamW", {}),
         ({"sparsifier": "everything"}, "AdamW", {}),
-        ({"memory": ls.NoMemory()}, "AdamW", {}),
-        ({"memory": ls.MomentumCorrection(0.9)}, "AdamW", {}),
-        ({"memory": ls.ClipByNorm(1.0, ls.AdamCorrection())}, "AdamW", {}),
+        ({"memory": ls.memories.NoMemory()}, "AdamW", {}),
+        ({"memory": ls.memories.MomentumCorrection(0.9)}, "AdamW", {}),
+        ({"memory": ls.memories.ClipByNorm(1.0, ls.memories.AdamCorrection())}, "AdamW", {}),
     ],
 )
 def test_nobody_is_warned_without_reason(
@@ -212,9 +212,9 @@ def test_nobody_is_warned_without_reason(
 
 def reasons() -> list[str]:
     """Why an Adam of torch is left to itself: its own settings, or another optimizer."""
-    amsgrad = said(fit, {"sparsifier": "union_topk"}, "Adam", {"lr": 0.01, "amsgrad": True})
+    amsgrad = said(fit, {"sparsifier": "union_top_k"}, "Adam", {"lr": 0.01, "amsgrad": True})
     ddp = DistributedDataParallel(nn.Sequential(nn.Linear(10, 20), nn.Linear(20, 20)))
-    engine = ls.attach(ddp, **SPARSE | {"sparsifier": "union_topk"})
+    engine = ls.attach(ddp, **SPARSE | {"sparsifier": "union_top_k"})
     first, second = ddp.module
     both = [torch.optim.AdamW(first.parameters()), torch.optim.SGD(second.parameters(), lr=0.1)]
     engine.bind(both)
@@ -228,7 +228,7 @@ def reasons() -> list[str]:
     mixed = said(step)
     engine.close()
     ddp = DistributedDataParallel(ddp.module)
-    engine = ls.attach(ddp, **SPARSE | {"sparsifier": "union_topk"})
+    engine = ls.attach(ddp, **SPARSE | {"sparsifier": "union_top_k"})
     engine.bind(torch.optim.SGD(ddp.parameters(), lr=0.1))
     both[:] = [torch.optim.AdamW(ddp.parameters())]  # takes its place, and nobody has said so
     replaced = said(step)
@@ -248,25 +248,27 @@ def test_parameters_that_stay_dense_may_have_a_first_moment(two_ranks: Ranks) ->
     assert len(two_ranks(said, attach_without, "1")[0]) == 1
 
 
-@pytest.mark.parametrize("memory", [ls.LowPass(0.5), ls.ClipByNorm(1.0)], ids=lambda memory: type(memory).__name__)
-def test_other_memories_that_let_gradients_wait(two_ranks: Ranks, memory: ls.Memory) -> None:
+@pytest.mark.parametrize(
+    "memory", [ls.memories.LowPass(0.5), ls.memories.ClipByNorm(1.0)], ids=lambda memory: type(memory).__name__
+)
+def test_other_memories_that_let_gradients_wait(two_ranks: Ranks, memory: ls.memories.Memory) -> None:
     assert len(two_ranks(said, attach, {"memory": memory}, "AdamW", ADAM)[0]) == 1
 
 
-def attach_with_a_void_step_first() -> None:
+def attach_with_a_skipped_step_first() -> None:
     ddp = DistributedDataParallel(nn.Linear(10, 20))
     engine = ls.attach(ddp, **SPARSE)
     optimizer = OwnAverages(ddp.parameters(), 0.1)
     for step in range(4):
         ddp(torch.full((2, 10), float("inf") if step == 0 else 1.0)).square().sum().backward()
-        engine.skip_void(optimizer)
+        engine.ignore_skipped(optimizer)
         optimizer.step()
         optimizer.zero_grad()
     engine.close()
 
 
 def test_what_an_optimizer_keeps_is_looked_at_when_a_step_has_counted(two_ranks: Ranks) -> None:
-    assert [len(sentences) for sentences in two_ranks(said, attach_with_a_void_step_first)] == [1, 0]
+    assert [len(sentences) for sentences in two_ranks(said, attach_with_a_skipped_step_first)] == [1, 0]
 
 
 def attach_twice() -> None:
@@ -333,8 +335,8 @@ def test_the_setting_in_a_configuration() -> None:
 def warnings_of_memories() -> list[str]:
     """In processes to which nobody has told their ranks but torch."""
     found = []
-    for memory in (ls.MomentumCorrection(), ls.WeightDecay(0.1)):
-        engine = ls.attach(DistributedDataParallel(nn.Linear(20, 20)), sparsifier="topk", memory=memory, watch=None)
+    for memory in (ls.memories.MomentumCorrection(), ls.memories.WeightDecay(0.1)):
+        engine = ls.attach(DistributedDataParallel(nn.Linear(20, 20)), sparsifier="top_k", memory=memory, watch=None)
         optimizer = torch.optim.SGD(engine.parameters.values(), lr=0.1, momentum=0.9, weight_decay=0.1)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

@@ -109,7 +109,7 @@ def test_torchs_adamw_is_adapted_and_equals_ours(two_ranks: Ranks, package: str,
         two_ranks(fit, package, {}, ours, None, {"max_epochs": 1, "precision": precision}) for ours in (False, True)
     ]
     for (weights, memory, told, _), (others, *_) in zip(*results, strict=True):
-        assert memory == ls.SecondMoment(0.95)
+        assert memory == ls.memories.SecondMoment(0.95)
         assert told == []
         assert torch.equal(weights, others)
     assert torch.equal(results[0][0][0], results[0][1][0])
@@ -131,7 +131,7 @@ def test_a_resumed_fit_goes_on_bit_for_bit(
     resumed = two_ranks(fit, "pytorch_lightning", *going_on)
     for (weights, _, _, clipping), (again, memory, told, same_clipping) in zip(whole, resumed, strict=True):
         assert torch.equal(weights, again)
-        assert memory == ls.SecondMoment(0.9 + 0.005 * 8 if scheduled else 0.95) and told == []
+        assert memory == ls.memories.SecondMoment(0.9 + 0.005 * 8 if scheduled else 0.95) and told == []
         assert clipping == same_clipping == ((LIMIT, "norm") if clip else None)
 
 
@@ -150,7 +150,7 @@ def test_the_trainers_clipping_acts_on_each_ranks_gradients(two_ranks: Ranks, me
         0
     ]
     assert tuple(by_value[3]) == (1e-3, "value")
-    sgd_like = two_ranks(fit, "pytorch_lightning", {**options, "memory": ls.Residual()}, False, None, clip)[0]
+    sgd_like = two_ranks(fit, "pytorch_lightning", {**options, "memory": ls.memories.Residual()}, False, None, clip)[0]
     assert sgd_like[3] is None
 
 
@@ -205,7 +205,7 @@ def in_turns() -> list[bool]:
         for optimizer in both:
             optimizer.zero_grad()
         ddp(torch.ones(4, 64), which).square().mean().backward()
-        clipped.append(engine.clip_in_place_of_averages(0.1, "norm", both[which]))
+        clipped.append(engine._clip_in_place_of_averages(0.1, "norm", both[which]))
         for optimizer in both:
             optimizer.step()
     engine.close()
@@ -279,6 +279,6 @@ def in_fabric() -> tuple[Tensor, Any, Any]:
 
 def test_fabric_adapts_and_clips_alike(two_ranks: Ranks) -> None:
     for weights, memory, clipping in two_ranks(in_fabric):
-        assert memory == ls.SecondMoment(0.95)
+        assert memory == ls.memories.SecondMoment(0.95)
         assert tuple(clipping) == (1e-3, "norm")
         assert bool(weights.isfinite().all())

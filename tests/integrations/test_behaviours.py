@@ -20,8 +20,8 @@ from tests.integrations.test_strategy import strategy_class
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE, PACKAGES, flat, make_data, make_module, make_trainer
 
-FULL = {"sparsifier": "topk", "density": 1.0, "rules": EVERYTHING_SPARSE}
-LOW = {"sparsifier": "topk", "density": 0.1, "rules": EVERYTHING_SPARSE}
+FULL = {"sparsifier": "top_k", "density": 1.0, "rules": EVERYTHING_SPARSE}
+LOW = {"sparsifier": "top_k", "density": 0.1, "rules": EVERYTHING_SPARSE}
 
 
 def make_strategy(package: str, settings: dict[str, Any] | None, **ddp: Any) -> Any:

@@ -99,7 +99,7 @@ class Fit:
             **trainer_options,
         )
         self.module = make_module(package)
-        if isinstance(options.get("memory"), (ls.AdamCorrection, ls.MomentumCorrection)):
+        if isinstance(options.get("memory"), (ls.memories.AdamCorrection, ls.memories.MomentumCorrection)):
             self.module.configure_optimizers = lambda: torch.optim.SGD(self.module.parameters(), lr=0.1)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -122,7 +122,7 @@ def same(a: Any, b: Any) -> bool:
 def goes_on(options: dict[str, Any], folder: str, package: str = "pytorch_lightning", **other: Any) -> bool:
     """Two epochs in one go, then the last one again from the checkpoint after the first; whether there is memory."""
     every = saver(package, dirpath=folder, filename="{epoch}", save_top_k=-1)
-    steps = 6 if isinstance(options.get("grouping"), ls.OptimalMerge) else 3  # a profile takes four
+    steps = 6 if isinstance(options.get("grouping"), ls.tuning.OptimalMerge) else 3  # a profile takes four
     other["samples"] = 2 * 8 * steps
     whole = Fit(options, 2, None, [every], package, **other)
     again = Fit(options | {"strict_resume": True}, 2, f"{folder}/epoch=0.ckpt", (), package, **other)
@@ -140,30 +140,30 @@ PLANS: list[dict[str, Any]] = [
     {"grouping": "bucket", "bucket_cap_mb": 0.001},
     {"grouping": "layer"},
     {"grouping": "model"},
-    {"grouping": ls.MergeBelow(100)},
+    {"grouping": ls.grouping.MergeBelow(100)},
     {"rules": None},
     {"rules": ls.Rules(densities={"net.0.weight": 0.2})},
-    {"memory": ls.Residual(decay=0.9)},
-    {"memory": ls.MomentumCorrection(0.9)},
-    {"memory": ls.AdamCorrection()},
-    {"memory": ls.AdamCorrection(beta1=0.9)},
-    {"memory": ls.LowPass(0.5)},
-    {"memory": ls.ClipByNorm(0.1)},
-    {"memory": ls.NoMemory()},
+    {"memory": ls.memories.Residual(decay=0.9)},
+    {"memory": ls.memories.MomentumCorrection(0.9)},
+    {"memory": ls.memories.AdamCorrection()},
+    {"memory": ls.memories.AdamCorrection(beta1=0.9)},
+    {"memory": ls.memories.LowPass(0.5)},
+    {"memory": ls.memories.ClipByNorm(0.1)},
+    {"memory": ls.memories.NoMemory()},
     {"density": ls.Warmup(0.5, 0.05, steps=12)},
-    {"density": ls.Accordion(0.05, 0.5, interval=4)},
+    {"density": ls.density.Accordion(0.05, 0.5, interval=4)},
     {"executor": "thread"},
     {"executor": "inline"},
     {"find_unused_parameters": True},
     {"static_graph": True},
     {"lr_aware": True},
-    {"grouping": ls.OptimalMerge(warmup=1, steps=2)},
+    {"grouping": ls.tuning.OptimalMerge(warmup=1, steps=2)},
 ]
 
 
-OF_ENGINES = (ls.Residual, ls.AdamCorrection, ls.LowPass, ls.NoMemory)
+OF_ENGINES = (ls.memories.Residual, ls.memories.AdamCorrection, ls.memories.LowPass, ls.memories.NoMemory)
 """With these, tests of the engine go on from its state, too."""
-NAMES = [name for name, _ in ls.SPARSIFIERS.items()]
+NAMES = [name for name, _ in ls.sparsifiers.SPARSIFIERS.items()]
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ NAMES = [name for name, _ in ls.SPARSIFIERS.items()]
         covering(
             in_turns(range(len(PLANS)), NAMES),
             together=1,
-            seen_as=lambda plan, name: (plan, ls.SPARSIFIERS.resolve(name).agreement),
+            seen_as=lambda plan, name: (plan, ls.sparsifiers.SPARSIFIERS.resolve(name).agreement),
             thorough={n for n, plan in enumerate(PLANS) if isinstance(plan.get("memory"), OF_ENGINES)} | {1, 2, 3, 16},
         ),
         6,
@@ -183,10 +183,10 @@ def test_whatever_is_chosen_a_resumed_run_goes_on_bit_for_bit(
 ) -> None:
     options = {**SPARSE, "sparsifier": name, **PLANS[plan]}
     remembers = two_ranks(goes_on, options, str(tmp_path))
-    memory = options.get("memory", ls.Residual())
+    memory = options.get("memory", ls.memories.Residual())
     kept = memory.for_dense() if name == "everything" else memory  # memories with momentum keep it there, too
     kept = getattr(kept, "memory", kept)  # inside one that is around it
-    assert remembers == [not isinstance(kept, ls.NoMemory)] * 2
+    assert remembers == [not isinstance(kept, ls.memories.NoMemory)] * 2
 
 
 def goes_on_scaled(options: dict[str, Any], folder: str) -> bool:
@@ -378,7 +378,7 @@ def test_what_one_rank_cannot_restore_no_rank_does(two_ranks: Ranks, tmp_path: P
 def test_other_settings_keep_residuals_and_are_told(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks(save, str(tmp_path))
     saved = pending_on_disk(tmp_path)
-    results = two_ranks(resume, str(tmp_path), SPARSE | {"sparsifier": "topk"})
+    results = two_ranks(resume, str(tmp_path), SPARSE | {"sparsifier": "top_k"})
     assert "do not fit in every respect. On ranks 0, 1: The settings were" in results[0][0][0]
     assert torch.equal(torch.stack([pending[0] for _, pending, _ in results]), saved)
 

@@ -50,7 +50,7 @@ def fit_twice_exactly(package: str) -> tuple[Tensor, Tensor, Tensor, int, list[i
     module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=1.0)
     moved: list[int] = []
     module.on_before_optimizer_step = lambda optimizer: moved.append(int(module.net.weight.grad.count_nonzero()))
-    strategy = strategy_of(package, {**SPARSE, "sparsifier": "topk", "density": ls.Warmup(0.5, 0.01, 4)})
+    strategy = strategy_of(package, {**SPARSE, "sparsifier": "top_k", "density": ls.Warmup(0.5, 0.01, 4)})
     trainer = make_trainer(package, strategy=strategy, max_epochs=2)
     trainer.fit(module, make_data(), make_data(16))
     trainer.fit_loop.max_epochs = 3
@@ -78,7 +78,7 @@ def fit_after_an_interruption(package: str, hook: str) -> tuple[Tensor, Tensor, 
     module.training_step = lambda batch, batch_idx: module.net(batch[0])
     module.validation_step = lambda batch, batch_idx: None
     module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=1.0)
-    strategy = strategy_of(package, {**SPARSE, "sparsifier": "topk", "executor": "inline"})
+    strategy = strategy_of(package, {**SPARSE, "sparsifier": "top_k", "executor": "inline"})
     trainer = make_trainer(package, strategy=strategy, max_epochs=1)
 
     def interrupt(*_: Any) -> None:
@@ -308,7 +308,7 @@ def test_what_is_lost_when_a_model_is_wrapped_again_is_said_once(two_ranks: Rank
 
 
 @dataclass(frozen=True)
-class FailsOnce(ls.Residual):
+class FailsOnce(ls.memories.Residual):
     """Has an error in the third step of the first fit, while a residual is being changed."""
 
     calls: list[int] = field(default_factory=list, repr=False, compare=False)

@@ -22,7 +22,7 @@ from tests.trainers import EVERYTHING_SPARSE, flat
 from tests.warm import warm_python
 
 FABRICS = ["lightning_fabric", "lightning.fabric"]
-SPARSE: dict[str, Any] = {"rules": EVERYTHING_SPARSE, "sparsifier": "topk", "density": 0.05}
+SPARSE: dict[str, Any] = {"rules": EVERYTHING_SPARSE, "sparsifier": "top_k", "density": 0.05}
 
 
 def strategy_class(package: str) -> Any:
@@ -125,7 +125,7 @@ def train(
     ("case", "package", "sparsifier"),
     by_default(
         covering(
-            product(CASES, FABRICS, ["topk", "exdyna"]),
+            product(CASES, FABRICS, ["top_k", "exdyna"]),
             together=1,
             seen_as=lambda case, package, sparsifier: (case, (package, sparsifier)),
         ),
@@ -148,7 +148,7 @@ def train_with(package: str, strategy: Any, options: dict[str, Any]) -> tuple[Te
 
 @pytest.mark.parametrize("package", FABRICS)
 def test_the_name_alone_trains_sparsely(two_ranks: Ranks, package: str) -> None:
-    dense, sparse = two_ranks(train, package, "ddp"), two_ranks(train, package, "sparse_ddp_topk")
+    dense, sparse = two_ranks(train, package, "ddp"), two_ranks(train, package, "sparse_ddp_top_k")
     assert [calls for _, calls in sparse] == [[6], [6]]
     assert torch.equal(sparse[0][0], sparse[1][0])
     assert not torch.equal(sparse[0][0], dense[0][0])
@@ -221,7 +221,7 @@ def conserve(package: str, options: dict[str, Any], loss_scale: float | None) ->
 
 
 @pytest.mark.parametrize(
-    ("sparsifier", "loss_scale"), covering(in_turns(["topk", "union_topk", "exdyna"], [None, 2.0**10]), together=1)
+    ("sparsifier", "loss_scale"), covering(in_turns(["top_k", "union_top_k", "exdyna"], [None, 2.0**10]), together=1)
 )
 def test_nothing_is_lost(two_ranks: Ranks, sparsifier: str, loss_scale: float | None) -> None:
     options = {**SPARSE, "sparsifier": sparsifier}
@@ -259,7 +259,7 @@ def overflow(package: str, options: dict[str, Any], loss_scale: float | None, cl
         "residuals": torch.stack(residuals),
         "finite": bool(flat(model).isfinite().all()),
         "parameters": flat(model),
-        "steps": (engine.step, engine.void_steps),
+        "steps": (engine.step, engine.skipped_steps),
         "warnings": [str(w.message) for w in caught if "was not finite" in str(w.message)],
     }
     close(fabric)
@@ -370,7 +370,7 @@ def test_a_run_goes_on_bit_for_bit(two_ranks: Ranks, tmp_path: Path, package: st
 
 
 @pytest.mark.parametrize(
-    "options", [{"sparsifier": "exdyna"}, {"memory": ls.MomentumCorrection(0.5)}, {"lr_aware": True}]
+    "options", [{"sparsifier": "exdyna"}, {"memory": ls.memories.MomentumCorrection(0.5)}, {"lr_aware": True}]
 )
 def test_what_sparsifiers_and_memories_hold_goes_on_too(
     two_ranks: Ranks, tmp_path: Path, options: dict[str, Any]
@@ -443,7 +443,7 @@ def test_residuals_are_asked_for_with_whole_states_only(two_ranks: Ranks, tmp_pa
 
 def go_on_with_a_profile(folder: str) -> bool:
     """Groups by measurement: kept in the checkpoint, so that nothing has to be measured again."""
-    options = {**SPARSE, "grouping": ls.OptimalMerge(warmup=1, steps=2)}
+    options = {**SPARSE, "grouping": ls.tuning.OptimalMerge(warmup=1, steps=2)}
     first = Run(FABRICS[0], options, 1)
     first.steps(6)
     first.fabric.save(f"{folder}/c.pt", first.state)
@@ -519,28 +519,32 @@ def test_optimizers_are_checked_when_they_are_set_up(two_ranks: Ranks, together:
     for message in two_ranks(set_up_adam, {"lr_aware": True}, together):
         assert "lr_aware=True needs steps of lr * gradient" in message
     # A warning of rank 0, which is an error in these tests, and so one of all ranks.
-    for message in two_ranks(set_up_adam, {"memory": ls.MomentumCorrection(0.9)}, together):
+    for message in two_ranks(set_up_adam, {"memory": ls.memories.MomentumCorrection(0.9)}, together):
         assert "Adam would apply momentum to them a second time" in message
 
 
 @pytest.mark.parametrize("package", FABRICS)
 def test_all_names_are_registered(package: str) -> None:
     registry = importlib.import_module(package + ".strategies").STRATEGY_REGISTRY
-    for method in ("", "_topk", "_exdyna"):
+    for method in ("", "_top_k", "_exdyna"):
         for launch, start in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
             for ending in ("", "_find_unused_parameters_true", "_find_unused_parameters_false"):
                 strategy = registry.get(f"sparse_ddp{method}{launch}{ending}")
                 assert type(strategy) is strategy_class(package)
                 assert strategy._start_method == start
                 assert strategy._ddp_kwargs.get("find_unused_parameters", False) == ending.endswith("true")
-                expected = {"": ls.UnionTopK, "_topk": ls.TopK, "_exdyna": ls.ExDyna}
+                expected = {
+                    "": ls.sparsifiers.UnionTopK,
+                    "_top_k": ls.sparsifiers.TopK,
+                    "_exdyna": ls.sparsifiers.ExDyna,
+                }
                 assert type(strategy.config.sparsifier) is expected[method]
 
 
 @pytest.mark.usefixtures("not_launched")
 def test_one_device_rehearses_without_communication() -> None:
     try:
-        strategy = strategy_class(FABRICS[0])(sparsifier="topk", single_device="sparse")
+        strategy = strategy_class(FABRICS[0])(sparsifier="top_k", single_device="sparse")
         fabric = importlib.import_module(FABRICS[0]).Fabric(accelerator="cpu", devices=1, strategy=strategy)
         fabric.launch()
         model = make_model()

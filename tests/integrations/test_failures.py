@@ -114,7 +114,7 @@ def fit(folder: str, epochs: int, resume: str | None, behaviour: str, executor: 
     if behaviour == "fewer batches":
         network.LEAVE = timedelta(seconds=0.5)  # what the test waits for is its end
     strategy = ls.SparseDDPStrategy(
-        sparsifier="topk",
+        sparsifier="top_k",
         density=0.05,
         rules=ls.Rules(dense_ndim=0, dense_numel=0),
         executor=executor,

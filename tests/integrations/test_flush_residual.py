@@ -29,7 +29,7 @@ class Fit:
     """A run with plain SGD whose learning rate is 0 from the second epoch's end on."""
 
     def __init__(self, package: str, flush: dict[str, Any] | None, callbacks: Any = (), **options: Any) -> None:
-        strategy = own(package, "SparseDDPStrategy")(sparsifier="topk", density=0.05, rules=EVERYTHING_SPARSE)
+        strategy = own(package, "SparseDDPStrategy")(sparsifier="top_k", density=0.05, rules=EVERYTHING_SPARSE)
         flushing = [] if flush is None else [ls.FlushResidual(**flush)]
         self.module = make_module(package)
         base = importlib.import_module(package).Callback
@@ -59,7 +59,7 @@ class Fit:
             callbacks=[*callbacks, *flushing, self.looking],
             **options,
         )
-        take = ls.Engine.take_pending
+        take = ls.Engine._take_pending
         with patch.object(ls.Engine, "take_pending", autospec=True, side_effect=take) as taken:
             self.trainer.fit(self.module, make_data(), make_data(16))
         self.flushes = taken.call_count
@@ -252,7 +252,7 @@ def fit_beside(package: str, case: str) -> tuple[int, bool]:
     ends = []
     for flushing in (False, True):
         module = make_module(package, "norm")
-        strategy = own(package, "SparseDDPStrategy")(sparsifier="topk", density=0.05, rules=EVERYTHING_SPARSE)
+        strategy = own(package, "SparseDDPStrategy")(sparsifier="top_k", density=0.05, rules=EVERYTHING_SPARSE)
         trainer = make_trainer(
             package,
             strategy=strategy,
@@ -260,7 +260,7 @@ def fit_beside(package: str, case: str) -> tuple[int, bool]:
             max_epochs=3 if "average" in case else 9,
             min_epochs=4 if "stop" in case else None,
         )
-        take = ls.Engine.take_pending
+        take = ls.Engine._take_pending
         with (
             warnings.catch_warnings(action="ignore"),
             patch.object(ls.Engine, "take_pending", autospec=True, side_effect=take) as taken,

@@ -1,4 +1,4 @@
-"""Where the host does not know of a void step yet, both Lightning doors let a fused optimizer skip it by itself."""
+"""Where the host does not know of a skipped step yet, both Lightning doors let a fused optimizer skip it by itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.covering import by_default
 from tests.streams import Streams, play
 from tests.trainers import EVERYTHING_SPARSE, flat, make_data, make_module, make_trainer
 
-VOID = 3
+SKIPPED = 3
 OPTIONS: dict[str, Any] = {"watch": None, "density": 0.1, "rules": EVERYTHING_SPARSE, "executor": "inline"}
 OPTIONS["single_device"] = "sparse"
 
@@ -40,7 +40,7 @@ def fit(seen: Seen) -> tuple[Tensor, dict[str, Any], int]:
 
     class Module(type(made)):  # type: ignore[misc]
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            return super().training_step(batch, batch_idx) * (float("inf") if batch_idx == VOID else 1.0)
+            return super().training_step(batch, batch_idx) * (float("inf") if batch_idx == SKIPPED else 1.0)
 
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             seen.look(self)
@@ -54,7 +54,7 @@ def fit(seen: Seen) -> tuple[Tensor, dict[str, Any], int]:
     with pytest.warns(UserWarning, match="A gradient was not finite on some rank"):
         trainer.fit(made, make_data(96), make_data(8))
     assert trainer.global_step == len(seen.gradients) == 12
-    return flat(made), trainer.optimizers[0].state_dict(), trainer.strategy.engine.void_steps
+    return flat(made), trainer.optimizers[0].state_dict(), trainer.strategy.engine.skipped_steps
 
 
 def with_fabric(seen: Seen) -> tuple[Tensor, dict[str, Any], int]:
@@ -66,7 +66,7 @@ def with_fabric(seen: Seen) -> tuple[Tensor, dict[str, Any], int]:
     model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=0.01, fused=True))
 
     def step(number: int, x: Tensor) -> None:
-        fabric.backward(model(x).square().mean() * (float("inf") if number == VOID else 1.0))
+        fabric.backward(model(x).square().mean() * (float("inf") if number == SKIPPED else 1.0))
         optimizer.step()
         seen.look(module)
         optimizer.zero_grad()
@@ -75,9 +75,9 @@ def with_fabric(seen: Seen) -> tuple[Tensor, dict[str, Any], int]:
         for number, x in enumerate(torch.randn(6, 8, 10, generator=torch.Generator().manual_seed(0))):
             step(number, x)
     engine = fabric.strategy.engine
-    voids = engine.void_steps
+    skips = engine.skipped_steps
     fabric.strategy.teardown()
-    return flat(module), optimizer.state_dict(), voids
+    return flat(module), optimizer.state_dict(), skips
 
 
 @pytest.fixture
@@ -92,14 +92,16 @@ def left_alone(not_launched: None) -> Iterator[None]:
 @pytest.mark.parametrize("run", by_default([fit, with_fabric]), ids=lambda run: run.__name__)
 def test_a_fused_optimizer_is_handed_the_flag(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     on_host, on_device = Seen(), Seen()
-    parameters, state, voids = run(on_host)
+    parameters, state, skips = run(on_host)
     streams: Streams = play(monkeypatch)
     with streams:
         others = run(on_device)
-    assert on_host.gradients[VOID] == "none"
-    assert on_device.gradients[VOID] == "NaN"
-    assert set(on_host.gradients[:VOID] + on_device.gradients[:VOID] + on_device.gradients[VOID + 1 :]) == {"finite"}
-    assert voids == others[2] == 1
+    assert on_host.gradients[SKIPPED] == "none"
+    assert on_device.gradients[SKIPPED] == "NaN"
+    assert set(on_host.gradients[:SKIPPED] + on_device.gradients[:SKIPPED] + on_device.gradients[SKIPPED + 1 :]) == {
+        "finite"
+    }
+    assert skips == others[2] == 1
     # Second moments are formed by other functions there, whose roots may differ in the last bit.
     torch.testing.assert_close(others[0], parameters, rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(others[1], state, rtol=1e-5, atol=1e-7)

@@ -130,11 +130,11 @@ def test_a_checkpoint_of_one_file_has_residuals_beside_it(four_ranks: Ranks, tmp
 def by_name(package: str) -> tuple[str, bool, dict[str, Any]]:
     """A run by the strategy's name alone: on one node there is one replica, of all ranks."""
     module = module_of(package, "adamw")
-    trainer = make_trainer(package, devices=4, strategy="sparse_hsdp_topk", max_epochs=1)
+    trainer = make_trainer(package, devices=4, strategy="sparse_hsdp_top_k", max_epochs=1)
     trainer.fit(module, make_data(64))
     return (
         type(trainer.strategy).__module__,
-        trainer.strategy.engine.direct,
+        trainer.strategy.engine._direct,
         trainer.strategy.distributed_sampler_kwargs,
     )
 
@@ -235,6 +235,6 @@ def test_wrong_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="replicate_size"):
         ls.SparseHSDPStrategy(replicate_size=0)
     with pytest.raises(ValueError, match="fallback"):
-        ls.SparseHSDPStrategy(fallback="dense")
+        ls.SparseHSDPStrategy(fallback=True)
     with pytest.raises(TypeError, match="replicate_size"):
         ls.SparseHSDPStrategy(replicate_sise=2)

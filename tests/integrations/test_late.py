@@ -68,7 +68,7 @@ def fitted(package: str, kind: str, delay: int, options: dict[str, Any]) -> tupl
     logged: dict[str, float] = {}
     # Momentum that is spent by how late averages are has not led as far yet.
     settings = {"gan": {"find_unused_parameters": True}, "momentum": {"memory": "residual"}}.get(kind, {})
-    strategy = strategy_of(package, {**SPARSE, "sparsifier": "union_topk", "delay": delay, **settings})
+    strategy = strategy_of(package, {**SPARSE, "sparsifier": "union_top_k", "delay": delay, **settings})
     trainer = make_trainer(package, strategy=strategy, callbacks=[ls.SparsityMonitor(table=False)], **options)
     module = given_gradients(package, kind)
     trainer.fit(module, make_data())
@@ -167,7 +167,7 @@ def interrupted(folder: str) -> bool:
         def on_exception(self, trainer: Any, *_: Any) -> None:
             trainer.save_checkpoint(f"{folder}/failed.ckpt")
 
-    options = {**SPARSE, "sparsifier": "topk", "delay": 1}
+    options = {**SPARSE, "sparsifier": "top_k", "delay": 1}
     trainer = make_trainer(package, strategy=strategy_of(package, options), callbacks=[OnException()])
     with suppress(ValueError):
         trainer.fit(Summing(), make_data(96))
@@ -188,7 +188,7 @@ def test_ranks_that_save_on_an_exception_do_not_wait_and_lose_nothing(tmp_path: 
 
 
 def in_fabric(delay: int) -> tuple[dict[str, Tensor], list[Tensor]]:
-    fabric = make_fabric("lightning.fabric", {**SPARSE, "sparsifier": "topk", "delay": delay})
+    fabric = make_fabric("lightning.fabric", {**SPARSE, "sparsifier": "top_k", "delay": delay})
     module = Sums()
     model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=1.0))
     for _ in range(4):

@@ -26,7 +26,7 @@ import torch
 import lightning_sparse
 from tests.trainers import flat, make_data, make_module
 
-trainer = pl.Trainer(strategy="sparse_ddp_topk", accelerator="cpu", num_nodes=2, devices=1, max_epochs=1, logger=False,
+trainer = pl.Trainer(strategy="sparse_ddp_top_k", accelerator="cpu", num_nodes=2, devices=1, max_epochs=1, logger=False,
                      enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
 module = make_module("pytorch_lightning")
 trainer.fit(module, make_data(96), make_data(16))

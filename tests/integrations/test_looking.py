@@ -200,13 +200,13 @@ def ages_by_hand() -> tuple[dict[str, float], dict[str, float]]:
 
     torch.manual_seed(torch.distributed.get_rank())
     ddp = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(20, 20), torch.nn.Linear(20, 20)))
-    engine = ls.attach(ddp, sparsifier="topk", density=0.05, rules=EVERYTHING_SPARSE, grouping="layer", watch=None)
+    engine = ls.attach(ddp, sparsifier="top_k", density=0.05, rules=EVERYTHING_SPARSE, grouping="layer", watch=None)
     watching, last = Ages(), {name: torch.zeros(p.numel()) for name, p in engine.parameters.items()}
     for step in range(1, 6):
         ddp.zero_grad()
         batch = torch.randn(4, 20)
         ddp(batch * (float("nan") if step == 3 else 1.0)).square().mean().backward()
-        if step != 3:  # it is void
+        if step != 3:  # it is skipped
             for name, p in engine.parameters.items():
                 last[name][p.grad.flatten() != 0] = step - (step > 3)
         watching.note(engine)
@@ -223,7 +223,7 @@ def ages_by_hand() -> tuple[dict[str, float], dict[str, float]]:
     return found, {"never_sent": float((ages == 4).double().mean()), "age_mean": float(sent.mean()), **quantile}
 
 
-def test_ages_follow_parameters_through_groups_and_leave_void_steps_out(two_ranks: Ranks) -> None:
+def test_ages_follow_parameters_through_groups_and_leave_skipped_steps_out(two_ranks: Ranks) -> None:
     for found, expected in two_ranks(ages_by_hand):
         assert found == pytest.approx(expected)
 
@@ -264,7 +264,7 @@ def test_noting_ages_waits_for_no_device() -> None:
         group = OnDevice(plan=plan, spans={"w": slice(0, 20)}, device=CUDA, ran=True, statistics=statistics)
         ages = Ages()
         for _ in range(3):
-            ages.note(OnDevice(groups=[group], device=CUDA))  # has no `void` to be asked for
+            ages.note(OnDevice(groups=[group], device=CUDA))  # has no `skipped` to be asked for
         [last] = ages._last.values()
         assert (last.device, last.shape, last.dtype) == (CUDA, (21,), torch.int32)
         with pytest.raises(Exception, match="bincount"):

@@ -40,10 +40,10 @@ BEHAVIOURS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 SPARSIFIERS: dict[str, dict[str, Any]] = {
     # With the default rules, biases and the small last layer are dense.
-    "topk": {},
+    "top_k": {},
     "exdyna": {"rules": EVERYTHING_SPARSE},
     "sidco_e": {"grouping": "layer"},
-    "shared_topk": {"rules": EVERYTHING_SPARSE, "grouping": "layer"},
+    "shared_top_k": {"rules": EVERYTHING_SPARSE, "grouping": "layer"},
 }
 
 
@@ -131,9 +131,9 @@ class Recorder:
 
             def on_after_backward(self, trainer: Any, module: Any) -> None:
                 engine = getattr(trainer.strategy, "engine", None)
-                if engine is None or engine.step + engine.void_steps == self.exchanges:
+                if engine is None or engine.step + engine.skipped_steps == self.exchanges:
                     return
-                self.exchanges = engine.step + engine.void_steps
+                self.exchanges = engine.step + engine.skipped_steps
                 scaler = getattr(trainer.precision_plugin, "scaler", None)
                 scale = 1.0 if scaler is None else scaler.get_scale()
                 for clipping, names, _ in engine.router.clipping.limits.values():  # what is clipped away is gone
@@ -230,7 +230,7 @@ def test_full_density_trains_like_ddp_and_nothing_is_lost_below(
 @pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile's default backend needs a C++ compiler")
 def test_modules_compiled_to_machine_code_train_like_ddp(two_ranks: Ranks) -> None:
-    chosen = {"sparsifier": "topk", "density": 1.0, "rules": EVERYTHING_SPARSE}
+    chosen = {"sparsifier": "top_k", "density": 1.0, "rules": EVERYTHING_SPARSE}
     plain, _ = two_ranks(fit, "32-true", "compiled", None, "inductor")
     for ours in two_ranks(fit, "32-true", "compiled", chosen, "inductor"):
         # A module may be compiled to other kernels the second time; plain DDP differs from itself by as much.

@@ -41,8 +41,8 @@ def fit(package: str, strategy: Any, name: str, settings: dict[str, Any], device
 def test_momentum_correction_at_full_density_trains_like_ddp_with_momentum(two_ranks: Ranks, nesterov: bool) -> None:
     reference = {"lr": 0.1, "momentum": 0.9, "nesterov": nesterov}
     [(plain, _), _] = two_ranks(fit, "pytorch_lightning", "ddp", "SGD", reference)
-    memory = ls.MomentumCorrection(0.9, nesterov)
-    for sparsifier, dense in (("topk", []), ("exdyna", ["*.bias"]), ("topk", ["*.weight"]), ("everything", [])):
+    memory = ls.memories.MomentumCorrection(0.9, nesterov)
+    for sparsifier, dense in (("top_k", []), ("exdyna", ["*.bias"]), ("top_k", ["*.weight"]), ("everything", [])):
         strategy = {"sparsifier": sparsifier, "density": 1.0, "memory": memory, "dense": dense}
         for parameters, said in two_ranks(fit, "pytorch_lightning", strategy, "SGD", {"lr": 0.1}):
             # Six steps of float32 momentum, whose products and sums are rounded in another order.
@@ -52,7 +52,7 @@ def test_momentum_correction_at_full_density_trains_like_ddp_with_momentum(two_r
 
 def test_clipping_reaches_dense_groups(two_ranks: Ranks) -> None:
     def moved(max_norm: float, dense: list[str]) -> float:
-        strategy = {"density": 1.0, "memory": ls.ClipByNorm(max_norm), "grouping": "model", "dense": dense}
+        strategy = {"density": 1.0, "memory": ls.memories.ClipByNorm(max_norm), "grouping": "model", "dense": dense}
         before = flat(make_module("pytorch_lightning"))
         [(parameters, _), _] = two_ranks(fit, "pytorch_lightning", strategy, "SGD", {"lr": 1.0})
         return float((parameters - before).norm())
@@ -68,7 +68,7 @@ def test_clipping_reaches_dense_groups(two_ranks: Ranks) -> None:
 @pytest.mark.parametrize("dense", [[], ["*.bias"]], ids=["all", "dense biases"])
 def test_adam_correction_on_one_device_at_full_density_is_adamw(package: str, dense: list[str]) -> None:
     settings = {"lr": 0.01, "weight_decay": 0.1}
-    strategy = {"sparsifier": "topk", "density": 1.0, "memory": ls.AdamCorrection(0.9), "dense": dense}
+    strategy = {"sparsifier": "top_k", "density": 1.0, "memory": ls.memories.AdamCorrection(0.9), "dense": dense}
     strategy["single_device"] = "sparse"
     try:
         ours, _ = fit(package, strategy, "SGD", settings, devices=1)
@@ -82,7 +82,12 @@ def test_adam_correction_on_one_device_at_full_density_is_adamw(package: str, de
 
 @pytest.mark.parametrize("package", by_default(PACKAGES[::-1]))
 def test_adam_correction_keeps_ranks_equal(two_ranks: Ranks, package: str) -> None:
-    strategy = {"sparsifier": "shared_topk", "density": 0.1, "memory": ls.AdamCorrection(), "dense": ["*.bias"]}
+    strategy = {
+        "sparsifier": "shared_top_k",
+        "density": 0.1,
+        "memory": ls.memories.AdamCorrection(),
+        "dense": ["*.bias"],
+    }
     (first, said), (second, _) = two_ranks(fit, package, strategy, "SGD", {"lr": 0.01})
     assert said == ""
     assert torch.equal(first, second)
@@ -90,13 +95,13 @@ def test_adam_correction_keeps_ranks_equal(two_ranks: Ranks, package: str) -> No
     assert not torch.equal(first, flat(make_module(package)))
 
 
-WRONG: list[tuple[ls.Memory, str, dict[str, Any], str, list[bool]]] = [
-    (ls.AdamCorrection(), "AdamW", {}, "but got AdamW. Set torch.optim.SGD(lr=", [True, True]),
-    (ls.AdamCorrection(), "SGD", {"lr": 0.1, "momentum": 0.9}, "but got SGD with momentum. Set", [True, True]),
-    (ls.ClipByNorm(1.0, ls.AdamCorrection()), "Adam", {}, "but got Adam. Set", [True, True]),
+WRONG: list[tuple[ls.memories.Memory, str, dict[str, Any], str, list[bool]]] = [
+    (ls.memories.AdamCorrection(), "AdamW", {}, "but got AdamW. Set torch.optim.SGD(lr=", [True, True]),
+    (ls.memories.AdamCorrection(), "SGD", {"lr": 0.1, "momentum": 0.9}, "but got SGD with momentum. Set", [True, True]),
+    (ls.memories.ClipByNorm(1.0, ls.memories.AdamCorrection()), "Adam", {}, "but got Adam. Set", [True, True]),
     # A warning is given once, on rank 0.
-    (ls.MomentumCorrection(), "SGD", {"lr": 0.1, "momentum": 0.9}, "SGD would apply momentum", [True, False]),
-    (ls.Residual(), "AdamW", {}, "Correction", [False, False]),
+    (ls.memories.MomentumCorrection(), "SGD", {"lr": 0.1, "momentum": 0.9}, "SGD would apply momentum", [True, False]),
+    (ls.memories.Residual(), "AdamW", {}, "Correction", [False, False]),
 ]
 
 
@@ -106,4 +111,4 @@ def test_the_optimizer_is_looked_at_before_the_first_step(two_ranks: Ranks, case
     results = two_ranks(fit, package, {"memory": memory}, name, settings)
     assert [message in answer for _, answer in results] == said
     untouched = [torch.equal(parameters, flat(make_module(package))) for parameters, _ in results]
-    assert untouched == [isinstance(memory, (ls.AdamCorrection, ls.ClipByNorm))] * 2
+    assert untouched == [isinstance(memory, (ls.memories.AdamCorrection, ls.memories.ClipByNorm))] * 2

@@ -123,7 +123,7 @@ def resume(package: str, options: dict[str, Any], path: str) -> None:
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
-    "union": {"sparsifier": "union_topk", "exchange": "reduce_union", "grouping": "model"},
+    "union": {"sparsifier": "union_top_k", "exchange": "reduce_union", "grouping": "model"},
     "unused": {"find_unused_parameters": True},
     "scaled": {"scaled": True, "gradient_as_bucket_view": True},
 }
@@ -268,7 +268,7 @@ def test_what_is_saved_after_ctrl_c_holds_what_was_absorbed(
 
 
 @dataclass(frozen=True)
-class FailsOnRank1(ls.TopK):
+class FailsOnRank1(ls.sparsifiers.TopK):
     """Top-k with an error on one rank, in the second group of one step."""
 
     def select(self, acc: Tensor, state: Any, ctx: Any) -> Any:
@@ -296,7 +296,7 @@ def test_what_is_saved_after_an_error_within_backward_holds_what_was_absorbed(
 
 
 @dataclass(frozen=True)
-class FailsWithin(ls.Residual):
+class FailsWithin(ls.memories.Residual):
     """Has an error in the fourth step while a residual is being changed: rank 1 absorbs, or any rank settles.
 
     One rank alone that had an error in settling and saved a checkpoint would wait for the others in Lightning's barrier
@@ -383,7 +383,7 @@ def test_all_ranks_save_what_belongs_to_the_weights_of_rank_0(
 
 
 @dataclass(frozen=True)
-class SlowOnRank1(ls.Residual):
+class SlowOnRank1(ls.memories.Residual):
     """Takes a while after all communication is over."""
 
     def settle_(self, *args: Any) -> None:

@@ -87,7 +87,7 @@ def sparse_rows(folder: Path) -> dict[int, dict[str, float]]:
     }
 
 
-SHARED = {"time/exposed_ms", "time/total_s", "traffic/total_mb", "traffic/dense_total_mb", "steps/void"}
+SHARED = {"time/exposed_ms", "time/total_s", "traffic/total_mb", "traffic/dense_total_mb", "steps/skipped"}
 SHARED |= {"steps/warnings"}
 """Of a step, and not of a group."""
 LENGTHS = {"lengths/clipped", "lengths/measured_anew"}
@@ -158,7 +158,7 @@ def fit_and_flush(package: str, folder: str, flush: bool) -> tuple[float, list[s
     with Lines() as lines:
         trainer = make_trainer(
             package,
-            strategy="sparse_ddp_topk",
+            strategy="sparse_ddp_top_k",
             logger=csv_logger,
             callbacks=[ls.SparsityMonitor(table=False), *([ls.FlushResidual()] if flush else [])],
             log_every_n_steps=2,
@@ -184,7 +184,7 @@ def test_the_last_row_has_the_totals_of_the_run(two_ranks: Ranks, tmp_path: Path
 
 def test_accumulated_batches_count_as_one_step(two_ranks: Ranks, tmp_path: Path) -> None:
     result = two_ranks(
-        train, "pytorch_lightning", str(tmp_path), "sparse_ddp_topk", False, {"accumulate_grad_batches": 3}
+        train, "pytorch_lightning", str(tmp_path), "sparse_ddp_top_k", False, {"accumulate_grad_batches": 3}
     )
     assert result[0]["steps"] == 6
     assert list(sparse_rows(tmp_path)) == [1, 3, 5]
@@ -307,7 +307,7 @@ def table(density: float, rich: bool) -> str:
             trainer = make_trainer(
                 "pytorch_lightning",
                 strategy=ls.SparseDDPStrategy(
-                    sparsifier="topk",
+                    sparsifier="top_k",
                     density=density,
                     dense=["*.0.bias"],
                     rules=ls.Rules(densities={"net.2.weight": 0.5}),

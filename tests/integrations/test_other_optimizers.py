@@ -31,7 +31,7 @@ def found_of(engine: ls.Engine, optimizer: Any, seen: list[Any], module: Any) ->
     return (
         type(engine.settings.memory).__name__,
         waited,
-        [engine.takes_steps_of(optimizer)],
+        [engine._takes_steps_of(optimizer)],
         seen,
         flat(module).tolist(),
     )

@@ -115,7 +115,7 @@ class Result:
         self.parameters = torch.empty(0)
         self.engine: dict[str, Any] = {}
         self.optimizer: dict[str, Any] = {}
-        self.steps = self.void_steps = 0
+        self.steps = self.skipped_steps = 0
         self.scales: list[float] = []
         self.said: list[str] = []
 
@@ -139,9 +139,9 @@ def fit(
 
         def on_train_end(self, trainer: Any, module: Any) -> None:
             engine = trainer.strategy.engine
-            result.engine = engine.state_dict() | {"void_steps": None}  # which differs, of course
+            result.engine = engine.state_dict() | {"skipped_steps": None}  # which differs, of course
             result.optimizer = trainer.optimizers[0].state_dict()
-            result.steps, result.void_steps = engine.step, engine.void_steps
+            result.steps, result.skipped_steps = engine.step, engine.skipped_steps
 
     if scaled:
         precision = importlib.import_module(package + ".plugins.precision").MixedPrecision
@@ -167,7 +167,7 @@ def fit(
 
 
 CHOICES: dict[str, tuple[str, dict[str, Any]]] = {
-    "topk": ("SGD", {"sparsifier": "topk", "executor": "inline", "density": 0.05}),
+    "top_k": ("SGD", {"sparsifier": "top_k", "executor": "inline", "density": 0.05}),
     "exdyna": ("SGD", {"sparsifier": "exdyna", "executor": "thread", "density": ls.Warmup(0.3, 0.02, steps=50)}),
     "sidco_e": (
         "Adam",
@@ -192,9 +192,9 @@ def test_a_run_with_overflows_ends_where_one_without_these_batches_does(
     results = list(zip(*(two_ranks(fit, package, *run, optimizer, sparse) for run in runs), strict=True))
     for rank, (scaled, skipped, without) in enumerate(results):
         assert without.parameters.isfinite().all()
-        assert (without.steps, without.void_steps) == (BATCHES - len(wrong), 0)
+        assert (without.steps, without.skipped_steps) == (BATCHES - len(wrong), 0)
         for run in (scaled, skipped):
-            assert (run.steps, run.void_steps) == (BATCHES - len(wrong), len(wrong))
+            assert (run.steps, run.skipped_steps) == (BATCHES - len(wrong), len(wrong))
             assert torch.equal(run.parameters, without.parameters)
             assert same(run.optimizer, without.optimizer)
             assert same(run.engine, without.engine)
@@ -216,7 +216,7 @@ def test_what_skips_a_step_makes_no_difference_to_what_waits(two_ranks: Ranks, c
     results = list(zip(*(two_ranks(fit, PACKAGES[0], *run, optimizer, sparse) for run in runs), strict=True))
     for scaled, skipped in results:
         for run in (scaled, skipped):
-            assert (run.steps, run.void_steps) == (15 - len(wrong), len(wrong))
+            assert (run.steps, run.skipped_steps) == (15 - len(wrong), len(wrong))
             assert torch.equal(run.parameters, results[0][0].parameters)
             assert same(run.optimizer, results[0][0].optimizer)
         assert skipped.parameters.isfinite().all()
@@ -243,7 +243,7 @@ def test_one_bad_batch_voids_the_accumulated_step(two_ranks: Ranks, skips: str, 
     scaled, clipping = skips == "scaler", {"gradient_clip_val": 0.1} if clips == "clipped" else {}
     for overflown, without in two_ranks(fit_in_windows, scaled, clipping):
         assert overflown.steps == without.steps > 0
-        assert overflown.void_steps == 10 - without.steps
+        assert overflown.skipped_steps == 10 - without.steps
         assert torch.equal(overflown.parameters, without.parameters)
         assert same(overflown.optimizer, without.optimizer)
         assert same(overflown.engine, without.engine)
@@ -253,7 +253,7 @@ def fit_without_skipping(package: str, strategy: str) -> tuple[Tensor, list[str]
     """Parameters, and residuals that are not finite."""
     chosen: Any = "ddp"
     if strategy == "sparse":
-        chosen = strategy_class(package)(sparsifier="topk", density=0.1, nonfinite="nan")
+        chosen = strategy_class(package)(sparsifier="top_k", density=0.1, nonfinite="nan")
     trainer = make_trainer(package, strategy=chosen, max_epochs=1, use_distributed_sampler=False, callbacks=[])
     module = make_module(package, "SGD")
     module.wrong = {3: ("first.weight", float("inf"))}
@@ -306,14 +306,14 @@ def fit_taking_turns(wrong: dict[tuple[int, int], tuple[str, float]], left_out: 
             return [torch.optim.SGD(own, lr=0.1, momentum=0.9), torch.optim.Adam(self.net.third.parameters())]
 
     strategy = strategy_class("pytorch_lightning")(
-        sparsifier="topk", density=0.1, rules=EVERYTHING_SPARSE, find_unused_parameters=True, watch=None
+        sparsifier="top_k", density=0.1, rules=EVERYTHING_SPARSE, find_unused_parameters=True, watch=None
     )
     trainer = make_trainer("pytorch_lightning", strategy=strategy, max_epochs=1, use_distributed_sampler=False)
     module = Turns()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="A gradient was not finite")
         trainer.fit(module, DataLoader(list(range(12)), batch_size=None))  # type: ignore[arg-type]
-    assert (trainer.strategy.engine.void_steps, trainer.strategy.engine.step) == (
+    assert (trainer.strategy.engine.skipped_steps, trainer.strategy.engine.step) == (
         len(wrong),
         24 - len(wrong) - len(left_out),
     )
@@ -347,29 +347,29 @@ def fit_with_disabled_scaler(package: str) -> tuple[Tensor, int]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="A gradient was not finite")
         trainer.fit(module, DataLoader(list(range(6)), batch_size=None))  # type: ignore[arg-type]
-    return flat(module), trainer.strategy.engine.void_steps
+    return flat(module), trainer.strategy.engine.skipped_steps
 
 
 def test_a_scaler_that_is_switched_off_does_not_skip_and_the_strategy_does(two_ranks: Ranks) -> None:
-    for parameters, void_steps in two_ranks(fit_with_disabled_scaler, "pytorch_lightning"):
+    for parameters, skipped_steps in two_ranks(fit_with_disabled_scaler, "pytorch_lightning"):
         assert parameters.isfinite().all()
-        assert void_steps == 1
+        assert skipped_steps == 1
 
 
 # With plain DistributedDataParallel.
 
 MEMORIES = [
-    ls.Residual(),
-    ls.LowPass(0.3),
-    ls.MomentumCorrection(0.9),
-    ls.MomentumCorrection(0.9, nesterov=True, masking=False),
-    ls.AdamCorrection(),
-    ls.AdamCorrection(beta1=0.9),
-    ls.ClipByNorm(0.5),
-    ls.ClipByNorm(0.5, ls.MomentumCorrection(0.9)),
-    ls.WeightDecay(0.01),
-    ls.WeightDecay(0.01, ls.AdamCorrection()),
-    ls.NoMemory(),
+    ls.memories.Residual(),
+    ls.memories.LowPass(0.3),
+    ls.memories.MomentumCorrection(0.9),
+    ls.memories.MomentumCorrection(0.9, nesterov=True, masking=False),
+    ls.memories.AdamCorrection(),
+    ls.memories.AdamCorrection(beta1=0.9),
+    ls.memories.ClipByNorm(0.5),
+    ls.memories.ClipByNorm(0.5, ls.memories.MomentumCorrection(0.9)),
+    ls.memories.WeightDecay(0.01),
+    ls.memories.WeightDecay(0.01, ls.memories.AdamCorrection()),
+    ls.memories.NoMemory(),
 ]
 LAYOUTS: list[dict[str, Any]] = [
     {},
@@ -392,24 +392,24 @@ def train(
         x, y = batch(number, dist.get_rank())
         optimizer.zero_grad()
         nn.functional.cross_entropy(ddp(x), y).backward()  # type: ignore[no-untyped-call]
-        assert engine.drop_void(optimizer) == engine.void == (number in wrong)
+        assert engine.drop_skipped(optimizer) == engine.skipped == (number in wrong)
         optimizer.step()
-    state = engine.state_dict() | {"void_steps": None}
+    state = engine.state_dict() | {"skipped_steps": None}
     engine.close()
-    return flat(ddp.module), state, optimizer.state_dict(), engine.void_steps
+    return flat(ddp.module), state, optimizer.state_dict(), engine.skipped_steps
 
 
 def train_with_and_without(executor: str, seed: int, number: int) -> tuple[tuple[bool, ...], Tensor, bool]:
     """Finite, and parameters, engine and optimizer the same; parameters where one coordinate overflows, finite too."""
     memory, wrong = MEMORIES[number], bad_batches(seed, batches=PLAIN)
     options = {
-        "sparsifier": ["topk", "exdyna", "sidco_e", "clt_k", "union_topk"][(number + seed) % 5],
-        "density": [0.05, ls.Accordion(0.02, 0.2, interval=3)][number % 2],
+        "sparsifier": ["top_k", "exdyna", "sidco_e", "clt_k", "union_top_k"][(number + seed) % 5],
+        "density": [0.05, ls.density.Accordion(0.02, 0.2, interval=3)][number % 2],
         "grouping": "layer",
         "executor": executor,
         "memory": memory,
     }
-    momentum = 0.9 if isinstance(memory, (ls.Residual, ls.LowPass)) else 0.0
+    momentum = 0.9 if isinstance(memory, (ls.memories.Residual, ls.memories.LowPass)) else 0.0
     layout = LAYOUTS[(number + seed) % len(LAYOUTS)]
     a = train(list(range(PLAIN)), wrong, momentum, layout, **options)
     b = train([n for n in range(PLAIN) if n not in wrong], {}, momentum, layout, **options)
@@ -462,10 +462,10 @@ def train_scaled(numbers: list[int], wrong: dict[int, tuple[str, float]], scaled
         scaler.scale(nn.functional.cross_entropy(ddp(x), y)).backward()  # type: ignore[no-untyped-call]
         scaler.step(optimizer)
         scaler.update()
-        assert engine.void == (number in wrong)
-    state = engine.state_dict() | {"void_steps": None}
+        assert engine.skipped == (number in wrong)
+    state = engine.state_dict() | {"skipped_steps": None}
     engine.close()
-    return flat(ddp.module), state, optimizer.state_dict(), engine.void_steps
+    return flat(ddp.module), state, optimizer.state_dict(), engine.skipped_steps
 
 
 def test_a_scaler_given_to_attach_skips_on_all_ranks(two_ranks: Ranks) -> None:
@@ -495,7 +495,7 @@ def train_without_some() -> tuple[list[bool], bool, bool]:
     nn.functional.cross_entropy(ddp(x), y).backward()  # type: ignore[no-untyped-call]
     given = [p.grad is not None for p in ddp.parameters()]
     before = flat(ddp.module)
-    dropped = engine.drop_void(optimizer)
+    dropped = engine.drop_skipped(optimizer)
     optimizer.step()
     engine.close()
     return given, dropped, torch.equal(flat(ddp.module), before) and not optimizer.state
@@ -519,20 +519,20 @@ def train_directly(wrong: int) -> tuple[list[bool], int, int, Tensor]:
         x, y = batch(number, dist.get_rank())
         optimizer.zero_grad()
         nn.functional.cross_entropy(ddp(x), y).backward()  # type: ignore[no-untyped-call]
-        engine.drop_void(optimizer)
+        engine.drop_skipped(optimizer)
         optimizer.step()
         if number == 2:
-            engine.go_direct()
-        direct.append(engine.direct)
+            engine._go_direct()
+        direct.append(engine._direct)
         moved += not torch.equal(flat(ddp.module), before)
         before = flat(ddp.module)
     engine.close()
-    return direct, engine.void_steps, moved, before
+    return direct, engine.skipped_steps, moved, before
 
 
 @pytest.mark.parametrize("wrong", [2, 5], ids=["just before", "within"])
 def test_steps_past_the_groups_are_skipped_too_and_only_those(two_ranks: Ranks, wrong: int) -> None:
-    for direct, void_steps, moved, parameters in two_ranks(train_directly, wrong):
+    for direct, skipped_steps, moved, parameters in two_ranks(train_directly, wrong):
         assert direct[2:] == [True] * 6
         assert parameters.isfinite().all()
-        assert (void_steps, moved) == (1, 7)
+        assert (skipped_steps, moved) == (1, 7)

@@ -23,7 +23,7 @@ from tests.tuning.controllers.models import fix_costs
 
 MERGED: dict[str, Any] = {
     "density": 0.05,
-    "grouping": ls.OptimalMerge(warmup=1, steps=2),
+    "grouping": ls.tuning.OptimalMerge(warmup=1, steps=2),
     "rules": EVERYTHING_SPARSE,
     "executor": "thread",
 }
@@ -86,7 +86,7 @@ def test_a_resumed_run_starts_with_the_groups_that_the_first_one_found(
 
 def test_checkpoints_without_a_profile_stay_as_they_are(two_ranks: Ranks, tmp_path: Path) -> None:
     path = str(tmp_path / "plain.ckpt")
-    for found in two_ranks(fit, "pytorch_lightning", {"sparsifier": "topk"}, 1, None, path):
+    for found in two_ranks(fit, "pytorch_lightning", {"sparsifier": "top_k"}, 1, None, path):
         assert found["profile"] is None
     assert "profile" not in torch.load(path, weights_only=True)["lightning_sparse"]
     # A run that was not profiled can go on with a profile, and the other way round.
@@ -95,7 +95,7 @@ def test_checkpoints_without_a_profile_stay_as_they_are(two_ranks: Ranks, tmp_pa
     merged = str(tmp_path / "merged.ckpt")
     two_ranks(fit, "pytorch_lightning", MERGED, 1, None, merged)
     assert "profile" in torch.load(merged, weights_only=True)["lightning_sparse"]
-    for found in two_ranks(fit, "pytorch_lightning", {"sparsifier": "topk"}, 2, merged):
+    for found in two_ranks(fit, "pytorch_lightning", {"sparsifier": "top_k"}, 2, merged):
         assert found["profile"] is None
         assert len(found["plans"]) == 12
 
@@ -125,7 +125,7 @@ def fit_fallback(package: str, density: float, fallback: Any) -> Tensor:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning_sparse.tuning.controllers.dense_fallback.WARMUP", 1)
         patch.setattr("lightning_sparse.tuning.controllers.dense_fallback.STEPS", 2)
-        options = {"density": density, "fallback": fallback, "grouping": ls.OptimalMerge(warmup=1, steps=2)}
+        options = {"density": density, "fallback": fallback, "grouping": ls.tuning.OptimalMerge(warmup=1, steps=2)}
         parameters: Tensor = fit(package, options, 2)[
             "parameters"
         ]  # groups merge, are dense, left out, and there again

@@ -17,7 +17,7 @@ from tests.integrations.documented import documented
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE, flat, make_data, make_module, make_trainer
 
-METHODS = ["topk", "exdyna", "union_topk", "sidco_e"]
+METHODS = ["top_k", "exdyna", "union_top_k", "sidco_e"]
 
 
 def train(strategy: Any, shadow: list[str], **options: Any) -> tuple[Tensor, dict[str, float]]:
@@ -56,7 +56,7 @@ def test_training_does_not_notice(two_ranks: Ranks, strategy: str, options: dict
             assert 0 < found[f"{method}/energy"] < 1
             assert found[f"{method}/sent_mb"] < found["dense/sent_mb"]
             assert found[f"{method}/predicted_ms"] > 0
-        assert found["topk/threshold_error"] == found["exdyna/threshold_error"] == 0  # their counts are exact
+        assert found["top_k/threshold_error"] == found["exdyna/threshold_error"] == 0  # their counts are exact
         assert found["dense/sent_mb"] == pytest.approx(4 * 423 / 1e6)
 
 
@@ -65,7 +65,7 @@ def streams() -> list[dict[str, list[tuple[float, float]]]]:
     rank, n = torch.distributed.get_rank(), torch.distributed.get_world_size()
     stream = torch.randn(4, n, 400, generator=torch.Generator().manual_seed(0)) ** 3
     parameters = {"w": torch.nn.Parameter(torch.zeros(20, 20))}
-    shadow = Shadow(parameters, METHODS, ls.SparsificationConfig(density=0.05), TorchCollective())
+    shadow = Shadow(parameters, METHODS, ls.engine.config.SparsificationConfig(density=0.05), TorchCollective())
     shown: dict[str, list[tuple[float, float]]] = {name: [] for name in METHODS}
     for rows in stream:
         gradients = {"w": rows[rank].clone()}
@@ -75,7 +75,7 @@ def streams() -> list[dict[str, list[tuple[float, float]]]]:
             seen.append((shadow.quantities[f"{name}/density"], shadow.quantities[f"{name}/sent_mb"]))
     before = dict(shadow.quantities)
     shadow.step({"w": torch.full((400,), float("nan") if rank else 1.0)})
-    assert shadow.quantities == before, "a void step says nothing, on all ranks"
+    assert shadow.quantities == before, "a skipped step says nothing, on all ranks"
     simulated = {
         name: [
             (trace.density, trace.quantities["traffic/sent_mb"])
@@ -97,13 +97,15 @@ def test_energy_is_the_share_that_leaves() -> None:
     parameters = {"w": torch.nn.Parameter(torch.zeros(20, 20))}
     gradient = torch.zeros(400)
     gradient[:3] = torch.tensor([3.0, 4.0, 12.0])
-    shadow = Shadow(parameters, [ls.TopK()], ls.SparsificationConfig(density=1 / 400), TorchCollective())
+    shadow = Shadow(
+        parameters, [ls.sparsifiers.TopK()], ls.engine.config.SparsificationConfig(density=1 / 400), TorchCollective()
+    )
     shadow.step({"w": gradient})
-    assert shadow.quantities["topk/energy"] == pytest.approx(144 / 169)
+    assert shadow.quantities["top_k/energy"] == pytest.approx(144 / 169)
     shadow.step({})  # residual alone: 3 and 4 are left
-    assert shadow.quantities["topk/energy"] == pytest.approx(16 / 25)
-    with pytest.raises(ValueError, match="'topk' twice"):
-        Shadow(parameters, ["topk", ls.TopK()], ls.SparsificationConfig(), TorchCollective())
+    assert shadow.quantities["top_k/energy"] == pytest.approx(16 / 25)
+    with pytest.raises(ValueError, match="'top_k' twice"):
+        Shadow(parameters, ["top_k", ls.sparsifiers.TopK()], ls.engine.config.SparsificationConfig(), TorchCollective())
 
 
 def test_gradients_are_copied_only_when_asked() -> None:
@@ -128,7 +130,7 @@ def test_wrong_settings_are_refused() -> None:
     for options, words in (
         ({"shadow": ["exdina"]}, "Did you mean 'exdyna'"),
         ({"shadow": 3}, "sparsifier or its name, but got 3"),
-        ({"shadow": ls.TopK}, r"write TopK\(\)"),
+        ({"shadow": ls.sparsifiers.TopK}, r"write TopK\(\)"),
         ({"every": 0}, "every to be"),
         ({"groups": 3}, "groups to be True or False"),
         ({"table": "no"}, "table to be True or False"),
@@ -139,6 +141,10 @@ def test_wrong_settings_are_refused() -> None:
 
 
 def test_one_sparsifier_may_be_named_without_a_list() -> None:
-    assert ls.SparsityMonitor(shadow="topk").shadow == ls.SparsityMonitor(shadow=[ls.TopK()]).shadow == [ls.TopK()]
-    with pytest.raises(ValueError, match=r"'topc'.*topk"):
+    assert (
+        ls.SparsityMonitor(shadow="top_k").shadow
+        == ls.SparsityMonitor(shadow=[ls.sparsifiers.TopK()]).shadow
+        == [ls.sparsifiers.TopK()]
+    )
+    with pytest.raises(ValueError, match=r"'topc'.*top_k"):
         ls.SparsityMonitor(shadow="topc")

@@ -129,10 +129,10 @@ def test_one_device_trains_as_plain_ddp_bit_for_bit_and_says_how_to_rehearse(
 @pytest.mark.parametrize(
     "settings",
     [
-        {"grouping": ls.OptimalMerge()},
-        {"density": ls.TimeBudget()},
-        {"density": ls.HiddenDensity(), "grouping": "layer"},
-        {"fallback": "dense"},
+        {"grouping": ls.tuning.OptimalMerge()},
+        {"density": ls.tuning.TimeBudget()},
+        {"density": ls.tuning.HiddenDensity(), "grouping": "layer"},
+        {"fallback": True},
         {"sparsifier": "everything"},
         {"lr_aware": True},
     ],
@@ -150,7 +150,7 @@ def test_one_device_measures_nothing(
         ddp(batch).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert engine.direct and engine.step == 30
+    assert engine._direct and engine.step == 30
     assert engine.summary()["density"] == 1
     assert ls.flush(engine, [optimizer]) == 0
     engine.close()
@@ -168,7 +168,7 @@ def test_one_device_clips_as_many_do(one_rank: None, asked_at: int) -> None:
             engine.clip_gradients(1e-3 if step == asked_at else math.inf)
         ddp(batch).square().mean().backward()
         norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])))
-        direct.append(engine.direct)
+        direct.append(engine._direct)
         module.zero_grad()
     engine.close()
     clipped = range(asked_at, 4)
@@ -180,13 +180,13 @@ def test_one_device_checks_settings_as_many_do(one_rank: None) -> None:
     with pytest.raises(ValueError, match=r"'\*\.bais' in dense matches no parameter"):
         ls.attach(DistributedDataParallel(make_model()), dense=["*.bais"])
     with pytest.raises(ValueError, match=r"Expected single_device to be 'dense' or 'sparse', but got 'spars'\."):
-        ls.SparsificationConfig(single_device="spars")  # type: ignore[arg-type]
+        ls.engine.config.SparsificationConfig(single_device="spars")  # type: ignore[arg-type]
 
 
 def test_momentum_of_a_memory_is_kept_where_nothing_waits(one_rank: None) -> None:
     module = make_model()
     ddp = DistributedDataParallel(module)
-    engine = ls.attach(ddp, **SETTINGS, memory=ls.MomentumCorrection(0.5))
+    engine = ls.attach(ddp, **SETTINGS, memory=ls.memories.MomentumCorrection(0.5))
     batch = batches(1)[0]
     ddp(batch).square().mean().backward()
     first = torch.cat([p.grad.flatten() for p in module.parameters()])  # type: ignore[union-attr]
@@ -230,7 +230,7 @@ def test_what_waited_on_two_ranks_is_sent_in_the_first_step_of_one(
     engine = ls.attach(ddp, **SETTINGS)
     assert engine.load_state_dict(merged) == []
     if resize == "flush":
-        engine.flush_next_step()
+        engine._flush_next_step()
     waits = torch.cat([merged["parameters"][name]["residual"] for name, _ in module.named_parameters()])
     assert waits.count_nonzero() > 100
     for step, batch in enumerate(batches(4, rank=0)):
@@ -241,11 +241,11 @@ def test_what_waited_on_two_ranks_is_sent_in_the_first_step_of_one(
             each(batch).square().mean().backward()
         got, own = (torch.cat([p.grad.flatten() for p in each.parameters()]) for each in (module, plain))
         torch.testing.assert_close(got, own + waits, rtol=0, atol=1e-6 if step == 0 else 0)
-    assert engine.direct and engine.memory_bytes == 0
+    assert engine._direct and engine.memory_bytes == 0
     engine.close()
 
 
-def test_a_void_first_step_keeps_what_waits(two_ranks: Ranks, one_rank: None) -> None:
+def test_a_skipped_first_step_keeps_what_waits(two_ranks: Ranks, one_rank: None) -> None:
     (one, weights), (other, _) = two_ranks(train_on_two, "SGD")
     merged = ls.merge_states([one, other])
     module = make_model()
@@ -254,7 +254,7 @@ def test_a_void_first_step_keeps_what_waits(two_ranks: Ranks, one_rank: None) ->
     engine = ls.attach(ddp, **SETTINGS)
     engine.load_state_dict(merged)
     (ddp(batches(1)[0]).square().mean() * float("inf")).backward()
-    assert engine.void_steps == 1
+    assert engine.skipped_steps == 1
     kept = engine.state_dict()["parameters"]
     for name, vectors in merged["parameters"].items():
         assert torch.equal(kept[name]["residual"], vectors["residual"])
@@ -346,7 +346,7 @@ def test_adams_own_moments_outlast_the_step_that_sends_residuals(one_rank: None,
         if state is not None:
             engine.load_state_dict(state)
             if resize == "flush":
-                engine.flush_next_step()
+                engine._flush_next_step()
         for batch in torch.randn(3, 4, 20).unbind():
             optimizer.zero_grad()
             ddp(batch).square().mean().backward()

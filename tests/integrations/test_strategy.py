@@ -51,7 +51,7 @@ def test_the_name_alone_trains_sparsely(two_ranks: Ranks, package: str) -> None:
 @pytest.mark.parametrize(
     ("case", "package", "sparsifier"),
     covering(
-        product(["default", "view", "find_unused", "static_graph", "accumulate"], PACKAGES, ["topk", "exdyna"]),
+        product(["default", "view", "find_unused", "static_graph", "accumulate"], PACKAGES, ["top_k", "exdyna"]),
         together=1,
         seen_as=lambda case, package, sparsifier: (case, (package, sparsifier)),
     ),
@@ -160,7 +160,7 @@ def fit_with_everything_else(package: str) -> tuple[bool, int, int, list[int]]:
     """Two fits with one strategy, and test, validate and predict around them."""
     warnings.filterwarnings("ignore", message="Using `DistributedSampler`")  # Lightning's advice on evaluation
     data, module = make_data(), make_module(package)
-    trainer = make_trainer(package, strategy="sparse_ddp_topk", limit_val_batches=1)
+    trainer = make_trainer(package, strategy="sparse_ddp_top_k", limit_val_batches=1)
     trainer.validate(module, data, verbose=False)
     without_fit = trainer.strategy.engine is None
     trainer.fit(module, data, data)
@@ -199,15 +199,20 @@ def test_one_device_rehearses_without_communication(package: str) -> None:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_all_names_are_registered(package: str) -> None:
     registry = importlib.import_module(package + ".strategies").StrategyRegistry
-    for method in ("", "_topk", "_hard_threshold", "_micro", "_exdyna"):
+    for method in ("", "_top_k", "_hard_threshold", "_micro", "_exdyna"):
         for launch, start in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
             for ending in ("", "_find_unused_parameters_true", "_find_unused_parameters_false"):
                 strategy = registry.get(f"sparse_ddp{method}{launch}{ending}")
                 assert type(strategy) is strategy_class(package)
                 assert strategy._start_method == start
                 assert strategy._ddp_kwargs.get("find_unused_parameters", False) == ending.endswith("true")
-                expected = {"": ls.UnionTopK, "_topk": ls.TopK, "_hard_threshold": ls.HardThreshold, "_micro": ls.MiCRO}
-                assert type(strategy.config.sparsifier) is expected.get(method, ls.ExDyna)
+                expected = {
+                    "": ls.sparsifiers.UnionTopK,
+                    "_top_k": ls.sparsifiers.TopK,
+                    "_hard_threshold": ls.sparsifiers.HardThreshold,
+                    "_micro": ls.sparsifiers.MiCRO,
+                }
+                assert type(strategy.config.sparsifier) is expected.get(method, ls.sparsifiers.ExDyna)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
@@ -219,8 +224,8 @@ def test_trainers_accept_the_name_with_any_precision(precision: str) -> None:
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"sparsifier": "exdina"}, ValueError, "Unknown sparsifier 'exdina'. Did you mean 'exdyna'"),
-    ({"sparsifier": "top"}, ValueError, "Did you mean 'topk'"),
-    ({"sparsifier": ls.TopK}, ValueError, r"write TopK\(\)"),
+    ({"sparsifier": "top"}, ValueError, "Did you mean 'top_k'"),
+    ({"sparsifier": ls.sparsifiers.TopK}, ValueError, r"write TopK\(\)"),
     ({"sparsifier": None}, ValueError, "Expected a sparsifier or its name, but got None"),
     ({"density": 0}, ValueError, r"in \(0, 1\].*but got 0"),
     ({"density": 1.01}, ValueError, r"in \(0, 1\].*but got 1.01"),
@@ -274,7 +279,7 @@ def test_a_strategy_for_the_other_package_says_which_import_is_meant(package: st
 
 @pytest.mark.parametrize(
     ("precision", "method"),
-    by_default(covering(in_turns(["bf16-mixed", "bf16-true", "64-true"], ["exdyna", "topk"]), together=1), 2),
+    by_default(covering(in_turns(["bf16-mixed", "bf16-true", "64-true"], ["exdyna", "top_k"]), together=1), 2),
 )
 def test_other_precisions_train_alike_on_all_ranks(two_ranks: Ranks, precision: str, method: str) -> None:
     results = two_ranks(fit, "pytorch_lightning", f"sparse_ddp_{method}", "plain", {"precision": precision})

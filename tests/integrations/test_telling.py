@@ -53,16 +53,16 @@ def fit(package: str, strategy: Any, **options: Any) -> tuple[list[str], Any]:
 
 
 def two_lines(package: str) -> tuple[list[str], list[str], list[str]]:
-    said, trainer = fit(package, "sparse_ddp_topk")
+    said, trainer = fit(package, "sparse_ddp_top_k")
     sent = trainer.strategy.engine.totals.sent_bytes
     assert sent > 0
     ours = logging.getLogger("lightning_sparse")
     ours.setLevel(logging.WARNING)
     try:
-        silent, _ = fit(package, "sparse_ddp_topk")
+        silent, _ = fit(package, "sparse_ddp_top_k")
     finally:
         ours.setLevel(logging.NOTSET)
-    watched, _ = fit(package, "sparse_ddp_topk", callbacks=[ls.SparsityMonitor(table=False)])
+    watched, _ = fit(package, "sparse_ddp_top_k", callbacks=[ls.SparsityMonitor(table=False)])
     return said, silent, watched
 
 
@@ -91,7 +91,7 @@ def attached(adam: bool) -> tuple[list[str], list[str], float, float]:
     outdated = f"{INSTEAD}built from other sources. To compile it again: python library.py" if adam else "compiled"
     with Lines() as lines, patch.object(native, "description", outdated):
         ddp = DistributedDataParallel(torch.nn.Linear(30, 20))
-        engine = ls.attach(ddp, sparsifier="union_topk" if adam else "topk", density=0.1)
+        engine = ls.attach(ddp, sparsifier="union_top_k" if adam else "top_k", density=0.1)
         engine.bind([(torch.optim.AdamW if adam else torch.optim.SGD)(ddp.parameters(), lr=0.1)])
         for step in range(3):
             ddp.zero_grad()
@@ -99,7 +99,7 @@ def attached(adam: bool) -> tuple[list[str], list[str], float, float]:
             ddp(bad).square().mean().backward()
         before = list(lines)
         sent = engine.totals.sent_bytes
-        engine.take_pending()
+        engine._take_pending()
         flushed = engine.totals.sent_bytes - sent
         engine.close()
         engine.close()
@@ -196,7 +196,7 @@ def test_that_steps_of_adam_are_taken_is_said_once(two_ranks: Ranks) -> None:
 
 def totals_of_resumed_runs(folder: str) -> tuple[list[float], list[float], list[float], list[str]]:
     def run(max_epochs: int, load: str | None, trainer: Any = None) -> Any:
-        trainer = trainer or make_trainer("pytorch_lightning", strategy="sparse_ddp_topk", max_epochs=max_epochs)
+        trainer = trainer or make_trainer("pytorch_lightning", strategy="sparse_ddp_top_k", max_epochs=max_epochs)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`")
             trainer.fit(make_module("pytorch_lightning"), make_data(), make_data(16), ckpt_path=load)
@@ -209,7 +209,7 @@ def totals_of_resumed_runs(folder: str) -> tuple[list[float], list[float], list[
     whole = run(2, None)
     saving = importlib.import_module("pytorch_lightning.callbacks").ModelCheckpoint(dirpath=folder, filename="one")
     half = make_trainer(
-        "pytorch_lightning", strategy="sparse_ddp_topk", max_epochs=1, callbacks=[saving], enable_checkpointing=True
+        "pytorch_lightning", strategy="sparse_ddp_top_k", max_epochs=1, callbacks=[saving], enable_checkpointing=True
     )
     run(1, None, half)
     with Lines() as lines:
@@ -247,7 +247,7 @@ def test_what_is_sent_in_full_has_reached_its_density(two_ranks: Ranks) -> None:
 
 def tables_of_a_schedule() -> list[tuple[str, str, str]]:
     ddp = DistributedDataParallel(torch.nn.Linear(30, 20, bias=False))
-    engine = ls.attach(ddp, sparsifier="topk", density=ls.Warmup(1.0, 0.01, steps=1), watch=None)
+    engine = ls.attach(ddp, sparsifier="top_k", density=ls.Warmup(1.0, 0.01, steps=1), watch=None)
     cells = []
     for _ in range(2):
         [row] = plan_table(engine).rows

@@ -178,7 +178,7 @@ def traffic(package: str, folder: str, searching: bool) -> list[float]:
             found.append(trainer.strategy.engine.totals.sent_bytes)
 
     search = base.callbacks.LearningRateFinder(num_training_steps=20, early_stop_threshold=None, update_attr=False)
-    strategy = strategy_class(package)(sparsifier="topk", density=0.1, rules=EVERYTHING_SPARSE, watch=None)
+    strategy = strategy_class(package)(sparsifier="top_k", density=0.1, rules=EVERYTHING_SPARSE, watch=None)
     callbacks = [search, Thaws()] if searching else [Thaws()]
     trainer = make_trainer(package, strategy=strategy, callbacks=callbacks, default_root_dir=folder)
     with warnings.catch_warnings(action="ignore"):

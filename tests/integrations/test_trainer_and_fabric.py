@@ -19,7 +19,7 @@ from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE, PACKAGES, flat, make_data, make_module, make_trainer
 
 FABRICS = ["lightning_fabric", "lightning.fabric"]
-SPARSE: dict[str, Any] = {"rules": EVERYTHING_SPARSE, "sparsifier": "topk", "density": 0.1}
+SPARSE: dict[str, Any] = {"rules": EVERYTHING_SPARSE, "sparsifier": "top_k", "density": 0.1}
 
 
 def strategy_of(package: str, **settings: Any) -> Any:
@@ -113,7 +113,7 @@ def make(package: str, **options: Any) -> Any:
 @pytest.mark.parametrize("package", [*PACKAGES, *FABRICS])
 @pytest.mark.parametrize(
     ("name", "meant"),
-    [("sparse_dpp", "sparse_ddp"), ("Sparse-DDP", "sparse_ddp"), ("sparse_topk", "sparse_ddp_topk"),
+    [("sparse_dpp", "sparse_ddp"), ("Sparse-DDP", "sparse_ddp"), ("sparse_topk", "sparse_ddp_top_k"),
      ("sparse_ddp_exdina_spawn", "sparse_ddp_exdyna_spawn"), ("dpp", None), ("deepspeed_stage_4", None)],
 )  # fmt: skip
 def test_a_name_that_is_close_to_one_of_ours_is_answered_with_it(package: str, name: str, meant: str | None) -> None:

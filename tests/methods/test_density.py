@@ -113,7 +113,7 @@ def test_warmup_says_which_setting_is_wrong(settings_: tuple, message: str) -> N
 
 
 def regimes(gradients: list[torch.Tensor], **settings: Any) -> list[float]:
-    schedule = ls.Accordion(low=0.1, high=0.5, interval=4, **settings)
+    schedule = ls.density.Accordion(low=0.1, high=0.5, interval=4, **settings)
     return [step.target_density for step in ls.simulate(gradients, sparsifier="everything", density=schedule)]
 
 
@@ -132,7 +132,7 @@ def test_accordion_reacts_in_the_next_interval_to_a_change_of_the_norm_by_the_th
 
 def test_accordion_compares_only_intervals_of_equal_density() -> None:
     # Residuals take up more when the density falls: the norm may change without any change of the gradients.
-    group = ls.Accordion(low=0.1, high=0.5, interval=1).for_group()
+    group = ls.density.Accordion(low=0.1, high=0.5, interval=1).for_group()
     seen = []
     for step, norm in enumerate([1.0, 1.0, 9.0, 9.0, 1.0, 8.0, 8.0]):
         seen.append(group(step))
@@ -143,14 +143,14 @@ def test_accordion_compares_only_intervals_of_equal_density() -> None:
 
 @pytest.mark.parametrize(("norms", "critical"), [((1.0, 1.49), False), ((1.0, 1.5), True), ((1.0, 0.5), True)])
 def test_accordion_compares_norms_relative_to_the_one_before(norms: tuple[float, float], critical: bool) -> None:
-    group = ls.Accordion(low=0.1, high=0.5, interval=2).for_group()
+    group = ls.density.Accordion(low=0.1, high=0.5, interval=2).for_group()
     for step, norm in enumerate([norms[0], 0.0, norms[1], 0.0]):
         group.observe(step, Gradient([torch.tensor([norm, 0.0], dtype=torch.float64)]))
     assert group(4) == (0.5 if critical else 0.1)
 
 
-def test_accordion_adds_updates_up_before_it_takes_the_norm_and_leaves_void_steps_out() -> None:
-    group = ls.Accordion(low=0.1, high=0.5, interval=3).for_group()
+def test_accordion_adds_updates_up_before_it_takes_the_norm_and_leaves_skipped_steps_out() -> None:
+    group = ls.density.Accordion(low=0.1, high=0.5, interval=3).for_group()
     cancelling = [torch.tensor([1.0, 0.0]), torch.tensor([-1.0, 2.0]), torch.full((2,), float("nan"))]
     for step, update in enumerate(cancelling * 2):
         group.observe(step, Gradient([update]))
@@ -158,12 +158,12 @@ def test_accordion_adds_updates_up_before_it_takes_the_norm_and_leaves_void_step
     assert group(6) == 0.1
 
 
-@pytest.mark.parametrize("sparsifier", ["everything", "topk"])
+@pytest.mark.parametrize("sparsifier", ["everything", "top_k"])
 def test_accordion_does_not_see_the_loss_scale(one_rank: None, sparsifier: str) -> None:
     def densities(scaled: bool) -> list[float]:
         model = nn.Linear(40, 40, bias=False)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=10, enabled=scaled)
-        schedule = ls.Accordion(low=0.1, high=0.5, interval=4)
+        schedule = ls.density.Accordion(low=0.1, high=0.5, interval=4)
         options: dict[str, Any] = {"sparsifier": sparsifier, "density": schedule, "scaler": scaler if scaled else None}
         ddp = DistributedDataParallel(model)
         engine = ls.attach(ddp, single_device="sparse", watch=None, **options)
@@ -187,14 +187,14 @@ def test_accordion_is_critical_for_an_interval_after_each_milestone() -> None:
 
 
 def test_accordion_decides_late_where_a_group_was_not_used_at_the_end_of_an_interval() -> None:
-    group = ls.Accordion(low=0.1, high=0.5, interval=2).for_group()
+    group = ls.density.Accordion(low=0.1, high=0.5, interval=2).for_group()
     for step in (0, 2, 4):  # even steps only
         assert group(step) == (0.1 if step == 4 else 0.5)
         group.observe(step, Gradient([torch.ones(3)]))
 
 
 def test_accordion_does_not_compare_an_interval_that_had_two_densities() -> None:
-    schedule = ls.Accordion(low=0.1, high=0.5, interval=10, milestones=[25])
+    schedule = ls.density.Accordion(low=0.1, high=0.5, interval=10, milestones=[25])
     # 20 to 29 are half low, half high, and loud: the calm ones before and after must not be compared with them.
     updates = [torch.tensor([5.0 if 20 <= step < 30 else 1.0]) for step in range(60)]
     traces = ls.simulate((u.expand(1, 1) for u in updates), sparsifier="everything", density=schedule)
@@ -218,4 +218,4 @@ def test_accordion_is_calm_where_nothing_happens() -> None:
 )
 def test_accordion_refuses_settings_that_cannot_work(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ls.Accordion(**settings)
+        ls.density.Accordion(**settings)

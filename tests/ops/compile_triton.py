@@ -50,7 +50,7 @@ LONGS = ["number", "numbers", "indices", "sizes", "union"]
 TYPES = (
     dict.fromkeys(FLOATS, "*fp32")
     | dict.fromkeys(LONGS, "*i64")
-    | {"decay": "fp32", "value": "fp32", "void": "*u8", "after": "*fp64"}
+    | {"decay": "fp32", "value": "fp32", "skipped": "*u8", "after": "*fp64"}
     | dict.fromkeys(("flag", "skipped"), "*i1")
     | {"threshold": "*fp64", "parts": "*fp64", "sums": "*fp64", "state": ("*fp64",) * 5, "power": "*fp64"}
     | {"keep": "fp32", "add": "fp32", "damping": "fp32", "offset": "fp32"}

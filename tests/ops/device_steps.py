@@ -20,11 +20,11 @@ from lightning_sparse.ops import reference
 from tests.lockstep import strict
 
 PARTS: dict[str, Any] = {
-    "memory": ls.Residual(),
-    "sparsifier": ls.UnionTopK(),
-    "exchange": ls.EXCHANGES.resolve("packed_union"),
+    "memory": ls.memories.Residual(),
+    "sparsifier": ls.sparsifiers.UnionTopK(),
+    "exchange": ls.exchanges.EXCHANGES.resolve("packed_union"),
 }
-VOID = 1
+SKIPPED = 1
 """Which step counts for nothing."""
 
 
@@ -34,8 +34,8 @@ def groups(
     density: float,
     dtype: torch.dtype,
     device: str = "cpu",
-    memory: ls.Memory = PARTS["memory"],
-    sparsifier: ls.Sparsifier = PARTS["sparsifier"],
+    memory: ls.memories.Memory = PARTS["memory"],
+    sparsifier: ls.sparsifiers.Sparsifier = PARTS["sparsifier"],
 ) -> list[GroupState]:
     return [
         init_group(
@@ -48,7 +48,7 @@ def groups(
 
 @contextmanager
 def first_of_equal() -> Iterator[None]:
-    """Of equal magnitudes torch's path picks the first coordinates, as kernels do; ``topk`` picks any of them."""
+    """Of equal magnitudes torch's path picks the first coordinates, as kernels do; ``top_k`` picks any of them."""
 
     def strongest(x: Tensor, k: int, left_out: Tensor | None = None, most: int = 0) -> tuple[Tensor, Tensor]:
         magnitudes = x.abs()
@@ -70,8 +70,8 @@ def walk(
     scaled: bool,
     device: str = "cpu",
     count: int = 3,
-    memory: ls.Memory = PARTS["memory"],
-    sparsifier: ls.Sparsifier = PARTS["sparsifier"],
+    memory: ls.memories.Memory = PARTS["memory"],
+    sparsifier: ls.sparsifiers.Sparsifier = PARTS["sparsifier"],
 ) -> list[list[Tensor]]:
     """Everything that a few steps leave behind, one of them skipped; ranks agree on half of what is large.
 
@@ -85,7 +85,7 @@ def walk(
     for step in range(count):
         generator = torch.Generator().manual_seed(step)
         grads = [_gradients(n, size, dtype, generator) for size in sizes]
-        if step == VOID:
+        if step == SKIPPED:
             grads[-1][n - 1][sizes[-1] // 2] = float("inf")
         grads = [[grad.to(device, copy=True) for grad in ranks] for ranks in grads]
         ctx = Context(step, density, 0, n)
@@ -99,18 +99,18 @@ def walk(
             steps.append(strict(together([*header, *own])))
         done = [ends[-len(sizes) :] for ends in drive_ranks(steps)]  # of each rank, of each group
         for rank, ends in enumerate(done):
-            void = torch.stack([proposed.void for proposed in ends]).any()
-            assert bool(void) == (step == VOID)
+            skipped = torch.stack([proposed.skipped for proposed in ends]).any()
+            assert bool(skipped) == (step == SKIPPED)
             for group, proposed in enumerate(ends):
                 before = states[group][rank]
                 absorbed = [x.clone() for x in _remembered(memory, before)]
-                state = states[group][rank] = settle_group(before, proposed, void, memory)
-                if step == VOID:  # it settles nothing
+                state = states[group][rank] = settle_group(before, proposed, skipped, memory)
+                if step == SKIPPED:  # it settles nothing
                     assert all(map(torch.equal, _remembered(memory, state), absorbed))
                     assert all(map(torch.equal, tensors_in(state.selector), tensors_in(before.selector)))
                     assert torch.equal(state.counts, before.counts)
                     assert torch.equal(state.union, before.union)
-                left += _left_behind(grads[group][rank], state, proposed, memory, step == VOID)
+                left += _left_behind(grads[group][rank], state, proposed, memory, step == SKIPPED)
     return left
 
 
@@ -120,18 +120,18 @@ def _gradients(n: int, numel: int, dtype: torch.dtype, generator: torch.Generato
     return [(grad * 256).round() / 256 for grad in grads]
 
 
-def _remembered(memory: ls.Memory, state: GroupState) -> list[Tensor]:
+def _remembered(memory: ls.memories.Memory, state: GroupState) -> list[Tensor]:
     return [*memory.vectors(state.memory).values(), *memory.counters(state.memory).values()]
 
 
 def _left_behind(
-    grad: Tensor, state: GroupState, proposed: Proposed, memory: ls.Memory, void: bool
+    grad: Tensor, state: GroupState, proposed: Proposed, memory: ls.memories.Memory, skipped: bool
 ) -> list[list[Tensor]]:
     vectors = _remembered(memory, state)
     assert all(bool(x.isfinite().all()) for x in vectors)
     assert state.counts is not None and state.union is not None
     left = [[*(x.clone() for x in (grad, *vectors)), *tensors_in(state.selector), state.counts, state.union]]
-    if not void:  # what is picked in a step that counts for nothing is anybody's choice
+    if not skipped:  # what is picked in a step that counts for nothing is anybody's choice
         statistics, indices, divisor = proposed.statistics, proposed.update.indices, proposed.divisor
         assert indices is not None
         arrived = indices < statistics.numel

@@ -18,8 +18,8 @@ from tests.lockstep import Ranks, equal_states
 from tests.ops.compiled import VARIANTS
 
 NUMEL = 40_000
-METHODS = ["topk", "union_topk", "shared_topk", "dgc", "gaussian_k", "redsync", "sidco_e", "sidco_gp", "ok_topk"]
-METHODS += ["clt_k", "striped_topk", "micro", "hard_threshold"]
+METHODS = ["top_k", "union_top_k", "shared_top_k", "dgc", "gaussian_k", "redsync", "sidco_e", "sidco_gp", "ok_top_k"]
+METHODS += ["clt_k", "striped_top_k", "micro", "hard_threshold"]
 
 
 def accumulated(candidates: Candidates, numel: int = NUMEL, seed: int = 0) -> Tensor:
@@ -49,7 +49,9 @@ def gradients(steps: int, n: int) -> list[Tensor]:
     indirect=["kernel"],
 )
 def test_steps_are_the_same_with_and_without_candidates(kernel: str, method: str, dtype: torch.dtype) -> None:
-    sparsifier = ls.HardThreshold(3.0) if method == "hard_threshold" else ls.SPARSIFIERS.resolve(method)
+    sparsifier = (
+        ls.sparsifiers.HardThreshold(3.0) if method == "hard_threshold" else ls.sparsifiers.SPARSIFIERS.resolve(method)
+    )
     with_them, without = (Ranks(2, NUMEL, sparsifier=sparsifier, density=0.01, dtype=dtype) for _ in range(2))
     without.states = [state._replace(candidates=None) for state in without.states]
     for step, rows in enumerate(gradients(12, 2)):
@@ -82,7 +84,12 @@ def test_the_next_selection_looks_at_candidates_only(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.usefixtures("kernel")
 def test_scores_of_adam_are_collected_with_their_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {"sparsifier": ls.UnionTopK(), "density": 0.01, "memory": ls.SecondMoment(), "dtype": torch.float32}
+    given = {
+        "sparsifier": ls.sparsifiers.UnionTopK(),
+        "density": 0.01,
+        "memory": ls.memories.SecondMoment(),
+        "dtype": torch.float32,
+    }
     with_them, without = (Ranks(2, NUMEL, **given) for _ in range(2))
     above = host.reaching
     for step in range(8):

@@ -7,7 +7,7 @@ a pass that reads gradient and residual and writes both. A dense pass costs at l
 spare. Whoever makes something cheaper lowers its row.
 
 What the bytes are spent on, for UnionTopK at a density of 0.001: 12 to add the gradient, 23 to leave out what is not
-finite, 28 for magnitudes and ``topk``, 8 for magnitudes of the own stripe and their ``topk``, 4 to clear the gradient,
+finite, 28 for magnitudes and ``top_k``, 8 for magnitudes of the own stripe and their ``top_k``, 4 to clear the gradient,
 and some 2000 bytes a pick. From 67 million coordinates on, the largest of every few neighbours are found first, which
 takes 4 bytes in place of 28 and more launches (``MANY`` in ``ops/reference.py``).
 
@@ -35,37 +35,37 @@ from tests.costs import META, Costs, group_step
 from tests.covering import by_default
 
 NUMEL = 1 << 22
-BUDGET: dict[str, tuple[ls.Sparsifier, tuple[int, int, int], tuple[float, float]]] = {
+BUDGET: dict[str, tuple[ls.sparsifiers.Sparsifier, tuple[int, int, int], tuple[float, float]]] = {
     # operations with 2, 8 and 64 ranks; bytes a coordinate at densities of 0.01 and 0.001
-    "union_topk": (ls.UnionTopK(), (248, 248, 258), (97, 78)),
-    "shared_topk": (ls.SharedTopK(), (58, 58, 58), (73, 68)),
-    "striped_topk": (ls.StripedTopK(), (66, 66, 66), (52, 47)),
-    "topk": (ls.TopK(), (64, 70, 126), (114, 72)),
-    "clt_k": (ls.CLTk(), (42, 42, 42), (73, 68)),
-    "gtop_k": (ls.GTopK(), (69, 73, 79), (78, 69)),
-    "random_k": (ls.RandomK(), (62, 62, 62), (47, 40)),
-    "hard_threshold": (ls.HardThreshold(), (73, 73, 73), (325, 93)),
-    "micro": (ls.MiCRO(), (137, 137, 137), (51, 44)),
-    "micro-published": (ls.MiCRO(variant="published"), (93, 93, 93), (64, 44)),
-    "exdyna": (ls.ExDyna(), (186, 192, 198), (104, 97)),
-    "exdyna-published": (ls.ExDyna(variant="published"), (154, 160, 166), (100, 81)),
-    "ok_topk": (ls.OkTopK(), (188, 194, 250), (93, 63)),
-    "dgc": (ls.DGC(), (227, 233, 289), (131, 74)),
-    "redsync": (ls.RedSync(), (409, 415, 471), (171, 85)),
-    "gaussian_k": (ls.GaussianK(), (302, 308, 364), (140, 82)),
-    "sidco_e": (ls.SIDCoE(), (361, 367, 423), (748, 817)),
-    "sidco_p": (ls.SIDCoP(), (459, 465, 521), (748, 817)),
-    "sidco_gp": (ls.SIDCoGP(), (564, 570, 626), (782, 851)),
-    "everything": (ls.Everything(), (28, 28, 28), (72, 72)),
+    "union_top_k": (ls.sparsifiers.UnionTopK(), (248, 248, 258), (97, 78)),
+    "shared_top_k": (ls.sparsifiers.SharedTopK(), (58, 58, 58), (73, 68)),
+    "striped_top_k": (ls.sparsifiers.StripedTopK(), (66, 66, 66), (52, 47)),
+    "top_k": (ls.sparsifiers.TopK(), (64, 70, 126), (114, 72)),
+    "clt_k": (ls.sparsifiers.CLTK(), (42, 42, 42), (73, 68)),
+    "gtop_k": (ls.sparsifiers.GTopK(), (69, 73, 79), (78, 69)),
+    "random_k": (ls.sparsifiers.RandomK(), (62, 62, 62), (47, 40)),
+    "hard_threshold": (ls.sparsifiers.HardThreshold(), (73, 73, 73), (325, 93)),
+    "micro": (ls.sparsifiers.MiCRO(), (137, 137, 137), (51, 44)),
+    "micro-published": (ls.sparsifiers.MiCRO(variant="published"), (93, 93, 93), (64, 44)),
+    "exdyna": (ls.sparsifiers.ExDyna(), (186, 192, 198), (104, 97)),
+    "exdyna-published": (ls.sparsifiers.ExDyna(variant="published"), (154, 160, 166), (100, 81)),
+    "ok_top_k": (ls.sparsifiers.OkTopK(), (188, 194, 250), (93, 63)),
+    "dgc": (ls.sparsifiers.DGC(), (227, 233, 289), (131, 74)),
+    "redsync": (ls.sparsifiers.RedSync(), (409, 415, 471), (171, 85)),
+    "gaussian_k": (ls.sparsifiers.GaussianK(), (302, 308, 364), (140, 82)),
+    "sidco_e": (ls.sparsifiers.SIDCoE(), (361, 367, 423), (748, 817)),
+    "sidco_p": (ls.sparsifiers.SIDCoP(), (459, 465, 521), (748, 817)),
+    "sidco_gp": (ls.sparsifiers.SIDCoGP(), (564, 570, 626), (782, 851)),
+    "everything": (ls.sparsifiers.Everything(), (28, 28, 28), (72, 72)),
 }
 VARIANTS: dict[str, tuple[dict[str, Any], tuple[int, float]]] = {
     # of UnionTopK with 8 ranks at a density of 0.001: operations, bytes a coordinate
-    "no memory": ({"memory": ls.NoMemory()}, (254, 55)),
-    "low pass": ({"memory": ls.LowPass(0.1)}, (264, 107)),
-    "momentum": ({"memory": ls.MomentumCorrection(0.9)}, (276, 120)),
-    "clipped": ({"memory": ls.ClipByNorm(1.0)}, (271, 90)),
-    "adam": ({"memory": ls.AdamCorrection()}, (279, 183)),
-    "second moment": ({"memory": ls.SecondMoment()}, (411, 208)),
+    "no memory": ({"memory": ls.memories.NoMemory()}, (254, 55)),
+    "low pass": ({"memory": ls.memories.LowPass(0.1)}, (264, 107)),
+    "momentum": ({"memory": ls.memories.MomentumCorrection(0.9)}, (276, 120)),
+    "clipped": ({"memory": ls.memories.ClipByNorm(1.0)}, (271, 90)),
+    "adam": ({"memory": ls.memories.AdamCorrection()}, (279, 183)),
+    "second moment": ({"memory": ls.memories.SecondMoment()}, (411, 208)),
     "bfloat16": ({"dtype": torch.bfloat16}, (267, 74)),
     "in two buckets": ({"buckets": 2}, (260, 94)),
     "in one group of 67 million": ({"numel": 1 << 26}, (304, 51)),
@@ -95,7 +95,7 @@ def test_the_default_stays_within_its_budget_with_other_settings(name: str) -> N
 
 
 @dataclass(frozen=True)
-class OnceMore(ls.Residual):
+class OnceMore(ls.memories.Residual):
     """Passes over the accumulator once more than it must."""
 
     def absorb_(self, *args: Any) -> Absorbed:
@@ -106,7 +106,7 @@ class OnceMore(ls.Residual):
 
 def test_one_pass_more_is_noticed() -> None:
     with pytest.raises(AssertionError, match="mul_"):
-        held(group_step(density=0.001, memory=OnceMore()), 260, BUDGET["union_topk"][2][1])
+        held(group_step(density=0.001, memory=OnceMore()), 260, BUDGET["union_top_k"][2][1])
 
 
 def cost_of(compute: Any, *inputs: Tensor) -> tuple[dict[str, int], int]:

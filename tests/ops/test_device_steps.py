@@ -43,7 +43,7 @@ KERNELS: list[ModuleType] = [
     triton_values,
 ]  # fmt: skip
 thorough = pytest.mark.thorough
-RESIDUAL, ADAM = ls.Residual(), ls.SecondMoment(1 - 2**-10)
+RESIDUAL, ADAM = ls.memories.Residual(), ls.memories.SecondMoment(1 - 2**-10)
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,8 @@ RESIDUAL, ADAM = ls.Residual(), ls.SecondMoment(1 - 2**-10)
             (2, (100, 71), 0.05, torch.float32, False, ADAM),
             pytest.param(2, (200, 171), 0.05, torch.float32, False, ADAM, marks=thorough),
             pytest.param(2, 900, 0.05, torch.float32, False, RESIDUAL, marks=thorough),
-            pytest.param(2, 400, 0.05, torch.bfloat16, False, ls.Residual(0.9), marks=thorough),
-            pytest.param(3, 2600, 0.05, torch.float32, False, ls.Residual(0.7), marks=thorough),
+            pytest.param(2, 400, 0.05, torch.bfloat16, False, ls.memories.Residual(0.9), marks=thorough),
+            pytest.param(3, 2600, 0.05, torch.float32, False, ls.memories.Residual(0.7), marks=thorough),
             pytest.param(
                 2, 1000, 0.004, torch.float16, True, RESIDUAL, marks=thorough
             ),  # coordinates travel as they are
@@ -64,17 +64,19 @@ RESIDUAL, ADAM = ls.Residual(), ls.SecondMoment(1 - 2**-10)
             pytest.param(
                 2, 66_000, 0.01, torch.float32, False, RESIDUAL, marks=[thorough, pytest.mark.timeout(900)]
             ),  # two blocks
-            (2, 100, 0.05, torch.bfloat16, False, ls.SecondMoment(0.0)),  # some steps are bounded
-            pytest.param(5, 2600, 0.05, torch.float32, False, ls.SecondMoment(1 - 2**-4, 0.1), marks=thorough),
+            (2, 100, 0.05, torch.bfloat16, False, ls.memories.SecondMoment(0.0)),  # some steps are bounded
+            pytest.param(5, 2600, 0.05, torch.float32, False, ls.memories.SecondMoment(1 - 2**-4, 0.1), marks=thorough),
             pytest.param(2, 1000, 0.004, torch.float16, True, ADAM, marks=thorough),
-            pytest.param(17, 300, 0.3, torch.float32, True, ls.SecondMoment(0.0), marks=thorough),  # in 32 bits
+            pytest.param(
+                17, 300, 0.3, torch.float32, True, ls.memories.SecondMoment(0.0), marks=thorough
+            ),  # in 32 bits
             pytest.param(2, 66_000, 0.01, torch.float32, False, ADAM, marks=[thorough, pytest.mark.timeout(900)]),
         ],
         2,
     ),
 )
 def test_the_whole_step_equals_that_of_torch(
-    n: int, numel: int | tuple[int, ...], density: float, dtype: torch.dtype, scaled: bool, memory: ls.Memory
+    n: int, numel: int | tuple[int, ...], density: float, dtype: torch.dtype, scaled: bool, memory: ls.memories.Memory
 ) -> None:
     with static_path(), ExactRoots(), first_of_equal():
         expected = walk(n, numel, density, dtype, scaled, memory=memory)
@@ -82,7 +84,7 @@ def test_the_whole_step_equals_that_of_torch(
         found = walk(n, numel, density, dtype, scaled, memory=memory)
         assert chosen.trouble is None
         assert not chosen.refused
-        form = "accumulate_" if isinstance(memory, ls.Residual) else "weigh_"
+        form = "accumulate_" if isinstance(memory, ls.memories.Residual) else "weigh_"
         assert {what[0] for what in chosen._tried} >= {form, "need", "top_k_and_stripe", "packed", "hand_over_"}
     for ours, theirs in zip(found, expected, strict=True):
         for one, other in zip(ours, theirs, strict=True):
@@ -126,16 +128,16 @@ def test_where_kernels_do_not_work_training_goes_on_in_torch(trouble: str, monke
     ("sparsifier", "memory"),
     by_default(
         [
-            ("micro", ls.Residual(0.9)),
-            ("union_topk", ls.ClipByNorm(1.0, ADAM)),
-            ("topk", ADAM),
-            ("shared_topk", RESIDUAL),
+            ("micro", ls.memories.Residual(0.9)),
+            ("union_top_k", ls.memories.ClipByNorm(1.0, ADAM)),
+            ("top_k", ADAM),
+            ("shared_top_k", RESIDUAL),
         ],
         2,
     ),
 )
-def test_other_parts_use_the_kernels_that_fit(sparsifier: str, memory: ls.Memory) -> None:
-    parts = {"sparsifier": ls.SPARSIFIERS.resolve(sparsifier), "memory": memory}
+def test_other_parts_use_the_kernels_that_fit(sparsifier: str, memory: ls.memories.Memory) -> None:
+    parts = {"sparsifier": ls.sparsifiers.SPARSIFIERS.resolve(sparsifier), "memory": memory}
     with static_path(), ExactRoots(), first_of_equal():
         expected = walk(2, 300, 0.1, torch.float32, False, **parts)
     with in_triton() as chosen, ExactRoots():
@@ -174,7 +176,7 @@ def test_a_default_dtype_changes_nothing(dtype: torch.dtype) -> None:
 
 def test_what_reads_parameters_is_rehearsed_too() -> None:
     with in_triton() as chosen, ExactRoots():
-        memory = ls.WeightDecay(0.1)
+        memory = ls.memories.WeightDecay(0.1)
         pipeline.rehearse(torch.float32, torch.device("cpu"), Context(0, 1.0, 1, 2), memory, *list(PARTS.values())[1:])
         assert chosen.trouble is None
         assert {"accumulate_", "packed", "hand_over_"} <= {what[0] for what in chosen._tried}
@@ -262,7 +264,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
 
 
 @pytest.mark.parametrize("memory", [RESIDUAL, ADAM], ids=["residual", "second moment"])
-def test_rounding_of_narrow_gradients_takes_two_launches_more(memory: ls.Memory, launched: list[Launch]) -> None:
+def test_rounding_of_narrow_gradients_takes_two_launches_more(
+    memory: ls.memories.Memory, launched: list[Launch]
+) -> None:
     parts, numel, counts = PARTS | {"memory": memory}, 1_000_000, []
     for dtype in (torch.float32, torch.bfloat16):
         [state] = groups(2, numel, 0.01, dtype, "meta", memory)[:1]
@@ -270,7 +274,7 @@ def test_rounding_of_narrow_gradients_takes_two_launches_more(memory: ls.Memory,
         launched.clear()
         with no_waiting(), Counted() as counted:
             proposed = drive(exchange_group(grad, state, ctx, **parts), Mirror(0, 2))
-            settle_group(state, proposed, proposed.void, memory)
+            settle_group(state, proposed, proposed.skipped, memory)
         counts.append(len(launched) + len(counted.names))
         assert [launch.name for launch in launched].count("_subtract_at") == 1 + (dtype != torch.float32)
     assert counts[1] == counts[0] + 2
@@ -280,7 +284,7 @@ def test_rounding_of_narrow_gradients_takes_two_launches_more(memory: ls.Memory,
 @pytest.mark.parametrize("n", [2, 8, 64])
 @pytest.mark.parametrize("memory", [RESIDUAL, ADAM], ids=["residual", "second moment"])
 def test_launches_and_bytes_stay_within_their_budget(
-    n: int, density: float, memory: ls.Memory, launched: list[Launch]
+    n: int, density: float, memory: ls.memories.Memory, launched: list[Launch]
 ) -> None:
     numel, parts = 25_000_000, PARTS | {"memory": memory}
     [state] = groups(n, numel, density, torch.float32, "meta", memory)[:1]
@@ -290,7 +294,7 @@ def test_launches_and_bytes_stay_within_their_budget(
         with no_waiting(), Counted() as counted:
             proposed = drive(exchange_group(grad, state, ctx, **parts), Mirror(0, n))
             exchanged = len(launched)
-            state = settle_group(state, proposed, proposed.void, memory)
+            state = settle_group(state, proposed, proposed.skipped, memory)
     assert exchanged == (24 if memory is RESIDUAL else 28)
     network = ["clone", "new_zeros", "mul_"]  # bitmaps of the union are made between the messages
     moved = sum(launch.bytes_moved(numel) for launch in launched) / numel + 2 / 8

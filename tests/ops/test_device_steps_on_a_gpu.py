@@ -32,13 +32,17 @@ def tried_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert not on_cuda.refused
 
 
-@pytest.mark.parametrize("memory", [ls.Residual(), ls.SecondMoment(1 - 2**-10)], ids=["residual", "second moment"])
+@pytest.mark.parametrize(
+    "memory", [ls.memories.Residual(), ls.memories.SecondMoment(1 - 2**-10)], ids=["residual", "second moment"]
+)
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize(
     ("n", "numel", "density"),
     [(2, 5003, 0.05), (3, 70_001, 0.001), (3, 3_000_017, 0.01), (8, 1_000_000, 0.3), (20, 50_003, 0.1)],
 )
-def test_the_step_equals_that_of_torch(n: int, numel: int, density: float, scaled: bool, memory: ls.Memory) -> None:
+def test_the_step_equals_that_of_torch(
+    n: int, numel: int, density: float, scaled: bool, memory: ls.memories.Memory
+) -> None:
     found = walk(n, numel, density, torch.float32, scaled, "cuda", count=4, memory=memory)
     assert on_cuda._tried
     with pytest.MonkeyPatch.context() as patch, first_of_equal():

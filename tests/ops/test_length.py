@@ -53,7 +53,7 @@ def test_at_density_1_nothing_is_changed() -> None:
 
 def walk(gradients: Tensor) -> list[Tensor]:
     """Residuals of two ranks, step by step."""
-    ranks = Ranks(2, 400, sparsifier=ls.UnionTopK(), density=0.05, memory=ls.SecondMoment(0.95))
+    ranks = Ranks(2, 400, sparsifier=ls.sparsifiers.UnionTopK(), density=0.05, memory=ls.memories.SecondMoment(0.95))
     found = []
     for rows in gradients:
         outcome = ranks.step(rows.expand(2, -1).clone())
@@ -81,8 +81,8 @@ def test_a_spike_is_no_longer_than_twice_what_is_usual() -> None:
     assert float(now[20].norm()) < 1.5 * float(usual[20].norm())
 
 
-def test_a_void_step_says_nothing_about_lengths() -> None:
-    ranks = Ranks(2, 400, sparsifier=ls.UnionTopK(), density=0.05, memory=ls.SecondMoment(0.95))
+def test_a_skipped_step_says_nothing_about_lengths() -> None:
+    ranks = Ranks(2, 400, sparsifier=ls.sparsifiers.UnionTopK(), density=0.05, memory=ls.memories.SecondMoment(0.95))
     rows = torch.randn(2, 400, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     before = [state.memory.lengths for state in ranks.step(rows).states]
     rows[1, 7] = math.nan

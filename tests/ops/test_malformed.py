@@ -31,7 +31,7 @@ def rank_step(exchange: str, numel: int, spare: bool, beside: bool) -> Iterator[
     selection = Selection(indices, torch.tensor(SLOTS), None, spare=named, limit=N * SLOTS // 2, aligned=True)
     second = acc.square() if beside else None
     ctx = Context(1, SLOTS / numel, 0, N, second=second)
-    return ls.EXCHANGES.resolve(exchange)(acc, selection, ctx)  # type: ignore[return-value]
+    return ls.exchanges.EXCHANGES.resolve(exchange)(acc, selection, ctx)  # type: ignore[return-value]
 
 
 def corrupted(message: Tensor, seed: int) -> Tensor:

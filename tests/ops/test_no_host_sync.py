@@ -72,7 +72,7 @@ def no_waiting() -> Iterator[None]:
 def steps(
     case: Case,
     exchange: str,
-    memory: ls.Memory,
+    memory: ls.memories.Memory,
     *,
     rank: int = 1,
     dtype: torch.dtype = torch.float32,
@@ -82,7 +82,7 @@ def steps(
     """The first steps of a group; creating its state may wait."""
     ctx = Context(step=0, density=density, rank=rank, world_size=4)
     state = init_group(NUMEL, dtype, DEVICE, ctx, memory=memory, sparsifier=case.sparsifier)
-    parts = {"memory": memory, "sparsifier": case.sparsifier, "exchange": ls.EXCHANGES.resolve(exchange)}
+    parts = {"memory": memory, "sparsifier": case.sparsifier, "exchange": ls.exchanges.EXCHANGES.resolve(exchange)}
     for step in range(count):
         grad = torch.zeros(NUMEL, dtype=dtype, device=DEVICE)
         with no_waiting():
@@ -96,7 +96,7 @@ def steps(
         (
             (*pair, memory, dtype, rank)
             for pair in PAIRS
-            for memory in (ls.Residual(), ls.NoMemory())
+            for memory in (ls.memories.Residual(), ls.memories.NoMemory())
             for dtype in (torch.float32, torch.bfloat16)
             for rank in range(4)
         ),
@@ -105,10 +105,10 @@ def steps(
     ),
 )
 def test_a_step_on_a_device_never_waits(
-    case: Case, exchange: str, memory: ls.Memory, dtype: torch.dtype, rank: int
+    case: Case, exchange: str, memory: ls.memories.Memory, dtype: torch.dtype, rank: int
 ) -> None:
     # What methods keep from step to step does not depend on the memory: later steps with one of the two are enough.
-    steps(case, exchange, memory, dtype=dtype, rank=rank, count=3 if isinstance(memory, ls.Residual) else 1)
+    steps(case, exchange, memory, dtype=dtype, rank=rank, count=3 if isinstance(memory, ls.memories.Residual) else 1)
 
 
 @in_one_test(
@@ -116,13 +116,15 @@ def test_a_step_on_a_device_never_waits(
     covering(
         product(
             MEMORIES,
-            ["topk", "shared_topk", "exdyna", "gtop_k", "everything"],
+            ["top_k", "shared_top_k", "exdyna", "gtop_k", "everything"],
             [0.05, 1.0],
             [torch.float32, torch.bfloat16],
         )
     ),
 )
-def test_a_step_with_any_memory_never_waits(name: str, memory: ls.Memory, density: float, dtype: torch.dtype) -> None:
+def test_a_step_with_any_memory_never_waits(
+    name: str, memory: ls.memories.Memory, density: float, dtype: torch.dtype
+) -> None:
     [case] = [case for case in CASES if case.name == name]
     exchange = case.sparsifier.exchange
     if fit(memory, exchange):
@@ -173,9 +175,9 @@ def test_what_needs_no_waiting_passes() -> None:
 def test_cuda_itself_sees_no_synchronisation(case: Case, exchange: str) -> None:
     device = torch.device("cuda")
     ctx = Context(step=0, density=0.05, rank=1, world_size=4)
-    memory = ls.Residual()
+    memory = ls.memories.Residual()
     state = init_group(NUMEL, torch.float32, device, ctx, memory=memory, sparsifier=case.sparsifier)
-    parts = {"memory": memory, "sparsifier": case.sparsifier, "exchange": ls.EXCHANGES.resolve(exchange)}
+    parts = {"memory": memory, "sparsifier": case.sparsifier, "exchange": ls.exchanges.EXCHANGES.resolve(exchange)}
     for step in range(3):
         grad = torch.randn(NUMEL, device=device)
         torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first step may load kernels

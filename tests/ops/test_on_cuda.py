@@ -13,8 +13,8 @@ from lightning_sparse.ops.on_cuda import OnCuda, compare
 
 
 def test_equal_tensors_pass_and_nan_is_equal_to_nan_alone() -> None:
-    x, void = torch.arange(6.0).view(2, 3), torch.tensor(True)
-    compare({"x": x, "void": void}, {"x": x.clone(), "void": void.clone()})
+    x, skipped = torch.arange(6.0).view(2, 3), torch.tensor(True)
+    compare({"x": x, "skipped": skipped}, {"x": x.clone(), "skipped": skipped.clone()})
     compare({"none": x[:0]}, {"none": x[:0]})
     y = x.clone()
     y[1, 1] = float("nan")

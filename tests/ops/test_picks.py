@@ -84,8 +84,8 @@ def recorded(steps: Steps[object], messages: list[bytes]) -> Steps[object]:
 
 
 def journey(name: str, exchange: str | None, numel: int, density: float, n: int, kind: str) -> list[bytes]:
-    """What five steps send and leave, with a step that is void for "nan"."""
-    sparsifier, memory = ls.SPARSIFIERS.resolve(name), Residual()
+    """What five steps send and leave, with a step that is skipped for "nan"."""
+    sparsifier, memory = ls.sparsifiers.SPARSIFIERS.resolve(name), Residual()
     parts = {"memory": memory, "sparsifier": sparsifier}
     contexts = [Context(0, density, rank, n) for rank in range(n)]
     states = [init_group(numel, torch.float32, torch.device("cpu"), ctx, **parts) for ctx in contexts]
@@ -100,9 +100,9 @@ def journey(name: str, exchange: str | None, numel: int, density: float, n: int,
             reduce_group(grad, state, ctx._replace(step=step), exchange=as_exchange(exchange, sparsifier), **parts)
             for grad, state, ctx in zip(grads, states, contexts, strict=True)
         ]
-        void = kind == "nan" and step == 2
+        skipped = kind == "nan" and step == 2
         states, statistics = zip(
-            *drive_ranks([recorded(each, [] if void else happened) for each in coroutines]), strict=True
+            *drive_ranks([recorded(each, [] if skipped else happened) for each in coroutines]), strict=True
         )
         happened += [bits(grad.nan_to_num(nan=7.0)) for grad in grads]
         happened += [bits(state.memory.residual) for state in states]
@@ -117,9 +117,9 @@ KINDS_OF_STEPS = ["normal", "ties", "nan", "zeros", "subnormal", "wide", "silent
     ("name", "exchange", "kind"),
     by_default(
         [
-            *product(["union_topk"], [None], KINDS_OF_STEPS),
-            *by_default(product(["topk"], ["packed_union"], KINDS_OF_STEPS), 3),
-            *by_default(product(["topk"], [None], KINDS_OF_STEPS), 1),
+            *product(["union_top_k"], [None], KINDS_OF_STEPS),
+            *by_default(product(["top_k"], ["packed_union"], KINDS_OF_STEPS), 3),
+            *by_default(product(["top_k"], [None], KINDS_OF_STEPS), 1),
         ],
         5,
     ),
@@ -181,7 +181,7 @@ def exchanged(n: int, numel: int, kind: str, ascend: bool, beside: bool = True) 
             indices, torch.tensor(len(order)), spare=torch.arange(len(order)) % 3 == 0, limit=len(order), aligned=True
         )
         ctx = Context(5, 0.1, rank, n, second=second if beside else None)
-        coroutines.append(as_exchange("packed_union", ls.UnionTopK())(acc, selection, ctx))
+        coroutines.append(as_exchange("packed_union", ls.sparsifiers.UnionTopK())(acc, selection, ctx))
         accs.append((acc, bits(acc)))
     updates = drive_ranks(coroutines)  # type: ignore[arg-type]
     assert all(bits(acc) == before for acc, before in accs), "it has been written to"
@@ -232,7 +232,9 @@ def test_second_values_of_another_form_are_read_as_tensors_are(kind: str) -> Non
 
     def mean(second: Tensor) -> Tensor:
         steps = [
-            as_exchange("packed_union", ls.UnionTopK())(acc.clone(), selection, Context(0, 0.1, rank, 2, second=second))
+            as_exchange("packed_union", ls.sparsifiers.UnionTopK())(
+                acc.clone(), selection, Context(0, 0.1, rank, 2, second=second)
+            )
             for rank in range(2)
         ]
         [first, _] = drive_ranks(steps)  # type: ignore[arg-type]
@@ -254,7 +256,7 @@ def test_picks_are_spare_only_where_spare_ones_are_told(beside: bool, each_kerne
     ctx = Context(0, 0.1, 0, 3, second=acc.square() if beside else None)
     found = []
     for marks in (marks for _ in each_kernel() for marks in (0, 0x8080)):
-        steps = as_exchange("packed_union", ls.UnionTopK())(acc.clone(), selection, ctx)
+        steps = as_exchange("packed_union", ls.sparsifiers.UnionTopK())(acc.clone(), selection, ctx)
         rows = next(steps).x.repeat(3, 1)  # type: ignore[arg-type]
         rows[:, Form.of(100, 4).classes] |= marks  # of picks 1 and 3
         try:

@@ -1,4 +1,4 @@
-"""The path that groups take on a device, walked on the CPU: same updates, nothing lost, void steps void."""
+"""The path that groups take on a device, walked on the CPU: same updates, nothing lost, skipped steps skipped."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.lockstep import Outcome, Ranks, equal_states, noise
 from tests.static_path import static_path
 
 BY_NAME = {case.name: case for case in CASES}
-VOID_STEP = 2
+SKIPPED_STEP = 2
 SPARSE = [case.name for case in CASES if case.name != "everything"]
 TRAVELLING = [
     (name, exchange)
     for name in SPARSE
-    for exchange, cls in ls.EXCHANGES.items()
+    for exchange, cls in ls.exchanges.EXCHANGES.items()
     if BY_NAME[name].sparsifier.agreement in cls.accepts
 ]
 SPARSELY_TRAVELLING = [pair for pair in TRAVELLING if pair[1] != "dense"]
@@ -52,7 +52,7 @@ def run(case: Case, exchange: str, n: int) -> list[Outcome]:
     for seed in range(6):
         gradients = scale * without_ties(n, numel, seed)
         gradients[:, : numel // 4] *= 3  # for ranges that move
-        if seed == VOID_STEP:
+        if seed == SKIPPED_STEP:
             gradients[n - 1, numel // 2] = float("inf")
         outcomes.append(ranks.step(gradients))
     return outcomes
@@ -67,7 +67,7 @@ def test_updates_equal_those_of_exact_shapes(name: str, exchange: str, n: int) -
         device = run(BY_NAME[name], exchange, n)
     for step, (static, exact) in enumerate(zip(device, host, strict=True)):
         assert equal_states(tuple(static.after), tuple(exact.after))
-        if step == VOID_STEP:
+        if step == SKIPPED_STEP:
             assert bool(torch.isnan(static.averages).all())
             continue
         assert torch.equal(static.averages, exact.averages)
@@ -194,7 +194,7 @@ def test_a_skipped_step_leaves_what_was_finite_to_the_next_one(name: str, static
 def test_blocks_move_as_with_exact_shapes(variant: str, request: pytest.FixtureRequest) -> None:
     # Layered gradients, so that ranges change. They are so small that the published threshold, 1 / (2 sqrt(200)), lets
     # only some through.
-    sparsifier = ls.ExDyna(num_blocks=32, variant=variant)
+    sparsifier = ls.sparsifiers.ExDyna(num_blocks=32, variant=variant)
     scale = torch.linspace(0.001, 0.01, 2000, dtype=torch.float64)
 
     def walk() -> tuple[list[list[list[int]]], int]:
@@ -214,7 +214,7 @@ def test_blocks_move_as_with_exact_shapes(variant: str, request: pytest.FixtureR
 
 
 def reference_move(
-    sparsifier: ls.ExDyna, state: Any, load: list[int], expected: int, low: float, least: float
+    sparsifier: ls.sparsifiers.ExDyna, state: Any, load: list[int], expected: int, low: float, least: float
 ) -> list[list[int]]:
     """Algorithm 3 of the paper, one pair of neighbours after the other."""
     blocks, first = state.blocks.tolist(), state.first.tolist()
@@ -240,7 +240,7 @@ def test_blocks_of_many_ranks_move_at_once_as_one_pair_after_the_other(variant: 
     generator, moved = torch.Generator().manual_seed(0), 0
     for n in (2, 3, 4, 5, 8, 13, 40):
         for most in (1, 3, 60):
-            sparsifier = ls.ExDyna(variant=variant, move=2, num_blocks=6 * n)
+            sparsifier = ls.sparsifiers.ExDyna(variant=variant, move=2, num_blocks=6 * n)
             state = sparsifier.init(50_000, n, 0.1, torch.device("cpu"))
             size, blocks = sparsifier.layout(50_000, n)
             load = torch.randint(most, (n,), generator=generator)

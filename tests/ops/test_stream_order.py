@@ -49,7 +49,7 @@ def kernels(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> Iterator[Strea
 
 
 def train(optimizer: Callable[..., torch.optim.Optimizer], biases: bool = True, **options: Any) -> None:
-    """Steps, of which one is void, and other groups; without biases, a gradient is one run."""
+    """Steps, of which one is skipped, and other groups; without biases, a gradient is one run."""
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Sequential(nn.Linear(12, 10, biases), nn.ReLU(), nn.Linear(10, 9, biases)))
     with mirrored_ranks(2):
@@ -61,13 +61,13 @@ def train(optimizer: Callable[..., torch.optim.Optimizer], biases: bool = True, 
     for step in range(4):
         loss = ddp(torch.randn(4, 12)).square().mean()
         (loss * (float("inf") if step == 1 else 1.0)).backward()
-        engine.skip_void(made)
+        engine.ignore_skipped(made)
         made.step()
         made.zero_grad()
         if step == 2:
             sizes = [p for each in engine.plan for p in each.parameters][::-1]
             engine.regroup(make_plan(sizes, "layer", RULES))
-    assert engine.void_steps == 1
+    assert engine.skipped_steps == 1
     engine.close()
 
 

@@ -76,7 +76,7 @@ def fits(one: Composition) -> bool:
 @cache
 def _accepts(exchange: str, sparsifier: str, memory: str = "None") -> bool:
     try:
-        ls.SparsificationConfig(sparsifier=made(sparsifier), exchange=exchange, memory=made(memory))
+        ls.engine.config.SparsificationConfig(sparsifier=made(sparsifier), exchange=exchange, memory=made(memory))
     except ValueError:
         return False
     return True
@@ -84,7 +84,7 @@ def _accepts(exchange: str, sparsifier: str, memory: str = "None") -> bool:
 
 @cache
 def _carries(exchange: str, memory: str) -> bool:
-    one = next(s for s in settings_of(ls.SPARSIFIERS) if _accepts(exchange, s))
+    one = next(s for s in settings_of(ls.sparsifiers.SPARSIFIERS) if _accepts(exchange, s))
     return _accepts(exchange, one, memory)
 
 
@@ -113,8 +113,8 @@ def chosen(rounds: int) -> Iterator[Composition]:
     Args:
         rounds: how often each pair is there.
     """
-    pairs = [(s, name) for s in settings_of(ls.SPARSIFIERS) for name, _ in ls.EXCHANGES.items()]
-    axes = {"memory": ["None", *settings_of(ls.MEMORIES)], **AXES}
+    pairs = [(s, name) for s in settings_of(ls.sparsifiers.SPARSIFIERS) for name, _ in ls.exchanges.EXCHANGES.items()]
+    axes = {"memory": ["None", *settings_of(ls.memories.MEMORIES)], **AXES}
     first = {name: values[0] for name, values in axes.items()}
     pairs = [pair for pair in pairs if fits({"sparsifier": pair[0], "exchange": pair[1], **first})]
     draw, met = random.Random(0), set[Any]()

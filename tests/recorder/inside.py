@@ -58,7 +58,7 @@ def watch_picks(note: Callable[[Any], None]) -> Callable[[], None]:
     """
     import lightning_sparse as ls
 
-    classes = [cls for _, cls in ls.SPARSIFIERS.items() if cls is not ls.Everything]
+    classes = [cls for _, cls in ls.sparsifiers.SPARSIFIERS.items() if cls is not ls.sparsifiers.Everything]
     chosen = {cls: cls.select for cls in classes}
     own = {cls: "select" in vars(cls) for cls in classes}
 

@@ -149,7 +149,7 @@ def steps_of(one: dict[str, str], steps: int = 20) -> Recording:
             threads.sent[rank].clear()  # what is sent when an engine is attached has random numbers in it
             picks[rank].clear()
             if event == "flush":
-                engine.flush_next_step()
+                engine._flush_next_step()
             optimizer.zero_grad()
             parts = 2 if also == "accumulate" else 1
             for part in range(parts):
@@ -162,7 +162,7 @@ def steps_of(one: dict[str, str], steps: int = 20) -> Recording:
                 note(f"picks {number}", indices)
             with threads.lock:  # what is done around steps of optimizers is done for one of a process at a time
                 if scaler is None:
-                    engine.skip_void(optimizer)
+                    engine.ignore_skipped(optimizer)
                     optimizer.step()
                 else:
                     scaler.step(optimizer)
@@ -172,7 +172,7 @@ def steps_of(one: dict[str, str], steps: int = 20) -> Recording:
             for name, p in model.named_parameters():
                 note(f"weight {name}", p)
             note("state", inside.state_of(engine))
-            note("skipped", engine.void)
+            note("skipped", engine.skipped)
             note("logged", inside.logged_by(engine))
         step_alone = optimizer.step
 

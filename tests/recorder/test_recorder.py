@@ -21,7 +21,7 @@ from tests.recorder.compositions import made as built
 from tests.recorder.record import Entry, Plan, Recording, plain, recorded
 
 STEPS = 10
-MEASURING = {ls.OptimalMerge}
+MEASURING = {ls.tuning.OptimalMerge}
 """What depends on times, which no two runs share."""
 BASICS: Composition = {name: values[0] for name, values in AXES.items()} | {"memory": "None", "ranks": "2"}
 COMPOSITIONS: list[Composition] = [
@@ -56,7 +56,7 @@ def test_every_event_is_among_the_steps(recordings: list[Recording]) -> None:
     for recording in recordings:
         seen = {entry[:3]: entry.value for entry in recording}
         assert [step for step in range(STEPS) if seen[step, 0, "skipped"]] == [at["skipped"]]
-        assert seen[STEPS - 1, 0, "state / void_steps"] == 1
+        assert seen[STEPS - 1, 0, "state / skipped_steps"] == 1
         assert not seen[at["flush"], 0, "state / parameters / 0.weight / residual"].any()
         assert seen[at["flush"] - 1, 0, "state / parameters / 0.weight / residual"].any()
         assert (at["flush"], 0, "picks 0") not in seen and (0, 0, "picks 0") in seen
@@ -84,7 +84,7 @@ def test_one_changed_bit_is_found_and_named(recordings: list[Recording], what: s
 def test_a_change_of_the_code_is_found_where_it_begins(
     recordings: list[Recording], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    select = ls.TopK.select
+    select = ls.sparsifiers.TopK.select
 
     def other(self: Any, acc: torch.Tensor, state: Any, ctx: Any) -> Any:
         selection, after = select(self, acc, state, ctx)
@@ -94,7 +94,7 @@ def test_a_change_of_the_code_is_found_where_it_begins(
             selection = selection._replace(indices=selection.indices.sort().values)
         return selection, after
 
-    monkeypatch.setattr(ls.TopK, "select", other)
+    monkeypatch.setattr(ls.sparsifiers.TopK, "select", other)
     found = compared(COMPOSITIONS[1], recordings[1], made(COMPOSITIONS[1]))
     picks = next(one for one in found if one.what.startswith("picks"))
     assert (found[0].step, picks.step, picks.rank) == (2, 2, 1)
@@ -134,11 +134,15 @@ def test_allowed_differences_are_few_and_small() -> None:
 
 def test_everything_that_registries_offer_is_recorded() -> None:
     compositions = list(chosen(1))
-    for axis, registry in (("sparsifier", ls.SPARSIFIERS), ("memory", ls.MEMORIES), ("grouping", ls.GROUPINGS)):
+    for axis, registry in (
+        ("sparsifier", ls.sparsifiers.SPARSIFIERS),
+        ("memory", ls.memories.MEMORIES),
+        ("grouping", ls.grouping.GROUPINGS),
+    ):
         used = {text: built(text) for text in {one[axis] for one in compositions} - {"None"}}
         found = {type(registry.resolve(one)) for one in used.values()}
         assert {cls for _, cls in registry.items()} - found <= MEASURING
-    assert {one["exchange"] for one in compositions} == {name for name, _ in ls.EXCHANGES.items()}
+    assert {one["exchange"] for one in compositions} == {name for name, _ in ls.exchanges.EXCHANGES.items()}
     for axis, values in AXES.items():
         assert {one[axis] for one in compositions} == set(values)
 

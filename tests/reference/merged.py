@@ -136,7 +136,7 @@ def reference_gtop_k(gradients: Iterable[Array], density: float) -> list[MergedS
     return records
 
 
-def reference_ok_topk(gradients: Iterable[Array], density: float, *, interval: int, gain: float) -> list[MergedStep]:
+def reference_ok_top_k(gradients: Iterable[Array], density: float, *, interval: int, gain: float) -> list[MergedStep]:
     """Thresholds of the ranks' own, followed by one factor and estimated every `interval` steps or when far off."""
     records: list[MergedStep] = []
     residual = np.empty(0)

@@ -24,7 +24,7 @@ from tests.warm import forgetting, warm_python
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "train_digits.py"
-SPARSE = {**dict(ls.SPARSIFIERS.items()), "adam_correction": ls.UnionTopK}
+SPARSE = {**dict(ls.sparsifiers.SPARSIFIERS.items()), "adam_correction": ls.sparsifiers.UnionTopK}
 
 
 def example() -> Any:
@@ -142,7 +142,7 @@ def test_the_dense_configuration_is_plain_ddp(trainer_of: Any) -> None:
 
 def test_configurations_lie_over_each_other(trainer_of: Any) -> None:
     trainer = trainer_of("exdyna epochs")
-    assert type(trainer.strategy.config.sparsifier) is ls.ExDyna
+    assert type(trainer.strategy.config.sparsifier) is ls.sparsifiers.ExDyna
     assert (trainer.max_steps, trainer.max_epochs, trainer.check_val_every_n_epoch) == (-1, 30, 1)
 
 
@@ -154,23 +154,23 @@ def test_rules_are_read_from_a_file_and_toggled_on_the_command_line(parse: Any, 
     )
 
     def rules(*overrides: str) -> ls.Rules:
-        found: ls.Rules = parse("topk", f"--config={file}", *overrides).strategy.config.rules
+        found: ls.Rules = parse("top_k", f"--config={file}", *overrides).strategy.config.rules
         return found
 
     expected = ls.Rules(["head.*"], densities={"embed*": 0.001, "*.1.*": 1.0}, dense_numel=0)
     assert repr(rules()) == repr(expected)
     assert rules("--trainer.strategy.rules.dense_numel=7") == replace(expected, dense_numel=7)
     assert rules('--trainer.strategy.rules.sparse=["*.bias"]') == replace(expected, sparse=("*.bias",))
-    assert parse("topk", "--trainer.strategy.rules.dense_ndim=0").strategy.config.rules == ls.Rules(dense_ndim=0)
-    assert parse("topk").strategy.config.rules == ls.Rules()
+    assert parse("top_k", "--trainer.strategy.rules.dense_ndim=0").strategy.config.rules == ls.Rules(dense_ndim=0)
+    assert parse("top_k").strategy.config.rules == ls.Rules()
 
 
 def test_sparsifier_and_density_are_toggled_on_the_command_line(parse: Any) -> None:
-    assert parse("exdyna", "--trainer.strategy.sparsifier=TopK").strategy.config.sparsifier == ls.TopK()
-    assert parse("exdyna", "--trainer.strategy.sparsifier=topk").strategy.config.sparsifier == ls.TopK()
+    assert parse("exdyna", "--trainer.strategy.sparsifier=TopK").strategy.config.sparsifier == ls.sparsifiers.TopK()
+    assert parse("exdyna", "--trainer.strategy.sparsifier=top_k").strategy.config.sparsifier == ls.sparsifiers.TopK()
     assert parse("exdyna", "--trainer.strategy.density=0.05").strategy.config.density(0) == 0.05
     warm = parse(
-        "topk",
+        "top_k",
         "--trainer.strategy.density=Warmup",
         "--trainer.strategy.density.start=0.25",
         "--trainer.strategy.density.end=0.01",
@@ -178,30 +178,32 @@ def test_sparsifier_and_density_are_toggled_on_the_command_line(parse: Any) -> N
     )
     assert warm.strategy.config.density == ls.Warmup(0.25, 0.01, 100)
     published = parse("exdyna", "--trainer.strategy.sparsifier.variant=published", "--trainer.strategy.grouping=model")
-    assert published.strategy.config.sparsifier == ls.ExDyna(variant="published")
-    assert published.strategy.config.grouping == ls.GROUPINGS.resolve("model")
-    merged = parse("topk", "--trainer.strategy.grouping=MergeBelow", "--trainer.strategy.grouping.numel=100")
-    assert merged.strategy.config.grouping == ls.MergeBelow(100)
-    assert parse("topk", "--trainer.strategy.exchange=ReduceUnion").strategy.config.exchange == ls.ReduceUnion()
-    assert parse("topk", "--trainer.strategy.find_unused_parameters=true").strategy._ddp_kwargs == {
+    assert published.strategy.config.sparsifier == ls.sparsifiers.ExDyna(variant="published")
+    assert published.strategy.config.grouping == ls.grouping.GROUPINGS.resolve("model")
+    merged = parse("top_k", "--trainer.strategy.grouping=MergeBelow", "--trainer.strategy.grouping.numel=100")
+    assert merged.strategy.config.grouping == ls.grouping.MergeBelow(100)
+    assert (
+        parse("top_k", "--trainer.strategy.exchange=ReduceUnion").strategy.config.exchange == ls.exchanges.ReduceUnion()
+    )
+    assert parse("top_k", "--trainer.strategy.find_unused_parameters=true").strategy._ddp_kwargs == {
         "find_unused_parameters": True
     }
 
 
 def test_memories_are_built_from_configurations(parse: Any, tmp_path: Path) -> None:
-    def memory(*overrides: str) -> ls.Memory:
-        return parse("topk", *overrides).strategy.config.memory
+    def memory(*overrides: str) -> ls.memories.Memory:
+        return parse("top_k", *overrides).strategy.config.memory
 
     assert memory() is None
-    assert memory("--trainer.strategy.memory=LowPass") == ls.LowPass()
-    assert memory("--trainer.strategy.memory=low_pass") == ls.LowPass()
+    assert memory("--trainer.strategy.memory=LowPass") == ls.memories.LowPass()
+    assert memory("--trainer.strategy.memory=low_pass") == ls.memories.LowPass()
     with pytest.raises(ValueError, match=r"Unknown memory 'lowpas'\. Did you mean 'low_pass'"):
         memory("--trainer.strategy.memory=lowpas")
     named = tmp_path / "named.yaml"
     named.write_text("trainer: {strategy: {init_args: {memory: adam_correction}}}")
-    assert memory(f"--config={named}") == ls.AdamCorrection()
+    assert memory(f"--config={named}") == ls.memories.AdamCorrection()
     assert memory("--trainer.strategy.memory=MomentumCorrection", "--trainer.strategy.memory.momentum=0.8") == (
-        ls.MomentumCorrection(0.8)
+        ls.memories.MomentumCorrection(0.8)
     )
     written = tmp_path / "memory.yaml"
     written.write_text(
@@ -211,21 +213,28 @@ def test_memories_are_built_from_configurations(parse: Any, tmp_path: Path) -> N
             class_path: lightning_sparse.SparseDDPStrategy
             init_args:
               memory:
-                class_path: lightning_sparse.ClipByNorm
+                class_path: lightning_sparse.memories.ClipByNorm
                 init_args:
                   max_norm: 2.5
                   memory:
-                    class_path: lightning_sparse.MomentumCorrection
+                    class_path: lightning_sparse.memories.MomentumCorrection
                     init_args: {momentum: 0.9, nesterov: true}
         """
     )
-    assert memory(f"--config={written}") == ls.ClipByNorm(2.5, ls.MomentumCorrection(0.9, nesterov=True))
+    assert memory(f"--config={written}") == ls.memories.ClipByNorm(
+        2.5, ls.memories.MomentumCorrection(0.9, nesterov=True)
+    )
     written.write_text(written.read_text().replace("ClipByNorm", "AdamCorrection").split("max_norm")[0] + "beta1: 0.8")
-    assert memory(f"--config={written}") == ls.AdamCorrection(0.8)
-    assert memory("--trainer.strategy.memory=ClipByNorm", "--trainer.strategy.memory.max_norm=1") == ls.ClipByNorm(1.0)
+    assert memory(f"--config={written}") == ls.memories.AdamCorrection(0.8)
+    assert memory(
+        "--trainer.strategy.memory=ClipByNorm", "--trainer.strategy.memory.max_norm=1"
+    ) == ls.memories.ClipByNorm(1.0)
 
 
-CORRECTED = {"dgc": ls.ClipByNorm(10.0, ls.MomentumCorrection(0.9)), "adam_correction": ls.AdamCorrection()}
+CORRECTED = {
+    "dgc": ls.memories.ClipByNorm(10.0, ls.memories.MomentumCorrection(0.9)),
+    "adam_correction": ls.memories.AdamCorrection(),
+}
 
 
 @pytest.mark.parametrize("name", CORRECTED)
@@ -305,12 +314,14 @@ def test_the_sweep_gives_the_example_what_it_takes(trainer_of: Any) -> None:
     *_, program, subcommand, config, logger, arguments = sweep["command"]
     assert (program, subcommand, config, arguments) == ("${program}", "fit", "--config=configs/base.yaml", "${args}")
     parameters = {name: one["values"] for name, one in sweep["parameters"].items()}
-    assert all(ls.SPARSIFIERS.resolve(name) for name in parameters["trainer.strategy.sparsifier"])
+    assert all(ls.sparsifiers.SPARSIFIERS.resolve(name) for name in parameters["trainer.strategy.sparsifier"])
     every = zip(*(islice(cycle(values), 3) for values in parameters.values()), strict=True)
     for values in every:  # each seed and density, and some sparsifiers: parsing takes a second
         given = dict(zip(parameters, values, strict=True))
         trainer = trainer_of("base", logger, *(f"--{name}={value}" for name, value in given.items()))
-        assert trainer.strategy.config.sparsifier == ls.SPARSIFIERS.resolve(given["trainer.strategy.sparsifier"])
+        assert trainer.strategy.config.sparsifier == ls.sparsifiers.SPARSIFIERS.resolve(
+            given["trainer.strategy.sparsifier"]
+        )
         assert trainer.strategy.config.density(0) == given["trainer.strategy.density"]
     [made] = trainer.loggers
     assert type(made).__name__ == "WandbLogger"

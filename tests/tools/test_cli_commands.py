@@ -52,10 +52,10 @@ def lines(path: Path) -> list[dict[str, str]]:
 def test_simulate_leaves_numbers_tables_and_a_figure_for_each_measure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cli.main([*SIMULATE, "--methods", "topk", "micro", f"--out={tmp_path / 'x'}"])
+    cli.main([*SIMULATE, "--methods", "top_k", "micro", f"--out={tmp_path / 'x'}"])
     rows = lines(tmp_path / "x" / "simulate.csv")
     assert [(row["stream"], row["ranks"], row["density"], row["method"]) for row in rows] == [
-        ("heavy_tail", "2", density, method) for density in ("0.01", "0.001") for method in ("topk", "micro")
+        ("heavy_tail", "2", density, method) for density in ("0.01", "0.001") for method in ("top_k", "micro")
     ]
     assert float(rows[0]["bytes_sent"]) == 4 + 20 * 8
     assert rows[1]["relative_density_error"] == "0.0"
@@ -82,17 +82,17 @@ def test_simulate_leaves_numbers_tables_and_a_figure_for_each_measure(
 
 
 def test_judge_leaves_numbers_curves_tables_and_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cli.main([*JUDGE, "--methods", "topk", "--every", "2", "--out", str(tmp_path)])
+    cli.main([*JUDGE, "--methods", "top_k", "--every", "2", "--out", str(tmp_path)])
     rows = lines(tmp_path / "judge.csv")
     assert [(row["method"], row["seed"]) for row in rows] == [
         ("dense", "0"),
-        ("topk", "0"),
+        ("top_k", "0"),
         ("dense", "1"),
-        ("topk", "1"),
+        ("top_k", "1"),
     ]
     curves = lines(tmp_path / "judge_curves.csv")
     assert [(row["method"], row["step"]) for row in curves[:4]] == [
-        (m, s) for m in ("dense", "topk") for s in ("2", "3")
+        (m, s) for m in ("dense", "top_k") for s in ("2", "3")
     ]
     assert curves[1]["loss"] == rows[0]["loss"]
     written = (tmp_path / "judge.md").read_text()
@@ -106,7 +106,7 @@ def test_judge_leaves_numbers_curves_tables_and_figures(tmp_path: Path, capsys: 
 @pytest.mark.usefixtures("without_figures")
 @pytest.mark.parametrize("cut", [0, 1, 30])
 def test_what_was_simulated_is_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: int) -> None:
-    command = [*SIMULATE, "--methods", "topk", "micro", "--out", str(tmp_path)]
+    command = [*SIMULATE, "--methods", "top_k", "micro", "--out", str(tmp_path)]
     cli.main(command)
     path = tmp_path / "simulate.csv"
     whole, tables = path.read_bytes(), (tmp_path / "simulate.md").read_bytes()
@@ -124,7 +124,7 @@ def test_what_was_simulated_is_not_done_again(tmp_path: Path, monkeypatch: pytes
 def test_an_interrupted_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = [*JUDGE, "--methods", "topk", "--out"]
+    command = [*JUDGE, "--methods", "top_k", "--out"]
     cli.main([*command, str(tmp_path / "whole")])
     original, done = training.execute, []
 
@@ -178,11 +178,11 @@ def test_a_diverging_method_is_reported_and_the_others_go_on(tmp_path: Path, mon
         return tasks.digits(width=2, optimizer=optimizer, **settings)
 
     monkeypatch.setitem(tasks.TASKS, "digits", explosive)
-    cli.main([*JUDGE, "--steps=8", "--methods", "union_topk+momentum", "topk", "--out", str(tmp_path)])
+    cli.main([*JUDGE, "--steps=8", "--methods", "union_top_k+momentum", "top_k", "--out", str(tmp_path)])
     found = {(row["method"], row["loss"] == "nan") for row in lines(tmp_path / "judge.csv")}
-    assert found == {("dense", False), ("topk", False), ("union_topk+momentum", True)}
+    assert found == {("dense", False), ("top_k", False), ("union_top_k+momentum", True)}
     assert "diverged | diverged" in (tmp_path / "judge.md").read_text()
-    assert {row["method"] for row in lines(tmp_path / "judge_curves.csv")} == {"dense", "topk"}
+    assert {row["method"] for row in lines(tmp_path / "judge_curves.csv")} == {"dense", "top_k"}
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_a_diverging_method_is_reported_and_the_others_go_on(tmp_path: Path, mon
             ["simulate", "--streams", "digit"],
             "Unknown stream 'digit'. Did you mean 'digits'? Known names: digits, heavy_tail,",
         ),
-        (["simulate", "--methods", "topk", "tpok"], "Unknown method 'tpok'. Did you mean 'topk'"),
+        (["simulate", "--methods", "top_k", "tpok"], "Unknown method 'tpok'. Did you mean 'top_k'"),
         (["simulate", "--methods", "null"], "Unknown method 'null'."),
         (["simulate", "--densities", "0.1", "2"], "Expected density to be a number in (0, 1]"),
         (["simulate", "--ranks", "0"], "Expected ranks to be at least 1, but got 0."),
@@ -296,12 +296,12 @@ def parsed(*args: str) -> dict[str, Any]:
 def test_lists_are_written_with_spaces_and_in_files_as_lists(tmp_path: Path) -> None:
     assert parsed("--ranks", "4", "8", "--seed", "1")["ranks"] == [4, 8]
     assert parsed("--ranks=4")["ranks"] == [4]
-    assert parsed("--methods", "topk", "no")["methods"] == ["topk", "no"]  # no YAML
+    assert parsed("--methods", "top_k", "no")["methods"] == ["top_k", "no"]  # no YAML
     assert parsed("--out=a=b")["out"] == Path("a=b")
     assert (parsed()["ranks"], parsed()["methods"]) == ([4, 8, 16], None)
-    (tmp_path / "x.yaml").write_text("ranks: [2, 3]\nsteps: 7\nmethods: [topk]\n")
+    (tmp_path / "x.yaml").write_text("ranks: [2, 3]\nsteps: 7\nmethods: [top_k]\n")
     file = parsed("--config", str(tmp_path / "x.yaml"), "--steps", "9")
-    assert (file["ranks"], file["steps"], file["methods"]) == ([2, 3], 9, ["topk"])
+    assert (file["ranks"], file["steps"], file["methods"]) == ([2, 3], 9, ["top_k"])
 
 
 @pytest.mark.parametrize("option", ["--help", "--version"])
@@ -380,14 +380,14 @@ def test_the_benchmark_asks_for_what_the_documentation_shows(monkeypatch: pytest
 
 @pytest.mark.usefixtures("without_figures")
 def test_json_is_the_only_output_and_has_the_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cli.main([*SIMULATE, "--methods", "topk", "micro", "--json", "--out", str(tmp_path / "simulate")])
+    cli.main([*SIMULATE, "--methods", "top_k", "micro", "--json", "--out", str(tmp_path / "simulate")])
     simulated = json.loads(capsys.readouterr().out)
     assert [(row["density"], row["method"]) for row in simulated] == [
-        (density, method) for density in (0.01, 0.001) for method in ("topk", "micro")
+        (density, method) for density in (0.01, 0.001) for method in ("top_k", "micro")
     ]
     assert simulated[0]["bytes_sent"] == 4 + 20 * 8
-    cli.main([*JUDGE, "--methods", "topk", "--json", "--out", str(tmp_path / "judge")])
-    assert [row["method"] for row in json.loads(capsys.readouterr().out)] == ["dense", "topk", "dense", "topk"]
+    cli.main([*JUDGE, "--methods", "top_k", "--json", "--out", str(tmp_path / "judge")])
+    assert [row["method"] for row in json.loads(capsys.readouterr().out)] == ["dense", "top_k", "dense", "top_k"]
 
 
 def test_json_has_no_number_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:

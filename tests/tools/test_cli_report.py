@@ -30,10 +30,10 @@ def test_report_leaves_a_page_and_a_table(tmp_path: Path, capsys: pytest.Capture
     assert "dense DDP" in shown
     assert f"The page is {page}." in shown.replace("\n", "")
     cli.main(["report", str(tmp_path / "runs"), "--out", str(page), "--json"])
-    dense, topk, _ = json.loads(capsys.readouterr().out)
+    dense, top_k, _ = json.loads(capsys.readouterr().out)
     assert (dense["run"], dense["sent_mb"], dense["assumed"]) == ("dense", pytest.approx(75), True)
-    assert topk["results"]["val/accuracy"] == pytest.approx(0.968, abs=1e-3)
-    assert topk["dense_over_sent"] == pytest.approx(1 / 0.023)
+    assert top_k["results"]["val/accuracy"] == pytest.approx(0.968, abs=1e-3)
+    assert top_k["dense_over_sent"] == pytest.approx(1 / 0.023)
 
 
 COMPLAINTS = {
@@ -85,12 +85,12 @@ def test_what_is_odd_about_runs_is_said_and_the_others_are_shown(
     (union / "hparams.yaml").write_text("a: [1\n")
     cli.main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "page.html"), "--json"])
     shown = capsys.readouterr()
-    assert [run["run"] for run in json.loads(shown.out)] == ["topk", "union_topk"]
+    assert [run["run"] for run in json.loads(shown.out)] == ["top_k", "union_top_k"]
     [left_out] = caplog.messages
     assert left_out == (f"A run is left out. Expected steps from 0 on in {dense / 'metrics.csv'}, but line 2 has inf.")
-    assert shown.err.startswith("union_topk: Not all of its settings are known. Expected ")
+    assert shown.err.startswith("union_top_k: Not all of its settings are known. Expected ")
     assert shown.err.count("\n") == 1
-    assert "<li>union_topk: Not all of its settings are known." in (tmp_path / "page.html").read_text()
+    assert "<li>union_top_k: Not all of its settings are known." in (tmp_path / "page.html").read_text()
 
 
 @pytest.mark.filterwarnings("ignore:Pydantic V1 style:DeprecationWarning")

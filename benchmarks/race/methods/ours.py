@@ -78,7 +78,7 @@ class Exchanged(Method):
             proposed = yield from self.matrices.watch(
                 exchange_group(own, state, ctx, exchange=self.exchange, **self.parts)
             )
-            self._states[number] = settle_group(state, proposed, proposed.void, self.parts["memory"])
+            self._states[number] = settle_group(state, proposed, proposed.skipped, self.parts["memory"])
             grad[place] = own
             known = proposed.divisor is not None
             if proposed.divisor is not None:
@@ -98,7 +98,7 @@ class TopK(Exchanged):
     """The largest of each rank with plain error feedback; AdamW on the averages."""
 
     def __init__(self, flat: Flat, at: Place, density: float = 0.01) -> None:
-        super().__init__(flat, at, ls.TopK(), ls.Residual(), density)
+        super().__init__(flat, at, ls.sparsifiers.TopK(), ls.memories.Residual(), density)
         self.optimizer = self.adamw(*flat.both)
 
     def step(self, rate: Rate, step: int) -> Steps[None]:
@@ -142,7 +142,7 @@ class Chunked(Sparsifier):
 
 
 class Ours(Exchanged):
-    """What `sparse_ddp` does with AdamW: :class:`lightning_sparse.SecondMoment` and UnionTopK.
+    """What `sparse_ddp` does with AdamW: :class:`lightning_sparse.memories.SecondMoment` and UnionTopK.
 
     Args:
         flat: of the model.
@@ -175,8 +175,8 @@ class Ours(Exchanged):
         chunked: bool = False,
         keeps: float = 1.0,
     ) -> None:
-        sparsifier = Chunked() if chunked else ls.UnionTopK()
-        super().__init__(flat, at, sparsifier, ls.SecondMoment(at.betas[1]), density, whole, parts)
+        sparsifier = Chunked() if chunked else ls.sparsifiers.UnionTopK()
+        super().__init__(flat, at, sparsifier, ls.memories.SecondMoment(at.betas[1]), density, whole, parts)
         self.keeps, self.waits = keeps, chunked
         self.optimizer = None if whole else self.adamw(flat.vectors)
         self.bases = [Turned(shape, seed) for seed, shape in enumerate(flat.shapes)] if turned else []

@@ -17,7 +17,7 @@ class Adam(Found, torch.optim.Adam):
     All arguments, parameter groups, states and files are torch's. On one device, in plain DDP, behind a dense exchange
     and for parameters that stay dense, it *is* torch's. Of parameters that an engine of this package sparsifies, the
     engine takes the steps, with this optimizer's learning rate, second beta and eps, see
-    :class:`~lightning_sparse.SecondMoment`; no first moment is kept of them.
+    :class:`.SecondMoment`; no first moment is kept of them.
 
     Strategies for the Trainer and for Fabric do the same for torch's own classes. With :func:`~lightning_sparse.attach`
     torch's classes have to be shown to the engine, ``engine.bind([optimizer])``, and these here are found.

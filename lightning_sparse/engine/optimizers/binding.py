@@ -68,7 +68,7 @@ class OptimizerBinding:
     """Binds an engine to the optimizers that apply its averages.
 
     It chooses the memory, and is called around the step of every optimizer of the process, also of those that nobody
-    bound. Before a step: gradients of a void step are kept from it, if no loss scaler does so; clipping that nobody
+    bound. Before a step: gradients of a skipped step are kept from it, if no loss scaler does so; clipping that nobody
     asked for ends; what has arrived is handed to the optimizer's rule, which takes Adam's steps, or notes what SGD
     steps with; then watchers look. After it: averages count as applied, gradients that Adam's rule took away come back,
     and momentum is spent.
@@ -129,7 +129,7 @@ class OptimizerBinding:
             if not self.optimizers:
                 self._stepped_by.update(dict.fromkeys(held, weakref.ref(optimizer)))
         if mine and self._reducer.settings.nonfinite == "skip" and self._reducer.loss_scale() is None:
-            self.skip_void(optimizer)
+            self.ignore_skipped(optimizer)
         self.leave_out(optimizer)
         if self._reducer.settings.delay:
             self._settings[optimizer] = settings_of_groups(optimizer)
@@ -177,8 +177,8 @@ class OptimizerBinding:
         self._adam.after()
         self._momentum.forget()
 
-    def skip_void(self, optimizer: Optimizer) -> None:
-        """See :meth:`.Engine.skip_void`."""
+    def ignore_skipped(self, optimizer: Optimizer) -> None:
+        """See :meth:`.Engine.ignore_skipped`."""
         reducer = self._reducer
         hand_over = reducer.loss_scale() is None
         if hand_over and reducer.skipped.could_spare_a_wait(optimizer):
@@ -190,11 +190,11 @@ class OptimizerBinding:
             )
         reducer.skipped.skip(optimizer, hand_over)
         known = reducer.known_counts  # a fused optimizer has the flag, and the host learns it one step later
-        if known.void == 1 and known.streak == 1:
+        if known.skipped == 1 and known.streak == 1:
             self._once(
                 rank_zero_warn,
                 f"A gradient was not finite on some rank in the backward after step {known.step}: no rank takes this "
-                "step, and finite gradients wait in the residuals. sparse/steps/void counts such steps from now on.",
+                "step, and finite gradients wait in the residuals. sparse/steps/skipped counts such steps from now on.",
             )
 
     def takes(self, optimizer: Optimizer) -> bool:
@@ -374,7 +374,7 @@ class OptimizerBinding:
     def clip_in_place_of_averages(
         self, limit: float, algorithm: str, optimizer: Optimizer, known: bool = False
     ) -> bool:
-        """See :meth:`.Engine.clip_in_place_of_averages`."""
+        """See :meth:`.Engine._clip_in_place_of_averages`."""
         reducer, key = self._reducer, id(optimizer)
         begun = key in reducer.clipping.in_place
         if not 0 < limit < math.inf:

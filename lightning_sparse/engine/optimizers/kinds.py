@@ -289,7 +289,7 @@ class LearningRates:
 
         Args:
             numels: coordinates of its parameters, by name.
-            step: the current one; void steps do not count.
+            step: the current one; skipped steps do not count.
             density: of the group.
         """
         if not self.surplus:

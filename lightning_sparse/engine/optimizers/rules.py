@@ -49,7 +49,7 @@ OfGroup = tuple[Mapping[str, Any], Sequence[Arrived]]
 
 
 class AdamRule:
-    """Lets averages of :class:`~lightning_sparse.SecondMoment` act, when an optimizer takes its step.
+    """Lets averages of :class:`.SecondMoment` act, when an optimizer takes its step.
 
     ``p -= lr sqrt(n) grad / divisor``, after decoupled weight decay, where the memory knows a divisor. While the
     optimizer steps, such parameters have no gradient, so that it passes them over; afterwards they have it again.

@@ -122,4 +122,4 @@ def register(ddp: DistributedDataParallel, engine: Any) -> None:
 
 # Without annotations: DDP compares them by identity, and here they would be strings.
 def _hook(engine, bucket):  # type: ignore[no-untyped-def]
-    return engine.receive(bucket)
+    return engine._receive(bucket)

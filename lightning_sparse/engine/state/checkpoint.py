@@ -161,8 +161,8 @@ class SideFiles:
             "save": own.save,
             "global_step": counted,
             "world_size": own.world_size,
-            "node_size": engine.ranks_of_a_replica,
-            "exchanging": engine.exchanging,
+            "node_size": engine._ranks_of_a_replica,
+            "exchanging": engine._exchanging,
             "step": step,
             "directory": os.path.basename(side_directory(path)),
         }
@@ -246,9 +246,9 @@ def restore(
         state = _read_state(path, marker, engine, load)
     except Exception as error:  # of any plugin and any file system
         problem = reason(error, SideFileError)
-    notes = engine.all_gather_object(Note(step, problem))
+    notes = engine._all_gather_object(Note(step, problem))
     trouble, dropped, remarks = by_reason(notes), "", []
-    resized = not trouble and isinstance(marker, dict) and _exchanging(marker) != engine.exchanging
+    resized = not trouble and isinstance(marker, dict) and _exchanging(marker) != engine._exchanging
     if resized and resize == "zero":
         state, dropped = _emptied(state, engine)
     try:
@@ -274,7 +274,7 @@ def restore(
         return
     if dropped and engine.rank == 0:
         warnings.warn(dropped, stacklevel=2)
-    notes = engine.all_gather_object(Note("", " ".join(remarks)))
+    notes = engine._all_gather_object(Note("", " ".join(remarks)))
     if trouble := by_reason(notes):
         text = f"The residuals in checkpoint {os.fspath(path)} do not fit in every respect. On {trouble}"
         if strict:
@@ -282,7 +282,7 @@ def restore(
         if engine.rank == 0:
             warnings.warn(text, stacklevel=2)
     if resized and resize == "flush":
-        engine.flush_next_step()
+        engine._flush_next_step()
 
 
 def _disagreement(waiting: Sequence[Sequence[str]]) -> list[Note]:
@@ -310,9 +310,9 @@ def _take(engine: Engine, moment: int | None = None, comm: TorchCollective | Non
         if moment is not None:
             return engine.state_dict(torch.tensor([moment], device="cpu")), ""
         if comm is None:
-            return engine.state_alone(), ""
-        engine.join_together(comm)
-        return engine.state_now(), ""
+            return engine._state_alone(), ""
+        engine._join_together(comm)
+        return engine._state_now(), ""
     except Exception as error:  # of any memory
         return None, reason(error, RuntimeError)
 
@@ -349,7 +349,7 @@ def _nodes_of(marker: dict[str, Any]) -> tuple[int, int]:
 
 
 def _exchanging(marker: dict[str, Any]) -> int:
-    """Return the number of ranks or nodes that exchanged gradients, see :attr:`.EngineView.exchanging`."""
+    """Return the number of ranks or nodes that exchanged gradients, see :attr:`.EngineView._exchanging`."""
     number: int = marker.get("exchanging", _nodes_of(marker)[0])
     return number
 
@@ -357,8 +357,8 @@ def _exchanging(marker: dict[str, Any]) -> int:
 def _read_state(path: Path, marker: dict[str, Any], engine: Engine, load: Callable[[str], Any]) -> State:
     """Read this rank's own state; join those of its node if parts were others; merge all if nodes were."""
     nodes, size = _nodes_of(marker)
-    alike = (nodes, _exchanging(marker)) == (engine.comm.world_size, engine.exchanging)
-    if alike and size == engine.ranks_of_a_replica:
+    alike = (nodes, _exchanging(marker)) == (engine.comm.world_size, engine._exchanging)
+    if alike and size == engine._ranks_of_a_replica:
         return _read(path, marker, engine.rank, load)
     if alike:
         first = engine.comm.rank * size
@@ -423,7 +423,7 @@ def _emptied(state: State, engine: Engine) -> tuple[State, str]:
     norm = sum(float(residual.square().sum()) for residual in residuals) ** 0.5
     empty: State = {name: {} for name in state["parameters"]}
     kind = "node" if engine.settings.node_size else "rank"
-    ranks = f"{engine.exchanging} {kind}{'s' * (engine.exchanging > 1)}"
+    ranks = f"{engine._exchanging} {kind}{'s' * (engine._exchanging > 1)}"
     return {**state, "parameters": empty, "counters": {}, "pending": {}}, (
         f"Training continues with {ranks} instead of {state['world_size']} and resize='zero': the residuals, an "
         f"update of norm {norm:.4g} that was still to be sent, are dropped."

@@ -42,7 +42,7 @@ def merge_states(states: Iterable[State]) -> State:
         ...     files = (f"{folder}/{rank}.pt" for rank in range(world_size))
         ...     engine.load_state_dict(ls.merge_states(torch.load(file) for file in files))
         >>> for rank, value in enumerate([1.0, 2.0]):
-        ...     state = {"format": 1, "step": 7, "void_steps": 0, "rank": rank, "world_size": 2, "settings": "",
+        ...     state = {"format": 1, "step": 7, "skipped_steps": 0, "rank": rank, "world_size": 2, "settings": "",
         ...              "parameters": {"weight": {"residual": torch.full((3,), value)}}, "counters": {},
         ...              "groups": [], "rates": {}}
         ...     torch.save(state, f"{folder}/{rank}.pt")

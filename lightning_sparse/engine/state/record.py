@@ -32,7 +32,7 @@ class Counts(NamedTuple):
 
     step: int = 0
     """Exchanges that counted."""
-    void: int = 0
+    skipped: int = 0
     """Exchanges that were skipped."""
     streak: int = 0
     """Exchanges skipped since the last one that counted."""
@@ -47,7 +47,7 @@ class Counts(NamedTuple):
     @property
     def settled(self) -> int:
         """Exchanges and flushes so far, also those that were skipped."""
-        return self.number + self.void
+        return self.number + self.skipped
 
 
 class Averages(NamedTuple):
@@ -259,13 +259,15 @@ class Record:
     @property
     def counts(self) -> Counts:
         """Counts after the latest exchange; may wait for the device."""
-        step, void, streak, flushes = self.start
+        step, skipped, streak, flushes = self.start
         if self.decision is None:
             return self.start
-        return Counts(step, void + 1, streak + 1, flushes) if self.decision else Counts(step + 1, void, 0, flushes)
+        return (
+            Counts(step, skipped + 1, streak + 1, flushes) if self.decision else Counts(step + 1, skipped, 0, flushes)
+        )
 
     @property
-    def void(self) -> bool:
+    def skipped(self) -> bool:
         """True if the exchange that gradients are of counted for nothing; may wait for the device."""
         return bool(self.handed)
 

@@ -87,7 +87,7 @@ SPAN = _numbers(
 )
 FIELDS: dict[str, Any] = {
     "step": COUNT,
-    "void_steps": COUNT,
+    "skipped_steps": COUNT,
     "rank": COUNT,
     "world_size": SIZE,
     "settings": TEXT,
@@ -227,7 +227,7 @@ def revoke(state: State) -> State:
     """Return a state in which the latest exchange was never made: what this rank has sent is in its residuals again.
 
     Args:
-        state: of :meth:`.Engine.state_alone`; not modified.
+        state: of :meth:`.Engine._state_alone`; not modified.
     """
     parameters = dict(state["parameters"])
     for name, sent in state["sent"].items():

@@ -123,12 +123,12 @@ def save_sharded(engine: Engine, folder: str | Path, save: str = "") -> State:
     from torch.distributed.checkpoint.state_dict_saver import save as save_together
 
     for network in engine.networks:
-        engine.join_together(network)
-    newest = engine.moment.to(engine.device)
+        engine._join_together(network)
+    newest = engine._moment.to(engine.device)
     for network in engine.networks:
         newest = network.all_gather(newest).amax(0)
     content: dict[str, Any] = {}
-    with engine.failing_together():
+    with engine._failing_together():
         state = with_pending(engine.state_dict(newest.cpu()), engine.comm.world_size)
         rest = {**{name: value for name, value in state.items() if name not in APART}, "save": save}
         content[f"ranks{engine.comm.rank}.{engine.router.within.rank}"] = _bytes_of(rest)
@@ -166,7 +166,7 @@ def load_sharded(engine: Engine, folder: str | Path, save: str | None = None, re
     from torch.distributed.checkpoint.api import CheckpointException
 
     notes: list[str] = []
-    with engine.failing_together():
+    with engine._failing_together():
         try:
             saved = Saved.at(Path(folder))
             resized = saved.replicas != engine.comm.world_size
@@ -176,12 +176,12 @@ def load_sharded(engine: Engine, folder: str | Path, save: str | None = None, re
             raise ValueError(f"{folder} cannot be read: {type(error).__name__}: {error}") from error
         if save not in (None, found := state.pop("save")):
             raise ValueError(f"Expected the residuals of save {save} in {folder}, but they are of {found}.")
-    with engine.failing_together():
+    with engine._failing_together():
         notes += engine.load_state_dict(state)
     for kept, steps in waited:
         kept[WAITED] = steps
     if resized and resize == "flush":
-        engine.flush_next_step()
+        engine._flush_next_step()
     return notes
 
 
@@ -239,7 +239,7 @@ def _state_for(engine: Engine, saved: Saved, resize: Resize, notes: list[str]) -
     """Return the state of this rank in a folder; a sentence is added for what does not fit."""
     comm = engine.comm
     alike = saved.replicas == comm.world_size
-    same = alike and saved.ranks == engine.ranks_of_a_replica
+    same = alike and saved.ranks == engine._ranks_of_a_replica
     rest = saved.rest(*((comm.rank, engine.router.within.rank) if same else (0, 0)))
     spans = {name: list(part) for name, part in engine.shards.items()}
     state: State = {**rest, "parameters": {name: {} for name in spans}, "spans": spans}

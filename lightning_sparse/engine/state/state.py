@@ -100,7 +100,7 @@ class EngineState:
         return not self._reducer.in_flight and self._taken == self._reducer.record.counts.number
 
     def take(self, moment: Tensor | None, alone: bool = False) -> State:
-        """See :meth:`.Engine.state_dict`, and :meth:`.Engine.state_alone`."""
+        """See :meth:`.Engine.state_dict`, and :meth:`.Engine._state_alone`."""
         reducer, record = self._reducer, self._reducer.record
         if moment is not None:
             reducer.wait_for(int(moment[0]))
@@ -144,7 +144,7 @@ class EngineState:
             "format": STATE_FORMAT,
             "moment": record.counts.number,
             "step": record.counts.step,
-            "void_steps": record.counts.void,
+            "skipped_steps": record.counts.skipped,
             "rank": rank,
             "world_size": self._comm.world_size,
             "part": [reducer.within.rank, reducer.within.world_size] if self._shards else [],
@@ -249,7 +249,7 @@ class EngineState:
         if not alike and (state["groups"] or any(state["parameters"].values())):  # one device may have left nothing
             plan.misfits.append(f"The settings were {state['settings']}, and are {settings.algorithm}.")
         given = {one["name"]: one for one in state["groups"] if alike and state["world_size"] == world_size}
-        # Of dense groups nothing is learned that others could use, and fallback="dense" begins with sparse ones again.
+        # Of dense groups nothing is learned that others could use, and fallback=True begins with sparse ones again.
         known_of = {name for one in state["groups"] if not one.get("dense", False) for name in one["parameters"]}
         with reducer.on_stream.between_steps():
             for cut in [group.plan for group in reducer.groups]:
@@ -279,7 +279,7 @@ class EngineState:
     def _apply(self, plan: LoadPlan) -> None:
         """Let a plan count: all ranks have one."""
         reducer, state = self._reducer, plan.state
-        counts = reducer.record.counts._replace(step=state["step"], void=state["void_steps"])
+        counts = reducer.record.counts._replace(step=state["step"], skipped=state["skipped_steps"])
         if reducer.flush_at is not None:
             reducer.flush_at = counts.step if reducer.flush_at == reducer.step else None
         reducer.settings = plan.settings

@@ -45,7 +45,7 @@ class Accordion(DensitySchedule):
     Example:
         >>> import torch, lightning_sparse as ls
         >>> calm, loud = torch.ones(30, 2, 100), 4 * torch.ones(10, 2, 100)
-        >>> schedule = ls.Accordion(low=0.1, high=0.5, interval=10)
+        >>> schedule = ls.density.Accordion(low=0.1, high=0.5, interval=10)
         >>> steps = list(ls.simulate([*calm, *loud, *calm], sparsifier="everything", density=schedule))
         >>> [step.target_density for step in steps[::10]]
         [0.5, 0.5, 0.1, 0.1, 0.5, 0.5, 0.1]
@@ -117,7 +117,7 @@ class AccordionDensity(GroupDensity):
         self,
         step: int,
         update: Gradient,
-        void: Tensor | None = None,
+        skipped: Tensor | None = None,
         places: Tensor | None = None,
         scale: Tensor | None = None,
     ) -> None:
@@ -130,8 +130,8 @@ class AccordionDensity(GroupDensity):
         if scale is not None:
             values = values.to(self.total.dtype) / scale
         values = torch.nan_to_num(values, nan=0.0)
-        if void is not None:
-            values = values.masked_fill(void, 0.0)
+        if skipped is not None:
+            values = values.masked_fill(skipped, 0.0)
         if places is None:
             self.total += values
         else:  # a coordinate that is repeated has the same value each time, which counts once

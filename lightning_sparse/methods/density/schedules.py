@@ -121,7 +121,7 @@ class GroupDensity:
         self,
         step: int,
         update: Gradient,
-        void: Tensor | None = None,
+        skipped: Tensor | None = None,
         places: Tensor | None = None,
         scale: Tensor | None = None,
     ) -> None:
@@ -130,7 +130,7 @@ class GroupDensity:
         Args:
             step: its number.
             update: the average in the gradient's place, NaN throughout if this group's gradient was not finite.
-            void: () True if the step is skipped; None: only if the update is NaN.
+            skipped: () True if the step is skipped; None: only if the update is NaN.
             places: coordinates of the update, which is zero elsewhere; None: all.
             scale: () that the loss, and with it the update, is multiplied by; None: 1.
         """

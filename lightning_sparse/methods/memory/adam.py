@@ -71,8 +71,8 @@ class AdamCorrection(CountedFeedback):
         >>> import lightning_sparse as ls
         >>> import torch
         >>> stream = torch.tensor([[[5.0, -0.01]], [[5.0, 0.0]]])                # two steps of one rank
-        >>> memory = ls.AdamCorrection()
-        >>> for step in ls.simulate(stream, sparsifier="topk", density=1.0, memory=memory):
+        >>> memory = ls.memories.AdamCorrection()
+        >>> for step in ls.simulate(stream, sparsifier="top_k", density=1.0, memory=memory):
         ...     print([round(x, 3) for x in step.update.tolist()])
         [1.0, -1.0]
         [1.0, 0.0]

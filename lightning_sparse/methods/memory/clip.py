@@ -40,8 +40,8 @@ class ClipByNorm(GradientTransform):
         >>> import lightning_sparse as ls
         >>> import torch
         >>> stream = torch.tensor([[[30.0, 40.0]], [[3.0, 4.0]]])                # one rank: norms 50 and 5
-        >>> memory = ls.ClipByNorm(10.0)
-        >>> [step.update.tolist() for step in ls.simulate(stream, sparsifier="topk", density=1.0, memory=memory)]
+        >>> memory = ls.memories.ClipByNorm(10.0)
+        >>> [step.update.tolist() for step in ls.simulate(stream, sparsifier="top_k", density=1.0, memory=memory)]
         [[6.0, 8.0], [3.0, 4.0]]
 
     References:

@@ -20,7 +20,7 @@ class WeightDecay(GradientTransform):
     ``torch.optim.SGD(weight_decay=decay)`` forms ``gradient + decay * parameter`` after the exchange, from the sparse
     average. Every coordinate then decays at every step, while its gradient arrives rarely, as a sum of many steps. Here
     the decay stays in the residual together with the gradient that it balances, and with
-    :class:`~lightning_sparse.MomentumCorrection` inside it gets momentum, as in SGD. At density 1 both are equal. Set
+    :class:`.MomentumCorrection` inside it gets momentum, as in SGD. At density 1 both are equal. Set
     the optimizer's own ``weight_decay`` to 0. This memory is meant for SGD; leave AdamW's decoupled decay to AdamW.
 
     Dense groups decay in the same way. A parameter that no rank used in a step does not decay.
@@ -36,7 +36,7 @@ class WeightDecay(GradientTransform):
 
     Example:
         >>> import lightning_sparse as ls
-        >>> memory = ls.WeightDecay(1e-4, ls.MomentumCorrection(0.9), min_ndim=2)
+        >>> memory = ls.memories.WeightDecay(1e-4, ls.memories.MomentumCorrection(0.9), min_ndim=2)
         >>> strategy = ls.SparseDDPStrategy(memory=memory)
 
     References:

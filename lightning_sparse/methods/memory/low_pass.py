@@ -27,7 +27,7 @@ class LowPass(Feedback):
 
     The accumulator is ``acc = residual + gradient``; after the exchange ``residual' = (1 - beta) residual + beta (acc -
     sent)``. The residual is an average over about ``1 / beta`` steps instead of a sum. This makes the residuals of the
-    ranks more alike, so that one rank's selection suits the others better (:class:`~lightning_sparse.CLTk`), and damps
+    ranks more alike, so that one rank's selection suits the others better (:class:`.CLTK`), and damps
     the noise that a large learning rate feeds back.
 
     The factor also appears in the conservation law: over the ranks, ``sum residual' - sum residual = beta (sum
@@ -35,7 +35,7 @@ class LowPass(Feedback):
     keeps ``1 - beta`` of its old residual. This memory costs two vectors of ``numel`` accumulator elements a rank.
 
     Args:
-        beta: in (0, 1]; 1 is :class:`~lightning_sparse.Residual`. Values of 0.1 to 0.3 are meant for the large
+        beta: in (0, 1]; 1 is :class:`.Residual`. Values of 0.1 to 0.3 are meant for the large
             learning rates of large batches.
 
     Raises:
@@ -45,7 +45,7 @@ class LowPass(Feedback):
         >>> import lightning_sparse as ls
         >>> import torch
         >>> stream = torch.tensor([[[4.0, 2.0]], [[0.0, 0.0]]])                  # two steps of one rank, k = 1
-        >>> [s.update.tolist() for s in ls.simulate(stream, sparsifier="topk", density=0.5, memory=ls.LowPass(0.5))]
+        >>> [s.update.tolist() for s in ls.simulate(stream, sparsifier="top_k", density=0.5, memory=ls.memories.LowPass(0.5))]
         [[4.0, 0.0], [0.0, 1.0]]
 
     References:

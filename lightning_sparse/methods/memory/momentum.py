@@ -51,8 +51,8 @@ class MomentumCorrection(Feedback):
         >>> import lightning_sparse as ls
         >>> import torch
         >>> stream = torch.tensor([[[4.0, 2.0]], [[0.0, 0.0]], [[0.0, 0.0]]])    # three steps of one rank, k = 1
-        >>> memory = ls.MomentumCorrection(0.5)
-        >>> [step.update.tolist() for step in ls.simulate(stream, sparsifier="topk", density=0.5, memory=memory)]
+        >>> memory = ls.memories.MomentumCorrection(0.5)
+        >>> [step.update.tolist() for step in ls.simulate(stream, sparsifier="top_k", density=0.5, memory=memory)]
         [[4.0, 0.0], [0.0, 3.0], [0.0, 0.0]]
 
     References:

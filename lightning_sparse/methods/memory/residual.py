@@ -30,9 +30,9 @@ class Residual(Feedback):
         >>> import lightning_sparse as ls
         >>> import torch
         >>> stream = torch.tensor([[[3.0, 2.0]], [[0.0, 0.0]]])                  # two steps of one rank, k = 1
-        >>> [step.update.tolist() for step in ls.simulate(stream, sparsifier="topk", density=0.5, memory=ls.Residual())]
+        >>> [step.update.tolist() for step in ls.simulate(stream, sparsifier="top_k", density=0.5, memory=ls.memories.Residual())]
         [[3.0, 0.0], [0.0, 2.0]]
-        >>> [step.update.tolist() for step in ls.simulate(stream, sparsifier="topk", density=0.5, memory=ls.NoMemory())]
+        >>> [step.update.tolist() for step in ls.simulate(stream, sparsifier="top_k", density=0.5, memory=ls.memories.NoMemory())]
         [[3.0, 0.0], [0.0, 0.0]]
 
     References:

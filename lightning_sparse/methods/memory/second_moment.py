@@ -109,8 +109,8 @@ class SecondMoment(CountedFeedback):
         >>> import lightning_sparse as ls
         >>> import torch
         >>> stream = torch.tensor([[[5.0, 0.5]], [[-5.0, 0.5]]]).repeat(4, 1, 1)              # one rank, k = 1
-        >>> for memory in (ls.Residual(), ls.SecondMoment(0.9)):
-        ...     steps = ls.simulate(stream, sparsifier="shared_topk", density=0.5, memory=memory)
+        >>> for memory in (ls.memories.Residual(), ls.memories.SecondMoment(0.9)):
+        ...     steps = ls.simulate(stream, sparsifier="shared_top_k", density=0.5, memory=memory)
         ...     print([int(step.indices) for step in steps])
         [0, 0, 0, 0, 0, 0, 0, 0]
         [0, 0, 0, 0, 1, 1, 0, 0]
@@ -164,7 +164,7 @@ class SecondMoment(CountedFeedback):
         return measure(state.lengths, joint_norm(pieces), numel, self.beta2, density < 1)
 
     def for_whole(self) -> Memory:
-        """Return :class:`~lightning_sparse.Residual`: nobody would read the second moments."""
+        """Return :class:`.Residual`: nobody would read the second moments."""
         return Residual()
 
     def counters(self, state: SecondMomentState) -> dict[str, Tensor]:  # type: ignore[override]

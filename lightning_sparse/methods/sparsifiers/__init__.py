@@ -1,7 +1,7 @@
 """Sparsifiers, which select the coordinates to send: one file per method."""
 
 from lightning_sparse.methods.sparsifiers.base import SPARSIFIERS, Sparsifier
-from lightning_sparse.methods.sparsifiers.clt_k import CLTk
+from lightning_sparse.methods.sparsifiers.clt_k import CLTK
 from lightning_sparse.methods.sparsifiers.dgc import DGC
 from lightning_sparse.methods.sparsifiers.everything import Everything
 from lightning_sparse.methods.sparsifiers.exdyna import ExDyna
@@ -9,19 +9,19 @@ from lightning_sparse.methods.sparsifiers.gaussian_k import GaussianK
 from lightning_sparse.methods.sparsifiers.gtop_k import GTopK
 from lightning_sparse.methods.sparsifiers.hard_threshold import HardThreshold
 from lightning_sparse.methods.sparsifiers.micro import MiCRO
-from lightning_sparse.methods.sparsifiers.ok_topk import OkTopK
+from lightning_sparse.methods.sparsifiers.ok_top_k import OkTopK
 from lightning_sparse.methods.sparsifiers.random_k import RandomK
 from lightning_sparse.methods.sparsifiers.redsync import RedSync
-from lightning_sparse.methods.sparsifiers.shared_topk import SharedTopK
+from lightning_sparse.methods.sparsifiers.shared_top_k import SharedTopK
 from lightning_sparse.methods.sparsifiers.sidco import SIDCoE, SIDCoGP, SIDCoP
-from lightning_sparse.methods.sparsifiers.striped_topk import StripedTopK
-from lightning_sparse.methods.sparsifiers.topk import TopK
-from lightning_sparse.methods.sparsifiers.union_topk import UnionTopK
+from lightning_sparse.methods.sparsifiers.striped_top_k import StripedTopK
+from lightning_sparse.methods.sparsifiers.top_k import TopK
+from lightning_sparse.methods.sparsifiers.union_top_k import UnionTopK
 
 __all__ = [
     "SPARSIFIERS",
     "Sparsifier",
-    "CLTk",
+    "CLTK",
     "DGC",
     "Everything",
     "ExDyna",

@@ -16,7 +16,7 @@ from lightning_sparse.ops import top_k
 
 @SPARSIFIERS.register
 @dataclass(frozen=True)
-class CLTk(Sparsifier):
+class CLTK(Sparsifier):
     """Cyclic local top-k: in step t, rank ``t mod n`` selects its k largest magnitudes, and all ranks send there.
 
     ``S = argtop_k |acc_leader|``, ``update[S] = (1/n) sum_i acc_i[S]``, and every rank clears its residual at S.
@@ -26,7 +26,7 @@ class CLTk(Sparsifier):
 
     The method relies on similar accumulators on all ranks. A coordinate that is large on one rank only waits for up to
     n steps. For large batches and learning rates ScaleCom smooths the residual with a low-pass filter: that is
-    ``memory=ls.LowPass(beta)``, not part of the selection. ScaleCom also selects in chunks of the group to save time;
+    ``memory=ls.memories.LowPass(beta)``, not part of the selection. ScaleCom also selects in chunks of the group to save time;
     here the selection is exact.
 
     Example:

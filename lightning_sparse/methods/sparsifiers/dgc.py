@@ -57,7 +57,7 @@ class DGC(Sparsifier):
     Example:
         >>> import torch, lightning_sparse as ls
         >>> stream = torch.randn(3, 2, 200_000, generator=torch.Generator().manual_seed(0))      # k = 2000
-        >>> [step.counts.tolist() for step in ls.simulate(stream, sparsifier=ls.DGC(), density=0.01)]
+        >>> [step.counts.tolist() for step in ls.simulate(stream, sparsifier=ls.sparsifiers.DGC(), density=0.01)]
         [[1928, 1865], [2257, 1928], [2085, 1790]]
 
     References:

@@ -41,7 +41,7 @@ class Partition(NamedTuple):
 @SPARSIFIERS.register
 @dataclass(frozen=True)
 class ExDyna(Sparsifier):
-    """Exclusive ranges of movable size: like :class:`~lightning_sparse.MiCRO`, and balanced.
+    """Exclusive ranges of movable size: like :class:`.MiCRO`, and balanced.
 
     The group is cut into ``num_blocks`` blocks, each of the n ranges is a run of blocks, and rank i searches range
     ``(t + i) mod n``. Before each step but the first, the counts of the step before decide if blocks move between

@@ -50,7 +50,7 @@ class GaussianK(Sparsifier):
     Example:
         >>> import torch, lightning_sparse as ls
         >>> stream = torch.randn(1, 2, 100_000, generator=torch.Generator().manual_seed(0)) ** 5      # k = 100
-        >>> [next(ls.simulate(stream, sparsifier=ls.GaussianK(variant), density=0.001)).counts.tolist()
+        >>> [next(ls.simulate(stream, sparsifier=ls.sparsifiers.GaussianK(variant), density=0.001)).counts.tolist()
         ...  for variant in ("corrected", "published")]
         [[132, 86], [307, 325]]
 

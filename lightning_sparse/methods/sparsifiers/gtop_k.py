@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lightning_sparse.methods.sparsifiers.base import SPARSIFIERS
-from lightning_sparse.methods.sparsifiers.topk import TopK
+from lightning_sparse.methods.sparsifiers.top_k import TopK
 
 
 @SPARSIFIERS.register
@@ -14,13 +14,13 @@ from lightning_sparse.methods.sparsifiers.topk import TopK
 class GTopK(TopK):
     """Global top-k: every rank selects its k largest magnitudes, and k of the sums are kept for all ranks together.
 
-    ``S_i = argtop_k |acc_i|`` as in :class:`~lightning_sparse.TopK`; the exchange ``"tree"`` merges the ranks'
+    ``S_i = argtop_k |acc_i|`` as in :class:`.TopK`; the exchange ``"tree"`` merges the ranks'
     selections in pairs and keeps the k largest sums each time. The update has k coordinates and a rank sends k for any
     n, without build-up, while the time grows with log n. The result approximates the k largest of the sum of all
     selections: a coordinate that is dropped early may also be selected in another branch.
 
     It works with any number of ranks (the released code with powers of two), and dropped values stay in residuals, see
-    :class:`~lightning_sparse.Tree`.
+    :class:`.Tree`.
 
     Example:
         >>> import torch, lightning_sparse as ls

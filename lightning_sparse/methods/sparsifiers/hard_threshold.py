@@ -42,7 +42,7 @@ class HardThreshold(Sparsifier):
     Example:
         >>> import torch, lightning_sparse as ls
         >>> grads = torch.tensor([[[4.0, 0.0, -1.0, 2.0], [0.0, 8.0, 1.0, 2.0]]])     # one step, two ranks
-        >>> step = next(ls.simulate(grads, sparsifier=ls.HardThreshold(2.0), density=0.25))
+        >>> step = next(ls.simulate(grads, sparsifier=ls.sparsifiers.HardThreshold(2.0), density=0.25))
         >>> step.counts.tolist(), step.indices.tolist(), step.update.tolist()
         ([2, 2], [0, 1, 3], [2.0, 4.0, 0.0, 2.0])
 

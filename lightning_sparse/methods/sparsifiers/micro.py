@@ -53,10 +53,10 @@ class MiCRO(Sparsifier):
     Example:
         >>> import torch, lightning_sparse as ls
         >>> stream = torch.randn(30, 4, 10_000, generator=torch.Generator().manual_seed(0))
-        >>> steps = list(ls.simulate(stream, sparsifier=ls.MiCRO(), density=0.01))
+        >>> steps = list(ls.simulate(stream, sparsifier=ls.sparsifiers.MiCRO(), density=0.01))
         >>> steps[0].density, steps[29].density, steps[29].build_up
         (0.01, 0.01, 1.0)
-        >>> published = list(ls.simulate(stream, sparsifier=ls.MiCRO(variant="published"), density=0.01))
+        >>> published = list(ls.simulate(stream, sparsifier=ls.sparsifiers.MiCRO(variant="published"), density=0.01))
         >>> published[29].density > 0.1
         True
 

@@ -47,7 +47,7 @@ class RandomK(Sparsifier):
     Example:
         >>> import torch, lightning_sparse as ls
         >>> stream = torch.ones(3, 2, 12)
-        >>> steps = list(ls.simulate(stream, sparsifier=ls.RandomK(seed=1), density=0.25))
+        >>> steps = list(ls.simulate(stream, sparsifier=ls.sparsifiers.RandomK(seed=1), density=0.25))
         >>> [(step.indices.tolist(), step.bytes_sent.tolist()) for step in steps]
         [([3, 5, 8], [12.0, 12.0]), ([4, 8, 11], [12.0, 12.0]), ([2, 6, 8], [12.0, 12.0])]
 

@@ -46,7 +46,7 @@ class RedSync(Sparsifier):
     Example:
         >>> import torch, lightning_sparse as ls
         >>> stream = torch.randn(1, 2, 100_000, generator=torch.Generator().manual_seed(0))      # k = 1000
-        >>> [next(ls.simulate(stream, sparsifier=ls.RedSync(variant), density=0.01)).counts.tolist()
+        >>> [next(ls.simulate(stream, sparsifier=ls.sparsifiers.RedSync(variant), density=0.01)).counts.tolist()
         ...  for variant in ("corrected", "published")]
         [[1458, 1276], [164, 136]]
 

@@ -1,6 +1,6 @@
 """The passes over whole groups: add the gradient to acc, form second moments and scores, and note what may be picked.
 
-What second moments and scores mean is said in :class:`~lightning_sparse.SecondMoment`. Besides, what happens to all of
+What second moments and scores mean is said in :class:`.SecondMoment`. Besides, what happens to all of
 a vector only if a flag is set.
 """
 

@@ -125,7 +125,7 @@ def follow(
     margin: float,
     window: int,
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Do the work of :func:`.union_topk._followed` for () float64 numbers and a () int64 union, in one launch."""
+    """Do the work of :func:`.union_top_k._followed` for () float64 numbers and a () int64 union, in one launch."""
     after, spare = state[0].new_empty(5), state[0].new_empty((), dtype=torch.int64)
     launch(
         _follow, 1, tuple(state), after if union is None else union, after, spare, k, turn, n,

@@ -9,9 +9,10 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from lightning_sparse import Rules, SecondMoment
+from lightning_sparse import Rules
 from lightning_sparse.core.checks import check_integer, check_positive
 from lightning_sparse.engine.traffic import count_bytes
+from lightning_sparse.memories import SecondMoment
 from lightning_sparse.methods.grouping import DDP_BUCKET_MB, Messages, ParameterSize, bucket_numels, make_plan
 from lightning_sparse.tuning.performance import GroupCost, Line, Network, Overlap, Plain, Profile, Traffic
 from lightning_sparse.tuning.unsuited import Unsuited
@@ -30,7 +31,17 @@ LATENCY = 30e-6
 """Seconds from one rank to the next, if no network could be measured."""
 COUNTED = 1_000_000
 """Coordinates of the group whose messages are counted."""
-BEST_TRAINED = ("union_topk", "shared_topk", "clt_k", "dgc", "topk", "striped_topk", "ok_topk", "redsync", "sidco_gp")
+BEST_TRAINED = (
+    "union_top_k",
+    "shared_top_k",
+    "clt_k",
+    "dgc",
+    "top_k",
+    "striped_top_k",
+    "ok_top_k",
+    "redsync",
+    "sidco_gp",
+)
 """Sparsifiers from docs/comparison.md, the one that trains best at equal traffic first; others come after them."""
 
 
@@ -44,7 +55,7 @@ class Method:
         cost: measured, at the number of present ranks.
         builtin: part of DDP: exchanged in DDP's buckets, which overlaps with backward.
         second_moments: True if Adam's second moments travel with the averages, see
-            :class:`~lightning_sparse.SecondMoment`.
+            :class:`.SecondMoment`.
     """
 
     name: str

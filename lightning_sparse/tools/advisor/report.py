@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_sparse import EXCHANGES, SPARSIFIERS
 from lightning_sparse.core.console import Table
+from lightning_sparse.exchanges import EXCHANGES
+from lightning_sparse.sparsifiers import SPARSIFIERS
 from lightning_sparse.tools.advisor.prediction import EVERYTHING, HALVED, Prediction, Scenario, best_groupings
 from lightning_sparse.tools.advisor.run import Advice, arguments_of, kept_settings
 from lightning_sparse.tools.style import INK, label_ends, look, panels, plain_numbers, save
@@ -161,8 +162,8 @@ def strategy_config(advice: Advice, scenario: Scenario | None = None, given: Any
     if best.builtin:
         return {"class_path": "DDPStrategy", "init_args": kept} if kept else "ddp"
     groupings: dict[str, Any] = {
-        "merge_below": {"class_path": "lightning_sparse.MergeBelow"},
-        "optimal_merge": {"class_path": "lightning_sparse.OptimalMerge"},
+        "merge_below": {"class_path": "lightning_sparse.grouping.MergeBelow"},
+        "optimal_merge": {"class_path": "lightning_sparse.tuning.OptimalMerge"},
     }
     settings: dict[str, Any] = {
         "sparsifier": best.method,

@@ -15,9 +15,11 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_sparse import SPARSIFIERS, Rules, SparsificationConfig, Watch
+from lightning_sparse import Rules, Watch
 from lightning_sparse.core.checks import check_integer, check_number
+from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.integrations import packages
+from lightning_sparse.sparsifiers import SPARSIFIERS
 from lightning_sparse.tools.advisor.prediction import (
     ALL_SPARSE,
     BEST_TRAINED,
@@ -275,7 +277,7 @@ def advise(
         ...         return torch.optim.SGD(self.parameters(), lr=0.01)
         >>> data = torch.utils.data.DataLoader(torch.randn(64, 8), batch_size=8)
         >>> advice = ls.advise(Toy(), train_dataloaders=data, trainer={"devices": 1, "accelerator": "cpu"},
-        ...                    ranks=[8], gbit=[100], sparsifiers=["topk"], densities=[0.01])
+        ...                    ranks=[8], gbit=[100], sparsifiers=["top_k"], densities=[0.01])
         >>> advice.best().method
         'dense'
         >>> torch.distributed.destroy_process_group()

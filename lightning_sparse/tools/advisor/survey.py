@@ -11,10 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sparse import SPARSIFIERS, Engine, Residual, SparsificationConfig
+from lightning_sparse import Engine
 from lightning_sparse.core.step import Agreement
+from lightning_sparse.engine.config import SparsificationConfig
+from lightning_sparse.memories import Residual
 from lightning_sparse.methods.density import check_density
 from lightning_sparse.methods.grouping import ParameterSize
+from lightning_sparse.sparsifiers import SPARSIFIERS
 from lightning_sparse.tools.advisor.prediction import Measured, Method
 from lightning_sparse.tuning.performance import NOTHING, GroupCost, Line, Profiler, Traffic, measure
 from lightning_sparse.tuning.unsuited import unsuited

@@ -6,21 +6,21 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from lightning_sparse import (
+from lightning_sparse.core.registry import unknown
+from lightning_sparse.engine.traffic import count_bytes
+from lightning_sparse.exchanges import Exchange, PackedUnion
+from lightning_sparse.memories import Memory, MomentumCorrection
+from lightning_sparse.sparsifiers import (
+    CLTK,
     DGC,
     SPARSIFIERS,
-    CLTk,
     Everything,
-    Exchange,
     ExDyna,
     GaussianK,
     GTopK,
     HardThreshold,
-    Memory,
     MiCRO,
-    MomentumCorrection,
     OkTopK,
-    PackedUnion,
     RandomK,
     RedSync,
     SharedTopK,
@@ -32,8 +32,6 @@ from lightning_sparse import (
     TopK,
     UnionTopK,
 )
-from lightning_sparse.core.registry import unknown
-from lightning_sparse.engine.traffic import count_bytes
 
 
 class Method(NamedTuple):
@@ -103,7 +101,7 @@ def _heads(n: int) -> float:
 
 
 METHODS = [
-    Method("topk", TopK()),
+    Method("top_k", TopK()),
     Method("dgc", DGC(), _pairs(1.15), memory=MomentumCorrection()),
     Method("redsync", RedSync(), _pairs(1.8)),
     Method("gaussian_k", GaussianK(), _pairs(1.22)),
@@ -113,19 +111,19 @@ METHODS = [
     # Its threshold does not follow the density, so that no density gives it a set traffic.
     Method("hard_threshold", HardThreshold(), _pairs(1.0)),
     Method("random_k", RandomK()),
-    Method("clt_k", CLTk()),
+    Method("clt_k", CLTK()),
     Method("gtop_k", GTopK()),
-    Method("ok_topk", OkTopK(), lambda n: 6.0, lambda n: 1.0 * n * n),
+    Method("ok_top_k", OkTopK(), lambda n: 6.0, lambda n: 1.0 * n * n),
     Method("micro", MiCRO(), _exclusive, _survey),
     Method("exdyna", ExDyna(), _exclusive, _survey),
-    Method("striped_topk", StripedTopK()),
-    Method("shared_topk", SharedTopK()),
-    Method("shared_topk+packed", SharedTopK(), lambda n: 1.4, _heads, exchange=PackedUnion()),
+    Method("striped_top_k", StripedTopK()),
+    Method("shared_top_k", SharedTopK()),
+    Method("shared_top_k+packed", SharedTopK(), lambda n: 1.4, _heads, exchange=PackedUnion()),
     # About half the words of SharedTopK, and up to twice as many indices as its union holds.
-    Method("union_topk", UnionTopK(), lambda n: 1.95, _heads),
-    Method("union_topk+momentum", UnionTopK(), lambda n: 1.95, _heads, memory=MomentumCorrection()),
-    Method("union_topk+early", UnionTopK(), lambda n: 1.95, _heads, early=True),
-    Method("topk+early", TopK(), early=True),
+    Method("union_top_k", UnionTopK(), lambda n: 1.95, _heads),
+    Method("union_top_k+momentum", UnionTopK(), lambda n: 1.95, _heads, memory=MomentumCorrection()),
+    Method("union_top_k+early", UnionTopK(), lambda n: 1.95, _heads, early=True),
+    Method("top_k+early", TopK(), early=True),
     Method("exdyna+early", ExDyna(), _exclusive, _survey, early=True),
 ]
 METHODS += [
@@ -133,7 +131,7 @@ METHODS += [
     for name, cls in SPARSIFIERS.items()
     if cls not in {Everything, *(type(method.sparsifier) for method in METHODS)}
 ]
-"""Published methods first, then ours from ``striped_topk`` on, then the default with other sparsifiers. A memory with
+"""Published methods first, then ours from ``striped_top_k`` on, then the default with other sparsifiers. A memory with
 momentum needs an optimizer without."""
 
 DENSE = Method("dense", Everything())

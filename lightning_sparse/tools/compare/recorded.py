@@ -16,11 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sparse import Exchange, Sparsifier, StepTrace, simulate
+from lightning_sparse import simulate
+from lightning_sparse.api.simulation import StepTrace
 from lightning_sparse.core.registry import unknown
 from lightning_sparse.core.step import Agreement
+from lightning_sparse.exchanges import Exchange
 from lightning_sparse.methods.density import count
 from lightning_sparse.ops import top_k
+from lightning_sparse.sparsifiers import Sparsifier
 from lightning_sparse.tools.compare import jobs
 from lightning_sparse.tools.compare.jobs import Job
 from lightning_sparse.tools.compare.methods import Method, choose
@@ -123,9 +126,9 @@ def plan(*, streams: Sequence[str], methods: Sequence[str] | None, seed: int = 0
             :func:`~lightning_sparse.tools.compare.jobs.plan`.
 
     Example:
-        >>> jobs = plan(streams=["text"], ranks=[2, 4], densities=[0.1], methods=["topk"], steps=5)
+        >>> jobs = plan(streams=["text"], ranks=[2, 4], densities=[0.1], methods=["top_k"], steps=5)
         >>> [(job.source, job.ranks, job.density, job.method) for job in jobs]
-        [('text', 2, 0.1, 'topk'), ('text', 4, 0.1, 'topk')]
+        [('text', 2, 0.1, 'top_k'), ('text', 4, 0.1, 'top_k')]
     """
     chosen = choose(methods)
     if methods is None:
@@ -168,7 +171,7 @@ def compare(gradients: Sequence[Tensor], method: Method, density: float) -> dict
         >>> import torch
         >>> from lightning_sparse.tools.compare.methods import choose
         >>> gradients = torch.randn(30, 1, 1000, generator=torch.Generator().manual_seed(0)).unbind()
-        >>> measures = compare(gradients, choose(["topk"])[0], density=0.01)
+        >>> measures = compare(gradients, choose(["top_k"])[0], density=0.01)
         >>> round(measures["captured"], 6), measures["relative_density_error"], measures["steps_to_target"]
         (1.0, 0.0, 0)
     """

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sparse import MomentumCorrection, simulate
+from lightning_sparse import simulate
+from lightning_sparse.memories import MomentumCorrection
 from lightning_sparse.tools.compare import jobs
 from lightning_sparse.tools.compare.jobs import Job
 from lightning_sparse.tools.compare.methods import DENSE, Method, choose
@@ -151,9 +152,9 @@ def plan(*, tasks: Sequence[str], ranks: int, methods: Sequence[str] | None, **s
             may send the bytes of MiCRO at a density.
 
     Example:
-        >>> jobs = plan(tasks=["digits"], ranks=2, densities=[0.1], methods=["topk"], seeds=[0], steps=5)
+        >>> jobs = plan(tasks=["digits"], ranks=2, densities=[0.1], methods=["top_k"], seeds=[0], steps=5)
         >>> [(job.method, job.density) for job in jobs]
-        [('dense', 1.0), ('topk', 0.1)]
+        [('dense', 1.0), ('top_k', 0.1)]
     """
     chosen = [DENSE, *choose(methods)]
     return jobs.plan(tasks, kind="task", known=list(TASKS), ranks=[ranks], least_ranks=2, methods=chosen, **settings)

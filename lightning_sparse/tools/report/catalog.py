@@ -94,9 +94,9 @@ SECTIONS = (
     Section(
         "Steps",
         (
-            Figure("Skipped steps so far", "sparse/steps/void", ideal=0.0, meaning="A gradient was not finite."),
+            Figure("Skipped steps so far", "sparse/steps/skipped", ideal=0.0, meaning="A gradient was not finite."),
             Figure("Without an average so far", "sparse/steps/without_average", meaning="With delay=1; the first one."),
-            Figure("Averaged densely", "sparse/steps/direct", meaning='1 where fallback="dense" found DDP faster.'),
+            Figure("Averaged densely", "sparse/steps/direct", meaning="1 where fallback=True found DDP faster."),
             Figure(
                 "Gradients clipped so far", "sparse/lengths/clipped", meaning="Far longer than those before; with Adam."
             ),

@@ -179,7 +179,7 @@ def _panel(runs: Sequence[Run], figure: Figure, axis: Axis) -> Panel:
     name = figure.name
     curves, remarks = [], [figure.meaning] if figure.meaning else []
     longest = max((len(run.series[name].steps) for run in runs if name in run.series), default=0)
-    many = len(runs) > FEW and not name.endswith(("total_mb", "void", "warnings"))
+    many = len(runs) > FEW and not name.endswith(("total_mb", "skipped", "warnings"))
     smoothed = longest >= SMOOTHED and (is_result(name) or many)
     missing = []
     for place, run in enumerate(runs):

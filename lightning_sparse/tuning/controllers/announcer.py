@@ -23,7 +23,7 @@ MORE = "callbacks=[lightning_sparse.SparsityMonitor()] shows more."
 def at_start(engine: Engine) -> str:
     """Return the line on the sparsified parameters, the density and the memory that residuals take."""
     settings, n, plan = engine.settings, engine.comm.world_size, engine.plan
-    within = engine.ranks_of_a_replica
+    within = engine._ranks_of_a_replica
     size = settings.node_size
     many = f"node{'s' * (n > 1)} of" if size else "replicas of"
     ranks = f"{n} rank{'s' * (n > 1)}" if within == 1 else f"{n * within} ranks ({n} {many} {within})"
@@ -82,10 +82,10 @@ def at_end(engine: Engine, before: Counted, now: Counted) -> str:
         traffic = f"each rank sent {amount(sent)}, as much as dense DDP"
     else:
         traffic = f"each rank sent {amount(sent)}; dense DDP sends {amount(dense)}, {times} times as much"
-    void = f"{skipped:,} steps were" if skipped > 1 else "1 step was"
-    void = f"{void} skipped because of gradients that were not finite." if skipped else "No step was skipped."
+    skipped = f"{skipped:,} steps were" if skipped > 1 else "1 step was"
+    skipped = f"{skipped} skipped because of gradients that were not finite." if skipped else "No step was skipped."
     if not steps:
-        void = f"Every step was skipped because of gradients that were not finite: nothing was learned. {DIVERGED}"
+        skipped = f"Every step was skipped because of gradients that were not finite: nothing was learned. {DIVERGED}"
     since = f" after the first {before.steps:,}" if before.steps else ""
     anew = ""
     # A device may never answer if a run ends with an error.
@@ -97,7 +97,7 @@ def at_end(engine: Engine, before: Counted, now: Counted) -> str:
         )
     return (
         f"sparse_ddp: in {taken:,} step{'s' * (taken > 1)}{since} {traffic}. Backward waited {waited:.3g} s of "
-        f"{seconds:.3g} s for the exchange. {void}{anew}"
+        f"{seconds:.3g} s for the exchange. {skipped}{anew}"
     )
 
 
@@ -113,16 +113,16 @@ class Announcer:
         if self._engine is not None:
             return
         self._engine = weakref.ref(engine)
-        if engine.speaks:
+        if engine._speaks:
             say(at_start(engine))
         engine.totals.start()
-        self._before = Counted(engine.totals.state_dict(), engine.step, engine.void_steps)
+        self._before = Counted(engine.totals.state_dict(), engine.step, engine.skipped_steps)
 
     def close(self) -> None:
         """Log the bytes that this rank sent."""
         engine = None if self._engine is None else self._engine()
         self._engine = None
-        if engine is not None and engine.speaks:
-            known = engine.known_counts
-            if line := at_end(engine, self._before, Counted(engine.totals.state_dict(), known.step, known.void)):
+        if engine is not None and engine._speaks:
+            known = engine._known_counts
+            if line := at_end(engine, self._before, Counted(engine.totals.state_dict(), known.step, known.skipped)):
                 say(line)

@@ -33,8 +33,8 @@ class StayDense:
 
     def before_step(self, engine: Engine) -> None:
         """Switch to DDP's buckets, unless the engine has."""
-        if not engine.direct:
-            engine.go_direct(for_good=True)
+        if not engine._direct:
+            engine._go_direct(for_good=True)
 
     def close(self) -> None:
         """Do nothing."""
@@ -71,8 +71,8 @@ class DenseFallback:
             torch.cuda.synchronize(engine.device)
         before, self._before = self._before, time.perf_counter()
         self._taken = self._before - before
-        if self.mode == "dense" and not engine.direct:
-            engine.go_direct()
+        if self.mode == "dense" and not engine._direct:
+            engine._go_direct()
         if self._course is None:
             self._course = self._decide(engine)
             next(self._course)
@@ -113,7 +113,7 @@ class DenseFallback:
         if engine.comm.rank == 0:
             print(
                 f"sparse_ddp: dense steps take {1e3 * dense:.4g} ms and sparse ones {1e3 * sparse:.4g} ms, so that "
-                f"training goes on {choice} (fallback='dense').",
+                f"training goes on {choice} (fallback=True).",
                 flush=True,
             )
         return choice

@@ -201,15 +201,15 @@ class Filling:
             self.reference, self.reference_step, self._reference_age, self.explained = norm, step, age, 1.0
 
 
-HOLDS = "Use a method that holds the density, such as the default 'union_topk', or set a {} threshold."
+HOLDS = "Use a method that holds the density, such as the default 'union_top_k', or set a {} threshold."
 WARNINGS = {
     "growth": "the residual of group {0.name!r} has the norm {0.norm:.3g}, and had {0.reference:.3g} at step "
     "{0.reference_step}, at the same density {0.density:g}{others}. Residuals grow faster than they are sent, so "
     "updates are old gradients. Raise the density, lower the learning rate, clip gradients "
-    "(memory=ls.ClipByNorm(...)) or forget old ones (memory=ls.Residual(decay=0.99)).",
+    "(memory=ls.memories.ClipByNorm(...)) or forget old ones (memory=ls.memories.Residual(decay=0.99)).",
     "dead": "nothing was selected in group {0.name!r} at {checks} checks in a row{others}, although its residual has "
     "the norm {0.norm:.3g} and {0.target} coordinates are wanted{0.threshold}. Use a method that finds its threshold "
-    "from the data, such as the default 'union_topk', or set a lower one.",
+    "from the data, such as the default 'union_top_k', or set a lower one.",
     "saturation": "in group {0.name!r}, {0.selected} coordinates were selected {0.by}, where a density of "
     "{0.density:g} stands for {0.target}; more than {excess:g} times too many at {checks} checks in a row{others}. "
     "Messages are longer than planned. " + HOLDS.format("higher"),
@@ -258,7 +258,7 @@ class Watchdog:
         now, self._steps = self._steps, self._steps + 1
         looks = now == self._next_look < 2 * self._settings.every
         self._next_look += now // 2 if looks else 0
-        self._check_void_steps(engine)
+        self._check_skipped_steps(engine)
         if self._settings.adam and "adam" not in self._told:
             self._check_optimizers(engine)
         if self._is_due(now):
@@ -275,7 +275,7 @@ class Watchdog:
         """Check the known optimizers now, and others when they take their first step."""
         if self._engine() is not engine:
             self._engine = weakref.ref(engine)
-            engine.watch_optimizers(self._before_optimizer)
+            engine._watch_optimizers(self._before_optimizer)
         if engine.optimizers is not self._shown:  # replaced optimizers step no more; the others are recorded again
             self._shown = engine.optimizers
             self._stepped.clear()
@@ -298,11 +298,11 @@ class Watchdog:
             p.name
             for group in self._selecting(engine)
             for p in group.plan.parameters
-            if p.name not in engine.held and p.name not in group.untouched
+            if p.name not in engine._held and p.name not in group.untouched
             if not made_for({id(engine.parameters[p.name])})
         ]
         names, self._unheld = [name for name in found if name in self._unheld], set(found)
-        if engine.held and names:
+        if engine._held and names:
             self._tell(
                 engine,
                 "unheld",
@@ -312,15 +312,15 @@ class Watchdog:
             )
 
     def _check_optimizer(self, optimizer: Optimizer, engine: Engine) -> None:
-        if optimizer in self._fine or engine.takes_steps_of(optimizer):
+        if optimizer in self._fine or engine._takes_steps_of(optimizer):
             return
         parameters = engine.parameters
         of_any = unsuited(optimizer, {id(parameter) for parameter in parameters.values()})
         if of_any is None or (
-            of_any.by_choice and not (engine.memory_left_open or isinstance(engine.settings.memory, SecondMoment))
+            of_any.by_choice and not (engine._memory_left_open or isinstance(engine.settings.memory, SecondMoment))
         ):
             known = optimizer in self._stepped or stepping(optimizer) in self._stepped
-            if known and engine.known_counts.step:  # its state exists by now
+            if known and engine._known_counts.step:  # its state exists by now
                 self._fine.add(optimizer)
             return
         # Without a residual, or with a memory that averages other values, nothing comes too late.
@@ -343,7 +343,7 @@ class Watchdog:
         self._tell(engine, "adam", f"{here}{found.remedy()} watch=ls.Watch(adam=False) silences this.")
 
     def _sparse_groups(self, engine: Engine) -> list[GroupReducer]:
-        groups = [] if engine.direct else [group for group in engine.groups if not (group.plan.dense)]
+        groups = [] if engine._direct else [group for group in engine.groups if not (group.plan.dense)]
         for group in groups:
             self._histories.setdefault(group, GroupHistory(group))
         return groups
@@ -359,7 +359,7 @@ class Watchdog:
         """Check everything, or between such checks the growth of residuals alone."""
         parameters = engine.parameters if whole and engine.world_size > 1 else {}
         # The updates of a skipped step have no meaning.
-        groups = [] if engine.void_streak else self._sparse_groups(engine)
+        groups = [] if engine._skipped_streak else self._sparse_groups(engine)
         histories = {group: self._histories[group] for group in groups if self._histories[group].is_behind(group)}
         sums = [checksum(own(p)) for p in parameters.values()]
         for group, history in histories.items():
@@ -378,13 +378,13 @@ class Watchdog:
         if not engine.settings.lr_aware:  # with it, residuals change with the learning rate
             self._check_filling(engine, groups)
 
-    def _check_void_steps(self, engine: Engine) -> None:
-        voids = engine.void_streak
-        if voids >= self._settings.voids:
+    def _check_skipped_steps(self, engine: Engine) -> None:
+        skips = engine._skipped_streak
+        if skips >= self._settings.skips:
             self._tell(
                 engine,
-                "void",
-                f"each of the latest {voids} steps was void, because a gradient was not finite on some rank: training "
+                "skipped",
+                f"each of the latest {skips} steps was skipped, because a gradient was not finite on some rank: training "
                 f"stands still. {DIVERGED}",
             )
 

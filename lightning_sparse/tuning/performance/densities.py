@@ -69,7 +69,7 @@ class HiddenDensity(ProfiledDensity):
 
     Example:
         >>> import lightning_sparse as ls
-        >>> strategy = ls.SparseDDPStrategy(density=ls.HiddenDensity(0.001, 0.25), grouping="layer", executor="thread")
+        >>> strategy = ls.SparseDDPStrategy(density=ls.tuning.HiddenDensity(0.001, 0.25), grouping="layer", executor="thread")
 
     References:
         Shi et al., Layer-wise Adaptive Gradient Sparsification for Distributed Deep Learning with Convergence
@@ -105,7 +105,7 @@ class TimeBudget(ProfiledDensity):
 
     Example:
         >>> import lightning_sparse as ls
-        >>> strategy = ls.SparseDDPStrategy(density=ls.TimeBudget(exposed=0.1), grouping=ls.OptimalMerge())
+        >>> strategy = ls.SparseDDPStrategy(density=ls.tuning.TimeBudget(exposed=0.1), grouping=ls.tuning.OptimalMerge())
     """
 
     exposed: float = 0.1

@@ -216,7 +216,7 @@ class OptimalMerge(Grouping):
 
     Example:
         >>> import lightning_sparse as ls
-        >>> strategy = ls.SparseDDPStrategy(grouping=ls.OptimalMerge(), executor="thread")
+        >>> strategy = ls.SparseDDPStrategy(grouping=ls.tuning.OptimalMerge(), executor="thread")
 
     References:
         Shi et al., Communication-Efficient Distributed Deep Learning with Merged Gradient Sparsification on GPUs

@@ -45,11 +45,16 @@ SIZES = [257, 600, 301]
 class Groups:
     """Some groups of one rank, with a method each."""
 
-    def __init__(self, methods: list[tuple[ls.Sparsifier, str]], rank: int, n: int) -> None:
+    def __init__(self, methods: list[tuple[ls.sparsifiers.Sparsifier, str]], rank: int, n: int) -> None:
         self.methods, self.first, self.number = methods, Context(0, DENSITY, rank, n), 0
         self.states = [
             init_group(
-                numel, torch.float64, torch.device("cpu"), self.first, memory=ls.Residual(), sparsifier=sparsifier
+                numel,
+                torch.float64,
+                torch.device("cpu"),
+                self.first,
+                memory=ls.memories.Residual(),
+                sparsifier=sparsifier,
             )
             for numel, (sparsifier, _) in zip(SIZES, methods, strict=True)
         ]
@@ -63,7 +68,12 @@ class Groups:
         ctx, self.number = self.first._replace(step=self.number), self.number + 1
         return [
             reduce_group(
-                grad, state, ctx, memory=ls.Residual(), sparsifier=sparsifier, exchange=ls.EXCHANGES.resolve(exchange)
+                grad,
+                state,
+                ctx,
+                memory=ls.memories.Residual(),
+                sparsifier=sparsifier,
+                exchange=ls.exchanges.EXCHANGES.resolve(exchange),
             )
             for grad, state, (sparsifier, exchange) in parts
         ]
@@ -72,15 +82,19 @@ class Groups:
         """Everything that a step leaves behind on this rank."""
         self.states, statistics = (list(part) for part in zip(*results, strict=True))
         seen = [(s.counts, s.union, s.indices, s.threshold, s.bytes_sent) for s in statistics]
-        residuals = [ls.Residual().residual(state.memory).clone() for state in self.states]
+        residuals = [ls.memories.Residual().residual(state.memory).clone() for state in self.states]
         return (*self.grads, *seen, *residuals, *(state[1:] for state in self.states))
 
 
-def alike(case: Case, exchange: str) -> list[tuple[ls.Sparsifier, str]]:
+def alike(case: Case, exchange: str) -> list[tuple[ls.sparsifiers.Sparsifier, str]]:
     return [(case.sparsifier, exchange)] * len(SIZES)
 
 
-MIXED = [(ls.UnionTopK(), "packed_union"), (ls.Everything(), "dense"), (ls.MiCRO(), "reduce_union")]
+MIXED = [
+    (ls.sparsifiers.UnionTopK(), "packed_union"),
+    (ls.sparsifiers.Everything(), "dense"),
+    (ls.sparsifiers.MiCRO(), "reduce_union"),
+]
 
 
 @in_one_test("case, exchange, n", covering(((*pair, n) for pair in PAIRS for n in (3, 1)), together=1, seen_as=kinds))
@@ -93,7 +107,7 @@ def test_groups_of_several_kinds_end_as_they_do_one_after_another(n: int) -> Non
     end_as_they_do_one_after_another(MIXED, n)
 
 
-def end_as_they_do_one_after_another(methods: list[tuple[ls.Sparsifier, str]], n: int) -> None:
+def end_as_they_do_one_after_another(methods: list[tuple[ls.sparsifiers.Sparsifier, str]], n: int) -> None:
     apart, joined = ([Groups(methods, rank, n) for rank in range(n)] for _ in range(2))
     for _ in range(2):
         by_group = zip(*(groups.steps() for groups in apart), strict=True)
@@ -147,14 +161,14 @@ def test_between_two_real_ranks_groups_end_the_same_bit_for_bit_with_fewer_colle
                 sent = ("all_to_all", "all_gather") if kind == "all_reduce" else (kind,)
                 expected.update({(one, dtype): asked[kind, dtype] if kind == "send_recv" else 1 for one in sent})
         assert Counter(calls) == expected, name
-    *_, calls = results[0]["union_topk-packed_union"]
+    *_, calls = results[0]["union_top_k-packed_union"]
     assert calls == [("all_gather", torch.int32), ("all_to_all", torch.int32), ("all_gather", torch.int32)]
     # Indices and a survey; the indices of MiCRO; all sums.
     assert [kind for kind, _ in results[0]["mixed"][-1]] == ["all_gather"] * 2 + ["all_to_all", "all_gather"]
 
 
 def is_natural(case: Case, exchange: str) -> bool:
-    return exchange == case.sparsifier.exchange or (case.name == "topk" and exchange != "dense")
+    return exchange == case.sparsifier.exchange or (case.name == "top_k" and exchange != "dense")
 
 
 def asks(*messages: Message) -> Steps[list[Tensor]]:
@@ -387,9 +401,9 @@ def swapped(xs: list[Tensor]) -> list[Steps[list[Tensor]]]:
 
 # Bytes without a network
 
-ON_CPU_EXACT = {"topk", "shared_topk", "union_topk", "striped_topk", "striped_topk-single"}
+ON_CPU_EXACT = {"top_k", "shared_top_k", "union_top_k", "striped_top_k", "striped_top_k-single"}
 ON_CPU_EXACT |= {"clt_k", "random_k", "gtop_k", "everything"}
-UNLIMITED = {"hard_threshold", "ok_topk", "micro-published", "exdyna-published"}
+UNLIMITED = {"hard_threshold", "ok_top_k", "micro-published", "exdyna-published"}
 """On the CPU their selections are as long as they come."""
 
 
@@ -443,8 +457,8 @@ def test_groups_that_a_method_cannot_serve_cannot_be_counted() -> None:
     with pytest.raises(ValueError, match="Unknown sparsifier"):
         count_bytes("tpok", 100, 4, 0.1)
     with pytest.raises(ValueError, match="needs groups of at least"):
-        count_bytes(ls.ExDyna(variant="published"), 100, 4, 0.1)
+        count_bytes(ls.sparsifiers.ExDyna(variant="published"), 100, 4, 0.1)
     for wrong in ({"numel": 0}, {"world_size": 1.5}, {"density": 2}, {"memory": 3}):
         with pytest.raises(ValueError, match=r"^Expected "):
-            count_bytes("topk", **{"numel": 100, "world_size": 4, "density": 0.1} | wrong)
+            count_bytes("top_k", **{"numel": 100, "world_size": 4, "density": 0.1} | wrong)
     assert all(count_bytes(case.sparsifier, 1000, 1, 0.1).bytes_sent == 0 for case in CASES)

@@ -92,7 +92,7 @@ class Training:
             assert self.optimizer.step(backward) is not None
         else:
             backward()
-            self.engine.skip_void(self.optimizer)
+            self.engine.ignore_skipped(self.optimizer)
             self.optimizer.step()
 
     def set(self, beta2: float, eps: float) -> None:
@@ -178,7 +178,7 @@ def train(
     limit: float | None = None,
     schedule: Callable[[int], tuple[float, float]] | None = None,
 ) -> tuple[list[Tensor], Tensor, list[bool]]:
-    training = Training(kind, follow=follow, sparsifier="shared_topk", exchange="reduce_union")
+    training = Training(kind, follow=follow, sparsifier="shared_top_k", exchange="reduce_union")
     if limit is not None:
         training.engine.clip_gradients(limit)
     for step in range(STEPS):
@@ -245,7 +245,9 @@ def test_a_second_beta_that_one_rank_changes_alone_is_an_error_on_all(two_ranks:
     assert ["settings" in error for error in two_ranks(changed_on_one_rank)] == [True, True]
 
 
-def short_run(kind: str, closure: bool, limit: float | None) -> tuple[list[Tensor], ls.Memory, bool, list[str]]:
+def short_run(
+    kind: str, closure: bool, limit: float | None
+) -> tuple[list[Tensor], ls.memories.Memory, bool, list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         training = Training(kind, hyper={"lr": 0.01, "betas": (0.9, 0.95)})
@@ -254,7 +256,7 @@ def short_run(kind: str, closure: bool, limit: float | None) -> tuple[list[Tenso
         for step in range(4):
             training.step(step, closure)
     engine = training.engine
-    taken = engine.takes_steps_of(training.optimizer)
+    taken = engine._takes_steps_of(training.optimizer)
     engine.close()
     return training.weights(), engine.settings.memory, taken, [str(w.message) for w in caught if "moment" in str(w)]
 
@@ -271,7 +273,7 @@ def test_adam_within_another_optimizer_is_stepped_for_as_by_itself(
 ) -> None:
     runs = [two_ranks(short_run, name, closure, limit) for name in ("torch", kind)]
     for (expected, *_), (weights, memory, taken, warned) in zip(*runs, strict=True):
-        assert memory == ls.SecondMoment(0.95) and taken and warned == []
+        assert memory == ls.memories.SecondMoment(0.95) and taken and warned == []
         assert all(torch.equal(a, b) for a, b in zip(expected, weights, strict=True))
 
 
@@ -296,7 +298,7 @@ def several_settings(found: bool) -> list[str]:
             loss_of(ddp, step, dist.get_rank()).backward()
             optimizer.step()
             optimizer.param_groups[0]["betas"] = 0.9, 0.9 - 0.1 * step
-    assert engine.settings.memory == ls.SecondMoment(0.94)
+    assert engine.settings.memory == ls.memories.SecondMoment(0.94)
     engine.close()
     return [str(w.message) for w in caught]
 
@@ -386,7 +388,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(two_ranks: Ranks, kind: str, follow_f
         assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
 
 
-def void_step(exchange: str) -> tuple[list[Tensor], list[Tensor]]:
+def skipped_step(exchange: str) -> tuple[list[Tensor], list[Tensor]]:
     runs = []
     for bad_at in (None, 3):
         training = Training(exchange=exchange)
@@ -394,7 +396,7 @@ def void_step(exchange: str) -> tuple[list[Tensor], list[Tensor]]:
             if step == bad_at:
                 training.optimizer.zero_grad()
                 (loss_of(training.ddp, step, training.rank) * float("nan")).backward()
-                training.engine.skip_void(training.optimizer)
+                training.engine.ignore_skipped(training.optimizer)
                 training.optimizer.step()
             training.step(step)
         training.engine.close()
@@ -404,7 +406,7 @@ def void_step(exchange: str) -> tuple[list[Tensor], list[Tensor]]:
 
 @pytest.mark.parametrize("exchange", ["packed_union", "reduce_union"])
 def test_a_step_that_is_skipped_moves_nothing(two_ranks: Ranks, exchange: str) -> None:
-    for plain, skipped in two_ranks(void_step, exchange):
+    for plain, skipped in two_ranks(skipped_step, exchange):
         assert all(torch.equal(a, b) for a, b in zip(plain, skipped, strict=True))
 
 
@@ -443,7 +445,7 @@ def test_a_flush_is_a_step_of_adam_with_all_that_waits(two_ranks: Ranks) -> None
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
-def narrow(dtype: torch.dtype) -> tuple[list[Tensor], ls.Memory]:
+def narrow(dtype: torch.dtype) -> tuple[list[Tensor], ls.memories.Memory]:
     module = model().to(dtype)
     ddp = DistributedDataParallel(module)
     engine = ls.attach(ddp, density=0.1)
@@ -460,7 +462,7 @@ def narrow(dtype: torch.dtype) -> tuple[list[Tensor], ls.Memory]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_precisions_and_a_rate_in_a_tensor(two_ranks: Ranks, dtype: torch.dtype) -> None:
     results = two_ranks(narrow, dtype)
-    assert results[0][1] == ls.SecondMoment()
+    assert results[0][1] == ls.memories.SecondMoment()
     for mine, others, start in zip(results[0][0], results[1][0], model().to(dtype).parameters(), strict=True):
         assert mine.dtype == dtype and torch.equal(mine, others)
         assert not torch.equal(mine, start) and bool(mine.isfinite().all())
@@ -474,7 +476,7 @@ def left_alone(hyper: dict[str, Any], options: dict[str, Any]) -> tuple[Any, boo
             training.step(step)
     training.engine.close()
     memory = training.engine.settings.memory
-    return memory, training.engine.takes_steps_of(training.optimizer), [str(w.message) for w in caught]
+    return memory, training.engine._takes_steps_of(training.optimizer), [str(w.message) for w in caught]
 
 
 @pytest.mark.parametrize(
@@ -482,8 +484,8 @@ def left_alone(hyper: dict[str, Any], options: dict[str, Any]) -> tuple[Any, boo
     [
         ({"amsgrad": True}, {}),
         ({"weight_decay": 0.1}, {}),
-        ({}, {"memory": ls.Residual()}),
-        ({}, {"sparsifier": "topk"}),
+        ({}, {"memory": ls.memories.Residual()}),
+        ({}, {"sparsifier": "top_k"}),
     ],
     ids=["amsgrad", "coupled", "residual", "gather_pairs"],
 )
@@ -498,7 +500,7 @@ def test_where_torchs_adam_is_left_alone_it_is_said(
 def other_ranks_state() -> list[str]:
     """What misfits when the mean of three ranks' states is loaded by two."""
     states = []
-    algorithm = ls.SparsificationConfig(density=0.1, memory=ls.SecondMoment(0.95)).algorithm
+    algorithm = ls.engine.config.SparsificationConfig(density=0.1, memory=ls.memories.SecondMoment(0.95)).algorithm
     for rank in range(3):
         parameters = {
             name: {"residual": torch.full((p.numel(),), float(rank)), "second": torch.full((p.numel(),), 2.0 * rank)}
@@ -506,7 +508,7 @@ def other_ranks_state() -> list[str]:
             if p.dim() == 2
         }
         states.append(
-            {"format": 1, "step": 5, "void_steps": 0, "rank": rank, "world_size": 3, "groups": [], "rates": {}}
+            {"format": 1, "step": 5, "skipped_steps": 0, "rank": rank, "world_size": 3, "groups": [], "rates": {}}
             | {"settings": algorithm, "parameters": parameters}
             | {"counters": {name: {"steps": 5.0} for name in parameters}}
         )
@@ -551,7 +553,7 @@ def state_in_another_exchange() -> tuple[list[str], float]:
     before.step(0)
     state = before.engine.state_dict()
     before.engine.close()
-    after = Training(follow=False, sparsifier="topk")
+    after = Training(follow=False, sparsifier="top_k")
     told = after.engine.load_state_dict(state)
     after.engine.bind([after.optimizer])
     differences = [
@@ -711,7 +713,7 @@ def test_an_optimizer_with_an_adam_for_some_parameters_is_left_alone() -> None:
     engine = ls.attach(ddp, density=0.1, watch=None, single_device="sparse")
     engine.bind([Mixed([layer.weight], [layer.bias])])
     ddp(torch.randn(2, WIDTH)).sum().backward()
-    assert all(type(group.memory) is not ls.SecondMoment for group in engine.groups)
+    assert all(type(group.memory) is not ls.memories.SecondMoment for group in engine.groups)
     engine.close()
 
 

@@ -13,10 +13,10 @@ from tests.ranks import Ranks
 def attached_twice() -> tuple[bool, bool]:
     """Whether the engine takes steps of its AdamW before and after another attach, which fails."""
     training = Training()
-    before = training.engine.takes_steps_of(training.optimizer)
+    before = training.engine._takes_steps_of(training.optimizer)
     with pytest.raises(RuntimeError, match="has a communication hook already"):
         ls.attach(training.ddp, density=0.1)
-    return before, training.engine.takes_steps_of(training.optimizer)
+    return before, training.engine._takes_steps_of(training.optimizer)
 
 
 def test_an_attach_that_fails_takes_nothing_from_the_engine_before(two_ranks: Ranks) -> None:
@@ -26,7 +26,7 @@ def test_an_attach_that_fails_takes_nothing_from_the_engine_before(two_ranks: Ra
 def watched(closed: bool) -> int:
     """How many steps, of an optimizer of other parameters, a watcher sees."""
     training, seen = Training(), []
-    training.engine.watch_optimizers(seen.append)
+    training.engine._watch_optimizers(seen.append)
     if closed:
         training.engine.close()
     stranger = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1)

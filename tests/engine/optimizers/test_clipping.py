@@ -48,7 +48,7 @@ def asked_within_a_step() -> list[list[Any]]:
     training = Training()
     engine, optimizer = training.engine, training.optimizer
     loss_of(training.ddp, 0, training.rank).backward()
-    engine.clip_in_place_of_averages(0.5, "norm", optimizer)
+    engine._clip_in_place_of_averages(0.5, "norm", optimizer)
     found = [engine.state_dict()["clippings"]]
     optimizer.step()
     state = engine.state_dict()
@@ -81,11 +81,11 @@ def past_the_groups() -> list[tuple[bool, float]]:
     for step, limit in enumerate((None, 1e-3, math.inf)):
         if limit is not None:
             engine.clip_gradients(limit)
-        engine.go_direct()
+        engine._go_direct()
         training.optimizer.zero_grad()
         loss_of(training.ddp, step, training.rank).backward()
         grads = [p.grad for p in training.ddp.parameters() if p.grad is not None]
-        found.append((engine.direct, float(torch.nn.utils.get_total_norm(grads))))
+        found.append((engine._direct, float(torch.nn.utils.get_total_norm(grads))))
     engine.close()
     return found
 

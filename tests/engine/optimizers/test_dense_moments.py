@@ -16,7 +16,7 @@ from tests.engine.optimizers.test_adam_rule import CLASSES, HYPER, N, Training, 
 from tests.ranks import Ranks
 
 BETA2 = HYPER["betas"][1]
-EXACT = {"sparsifier": "shared_topk", "exchange": "reduce_union"}
+EXACT = {"sparsifier": "shared_top_k", "exchange": "reduce_union"}
 SPARSE = ("0.weight", "2.weight")
 
 
@@ -165,7 +165,7 @@ def kept_states(options: dict[str, Any], second_step: bool) -> list[set[str]]:
     ("options", "second_step", "kept"),
     [
         ({}, True, False),
-        ({"fallback": "dense"}, False, True),  # dense steps go on with them
+        ({"fallback": True}, False, True),  # dense steps go on with them
         ({"density": 1.0}, False, True),
     ],
     ids=str,

@@ -61,7 +61,7 @@ def train(lr_aware: bool, executor: str) -> tuple[Tensor, Tensor]:
     model = nn.Sequential(nn.Linear(20, 30, bias=False), nn.Linear(30, 10, bias=False)).double()
     ddp = DistributedDataParallel(model)
     engine = ls.attach(
-        ddp, sparsifier="topk", density=0.05, rules=SPARSE, grouping="model", lr_aware=lr_aware, executor=executor
+        ddp, sparsifier="top_k", density=0.05, rules=SPARSE, grouping="model", lr_aware=lr_aware, executor=executor
     )
     optimizer = torch.optim.SGD([{"params": model[0].parameters()}, {"params": model[1].parameters()}], 0.01)
     engine.bind([optimizer])
@@ -113,18 +113,18 @@ def test_rates_that_nobody_knows_are_asked_for(two_ranks: Ranks) -> None:
 
 def test_a_memory_without_residual_has_nothing_to_rescale() -> None:
     with pytest.raises(ValueError, match=r"lr_aware=True rescales residuals, and NoMemory has none"):
-        ls.SparseDDPStrategy(memory=ls.NoMemory(), lr_aware=True)
+        ls.SparseDDPStrategy(memory=ls.memories.NoMemory(), lr_aware=True)
 
 
 def take_after_a_change(lr_aware: bool) -> Tensor:
     model = nn.Linear(20, 20, bias=False)
     ddp = DistributedDataParallel(model)
-    engine = ls.attach(ddp, sparsifier="topk", density=0.05, rules=SPARSE, lr_aware=lr_aware)
+    engine = ls.attach(ddp, sparsifier="top_k", density=0.05, rules=SPARSE, lr_aware=lr_aware)
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     engine.bind([optimizer])
     ddp(torch.ones(1, 20)).sum().backward()
     optimizer.param_groups[0]["lr"] = 0.125
-    pending = engine.take_pending()["weight"]
+    pending = engine._take_pending()["weight"]
     engine.close()
     return pending.flatten().unique()
 
@@ -138,16 +138,16 @@ def test_what_is_pending_is_worth_what_it_was(two_ranks: Ranks) -> None:
 
 NUMEL, DENSITY = 2048, 0.05
 RAW_THRESHOLDS = [
-    ls.MiCRO(variant="published"),
-    ls.ExDyna(variant="published", num_blocks=16),
-    ls.OkTopK(),
-    ls.HardThreshold(0.05),
+    ls.sparsifiers.MiCRO(variant="published"),
+    ls.sparsifiers.ExDyna(variant="published", num_blocks=16),
+    ls.sparsifiers.OkTopK(),
+    ls.sparsifiers.HardThreshold(0.05),
 ]
 """Methods whose thresholds are kept from step to step in units of the accumulator."""
 
 
 def train_on_noise(
-    sparsifier: ls.Sparsifier, rates: list[float], resumed_at: int | None = None, settled: int = 50
+    sparsifier: ls.sparsifiers.Sparsifier, rates: list[float], resumed_at: int | None = None, settled: int = 50
 ) -> list[float]:
     """Bytes sent in each step from `settled` on, over those that pairs of the target would take."""
     model = nn.Linear(NUMEL, 1, bias=False)
@@ -156,7 +156,7 @@ def train_on_noise(
     def attached() -> tuple[DistributedDataParallel, ls.Engine]:
         ddp = DistributedDataParallel(model)
         # The natural exchange of Ok-Topk sends equally much whatever is picked.
-        exchange = "gather_pairs" if isinstance(sparsifier, ls.OkTopK) else None
+        exchange = "gather_pairs" if isinstance(sparsifier, ls.sparsifiers.OkTopK) else None
         engine = ls.attach(ddp, sparsifier=sparsifier, density=DENSITY, exchange=exchange, rules=SPARSE, lr_aware=True)
         engine.bind([optimizer])
         return ddp, engine
@@ -180,7 +180,7 @@ def train_on_noise(
     return sent
 
 
-def kind(sparsifier: ls.Sparsifier) -> str:
+def kind(sparsifier: ls.sparsifiers.Sparsifier) -> str:
     return type(sparsifier).__name__
 
 
@@ -189,8 +189,12 @@ def kind(sparsifier: ls.Sparsifier) -> str:
     by_default([*(pytest.param(one, marks=pytest.mark.thorough) for one in RAW_THRESHOLDS[:2]), *RAW_THRESHOLDS[2:]]),
     ids=kind,
 )
-def test_a_drop_and_a_warm_up_of_the_rate_leave_thresholds_alone(two_ranks: Ranks, sparsifier: ls.Sparsifier) -> None:
-    settled = 30 if isinstance(sparsifier, ls.OkTopK) else 50  # the others take longer to find their threshold
+def test_a_drop_and_a_warm_up_of_the_rate_leave_thresholds_alone(
+    two_ranks: Ranks, sparsifier: ls.sparsifiers.Sparsifier
+) -> None:
+    settled = (
+        30 if isinstance(sparsifier, ls.sparsifiers.OkTopK) else 50
+    )  # the others take longer to find their threshold
     count = 3 * settled // 5
     sent = two_ranks(train_on_noise, sparsifier, [1.0] * (settled + count) + [0.1] * 2 * count, None, settled)[0]
     usual, after = sent[:count], sent[count:]

@@ -22,7 +22,7 @@ from tests.ranks import Ranks
 
 N, STEPS, DENSITY = 2, 12, 0.1
 HYPER: dict[str, Any] = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.01}
-OPTIONS: dict[str, Any] = {"density": DENSITY, "grouping": "model", "sparsifier": "shared_topk"}
+OPTIONS: dict[str, Any] = {"density": DENSITY, "grouping": "model", "sparsifier": "shared_top_k"}
 MADE: dict[str, Any] = {
     "torch": torch.optim.SGD,
     "wrapped": lambda parameters, **settings: Around(torch.optim.SGD(parameters, **settings)),
@@ -110,7 +110,7 @@ def test_the_steps_are_those_of_the_rule(two_ranks: Ranks, kind: str, closure: b
             torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("options", [{"memory": "residual"}, {"memory": ls.Residual()}])
+@pytest.mark.parametrize("options", [{"memory": "residual"}, {"memory": ls.memories.Residual()}])
 def test_a_memory_that_was_chosen_leaves_momentum_to_the_optimizer(two_ranks: Ranks, options: dict[str, Any]) -> None:
     expected = reference(HYPER, spends=False)
     for weights in two_ranks(train, "torch", False, HYPER, options):
@@ -282,11 +282,11 @@ def what_is_said(hyper: dict[str, Any], options: dict[str, Any]) -> list[str]:
 def test_it_is_said_once_on_rank_zero_where_it_is_done(two_ranks: Ranks) -> None:
     first, second = two_ranks(what_is_said, HYPER, {})
     assert len(first) == 1 and "docs/momentum.md" in first[0] and second == []
-    first, second = two_ranks(what_is_said, HYPER, {"memory": ls.ClipByNorm(1.0)})
+    first, second = two_ranks(what_is_said, HYPER, {"memory": ls.memories.ClipByNorm(1.0)})
     assert len(first) == 1 and "left to the optimizer, because memory=ClipByNorm(" in first[0] and second == []
     for hyper, options in (
         ({"lr": 0.1}, {}),
-        ({"lr": 0.1}, {"memory": ls.MomentumCorrection()}),
+        ({"lr": 0.1}, {"memory": ls.memories.MomentumCorrection()}),
         (HYPER, {"memory": "no_memory"}),
         (HYPER, {"memory": "residual"}),
         (HYPER, {"density": 1.0}),
@@ -339,7 +339,7 @@ def when_everything_arrives(how: str) -> tuple[float, float, list[bool]]:
     waited = torch.cat([training.optimizer.state[p]["waited"].flatten() for p in weights])
     before = torch.cat([training.optimizer.state[p]["momentum_buffer"].flatten() for p in weights])
     if how == "flush":
-        training.engine.flush_next_step()
+        training.engine._flush_next_step()
     elif how == "dense":
         training.engine.regroup(plan_of(training.engine, "model", rules=ls.Rules(dense=["*"])))
     training.step(40)
@@ -353,7 +353,7 @@ def when_everything_arrives(how: str) -> tuple[float, float, list[bool]]:
         training.step(step)
     fresh = 0.0
     if how == "dense":
-        assert training.engine.go_direct()
+        assert training.engine._go_direct()
         training.step(60)
         training.engine.regroup(plan_of(training.engine, "model"))
         training.step(61)

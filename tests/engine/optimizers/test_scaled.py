@@ -257,7 +257,7 @@ def changed(kind: str) -> tuple[list[str], bool]:
         elif kind == "value":
             torch.nn.utils.clip_grad_value_(parameters, 1e-4)
         elif kind == "value that is taken over":  # from the second step on
-            if not training.engine.clip_in_place_of_averages(1e-4, "value", training.optimizer):
+            if not training.engine._clip_in_place_of_averages(1e-4, "value", training.optimizer):
                 torch.nn.utils.clip_grad_value_(parameters, 1e-4)
         elif kind == "norm":
             torch.nn.utils.clip_grad_norm_(parameters, 0.01)
@@ -345,7 +345,7 @@ def fallen() -> tuple[LengthChanges, LengthChanges, list[str], list[dict[str, fl
             training.optimizer.step()
     engine, of_group = falling.engine, next(iter(falling.engine.group_summaries().values()))
     logged = [steady.engine.summary(), engine.summary(), of_group]
-    every = engine.mean_over_ranks(torch.tensor(engine.length_changes, dtype=torch.float64)).tolist()
+    every = engine._mean_over_ranks(torch.tensor(engine.length_changes, dtype=torch.float64)).tolist()
     assert [logged[1][f"lengths/{name}"] for name in LengthChanges._fields] == every
     with Lines() as lines:
         steady.engine.close()
@@ -364,6 +364,14 @@ def test_it_is_counted_and_said_where_gradients_have_changed_their_length(two_ra
 
 
 def test_states_of_earlier_versions_hold_squares_less_1() -> None:
-    state = {**NOTHING, "format": STATE_FORMAT, "world_size": 1, "step": 1, "void_steps": 0, "rank": 0, "settings": ""}
+    state = {
+        **NOTHING,
+        "format": STATE_FORMAT,
+        "world_size": 1,
+        "step": 1,
+        "skipped_steps": 0,
+        "rank": 0,
+        "settings": "",
+    }
     whole = check_state({**state, "lengths": {"a": [-0.25, 0.5], "b": [0.0, 1.0]}, "squares": {"b": [3.0, 1.0]}})
     assert whole["squares"] == {"a": [0.25, 0.5], "b": [3.0, 1.0]}

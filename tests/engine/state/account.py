@@ -146,7 +146,7 @@ class Training:
             torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.case.clip)
             self.look("clipped")
         for optimizer in optimizers:
-            self.engine.skip_void(optimizer)
+            self.engine.ignore_skipped(optimizer)
             stepped = {id(p) for p in optimizer.param_groups[0]["params"] if p.grad is not None}
             optimizer.step()
             for name, parameter in self.parameters.items():
@@ -162,7 +162,7 @@ class Training:
             if step == self.case.empties:
                 self.empty()
             if step == self.case.flush:
-                self.engine.flush_next_step()
+                self.engine._flush_next_step()
             for number in range(self.case.exchanges):
                 self.exchange()
                 if self.case.in_turn:
@@ -175,7 +175,7 @@ class Training:
 
     def empty(self) -> None:
         """Apply what residuals hold."""
-        averages = self.engine.take_pending()
+        averages = self.engine._take_pending()
         self.handed = {name: average.double() for name, average in averages.items()}
         self.look("emptied")
         for name, average in averages.items():
@@ -245,13 +245,13 @@ def decayed(memory: Any, before: Before, grad: Tensor, weight: Tensor, n: int) -
 
 
 RULES: dict[type[Any], Callable[..., Tensor]] = {
-    ls.Residual: plain,
-    ls.MomentumCorrection: velocity,
-    ls.AdamCorrection: direction,
-    ls.SecondMoment: unchanged,
-    ls.LowPass: lambda memory, before, grad, weight, n: memory.beta * grad,
-    ls.ClipByNorm: clipped,
-    ls.WeightDecay: decayed,
+    ls.memories.Residual: plain,
+    ls.memories.MomentumCorrection: velocity,
+    ls.memories.AdamCorrection: direction,
+    ls.memories.SecondMoment: unchanged,
+    ls.memories.LowPass: lambda memory, before, grad, weight, n: memory.beta * grad,
+    ls.memories.ClipByNorm: clipped,
+    ls.memories.WeightDecay: decayed,
 }
 
 
@@ -307,7 +307,7 @@ def total(looks: Sequence[Look], name: str, memory: Any) -> Tensor:
 
 def share_of(memory: Any) -> float:
     """Which share of an average leaves the residual when it is handed out."""
-    return float(memory.beta) if isinstance(memory, ls.LowPass) else 1.0
+    return float(memory.beta) if isinstance(memory, ls.memories.LowPass) else 1.0
 
 
 def given_back(looks: Sequence[Look], name: str, memory: Any) -> Tensor:
@@ -320,8 +320,8 @@ def more(look: Look, later: Look, name: str, memory: Any, n: int) -> Tensor | fl
     if later.moment == "resumed":
         assert not later.state["absorbed"] and not later.state["pending"]
         return 0.0
-    if isinstance(memory, ls.LowPass):  # whose residual follows when a step has ended, skipped or not
-        grown = sum(int(later.state[steps]) - int(look.state[steps]) for steps in ("step", "void_steps"))
+    if isinstance(memory, ls.memories.LowPass):  # whose residual follows when a step has ended, skipped or not
+        grown = sum(int(later.state[steps]) - int(look.state[steps]) for steps in ("step", "skipped_steps"))
     else:
         grown = count(later.state, name) - count(look.state, name)
     assert grown in (0, 1), (name, later.state["rank"], later.moment, grown)

@@ -54,10 +54,10 @@ class Engine:
             "format": 2,
             "moment": self.step,
             "step": self.step,
-            "void_steps": 0,
+            "skipped_steps": 0,
             "rank": self.comm.rank,
             "world_size": self.comm.world_size,
-            "settings": "topk",
+            "settings": "top_k",
             "parameters": {
                 name: {key: torch.randn(numel, generator=generator) for key, numel in vectors.items()}
                 for name, vectors in SHAPES.items()
@@ -536,13 +536,13 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
     (edit(lambda content: content.update(save="b-2"), False), "rank 1: rank-1-of-2.a-2.pt is damaged"),
     *(
         (edit_state(without(field)), f"rank 1: rank-1-of-2.a-2.pt holds no state: .*{field}.* but got nothing")
-        for field in ("step", "void_steps", "rank", "world_size", "settings", "parameters", "counters", "groups")
+        for field in ("step", "skipped_steps", "rank", "world_size", "settings", "parameters", "counters", "groups")
     ),
     (edit_state(without("rates")), "rank 1: .*holds no state: .*rates to be a dict.* but got nothing"),
     (edit_state(without("format")), "rank 1: .*holds no state: Expected a state of format 2"),
     (edit(lambda content: content.update(state=[])), "rank 1: .*holds no state: Expected a state of format 2"),
     (edit_state(lambda state: state.update(step="2")), "rank 1: .*step to be an integer from 0 on, but got '2'"),
-    (edit_state(lambda state: state.update(void_steps=-1)), "rank 1: .*void_steps to be an integer from 0 on"),
+    (edit_state(lambda state: state.update(skipped_steps=-1)), "rank 1: .*skipped_steps to be an integer from 0 on"),
     (
         edit_state(lambda state: state.update(rates={"bias": "high"})),
         "rank 1: .*bias of the state.s rates to be a finite",
@@ -979,7 +979,7 @@ def test_other_numbers_of_ranks_need_all_files(tmp_path: Path, resize: str) -> N
 def test_merged_states_are_means_to_the_last_bit(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(7, 1000, generator=generator, dtype=dtype) * torch.logspace(-20, 20, 1000, dtype=dtype)
-    head = {"format": 1, "step": 3, "void_steps": 0, "world_size": 7, "settings": "s", "groups": [], "counters": {}}
+    head = {"format": 1, "step": 3, "skipped_steps": 0, "world_size": 7, "settings": "s", "groups": [], "counters": {}}
     head["rates"] = {"w": 0.1}
     states: Iterator[dict[str, Any]] = (
         {**head, "rank": rank, "parameters": {"w": {"residual": rows[rank]}}} for rank in (3, 1, 0, 2, 6, 5, 4)
@@ -1001,7 +1001,7 @@ def with_averages(rank: int) -> dict[str, Any]:
         "b": {"values": torch.tensor([2.0, 4.0])},
     }
     return {
-        "format": 2, "moment": 3, "step": 3, "void_steps": 0, "rank": rank, "world_size": 2, "settings": "s",
+        "format": 2, "moment": 3, "step": 3, "skipped_steps": 0, "rank": rank, "world_size": 2, "settings": "s",
         "parameters": {name: {"residual": vector} for name, vector in vectors.items()}, "counters": {}, "groups": [],
         "rates": {}, "spans": {"w": [0, 4, 4], "b": [0, 2, 2]}, "absorbed": ["w"] if rank else [],
         "pending": {} if rank else averages,
@@ -1037,7 +1037,7 @@ def test_averages_that_are_pending_follow_parameters_to_other_names() -> None:
 def test_states_that_do_not_belong_together_are_not_merged() -> None:
     def state(rank: int, **other: Any) -> dict[str, Any]:
         parameters = {"w": {"residual": torch.ones(other.pop("numel", 3))}}
-        head = {"format": 1, "step": 3, "void_steps": 0, "world_size": 2, "settings": "s", "groups": []}
+        head = {"format": 1, "step": 3, "skipped_steps": 0, "world_size": 2, "settings": "s", "groups": []}
         return {**head, "counters": {}, "rates": {}, "rank": rank, "parameters": parameters, **other}
 
     for other in ({"step": 4}, {"world_size": 3}, {"numel": 4}, {"parameters": {}}):

@@ -16,62 +16,62 @@ from tests.covering import covering, in_one_test, in_turns
 from tests.engine.state.account import Case, Look, Training, check, check_resized
 from tests.ranks import Ranks
 
-HALF = ls.MomentumCorrection(0.5)
+HALF = ls.memories.MomentumCorrection(0.5)
 ROUNDED = 1e-5
 """Where sums are not of integers."""
 ADAMW: dict[str, Any] = {"optimizer": torch.optim.AdamW, "settings": {"lr": 0.01}}
 CASES: dict[str, Case] = {
     "residual": Case(),
-    "union": Case({"sparsifier": "union_topk"}),
-    "reduce union": Case({"sparsifier": "union_topk", "exchange": "reduce_union", "grouping": "model"}),
+    "union": Case({"sparsifier": "union_top_k"}),
+    "reduce union": Case({"sparsifier": "union_top_k", "exchange": "reduce_union", "grouping": "model"}),
     "exdyna": Case({"sparsifier": "exdyna", "density": 0.1}),
     "own messages": Case({"messages": "group"}),
-    "decay": Case({"memory": ls.Residual(decay=0.5)}),
-    "momentum": Case({"memory": ls.MomentumCorrection(0.5, masking=False)}),
+    "decay": Case({"memory": ls.memories.Residual(decay=0.5)}),
+    "momentum": Case({"memory": ls.memories.MomentumCorrection(0.5, masking=False)}),
     "momentum masked": Case({"memory": HALF}),
-    "nesterov": Case({"memory": ls.MomentumCorrection(0.5, nesterov=True), "sparsifier": "union_topk"}),
-    "low pass": Case({"memory": ls.LowPass(0.5)}),
-    "adam": Case({"memory": ls.AdamCorrection(beta1=0.5)}, off=ROUNDED),
-    "second moment": Case({"sparsifier": "union_topk"}, **ADAMW),
-    "clip by norm": Case({"memory": ls.ClipByNorm(100.0)}, off=ROUNDED),
-    "clip and momentum": Case({"memory": ls.ClipByNorm(100.0, HALF)}, off=ROUNDED),
-    "weight decay": Case({"memory": ls.WeightDecay(0.5)}),
+    "nesterov": Case({"memory": ls.memories.MomentumCorrection(0.5, nesterov=True), "sparsifier": "union_top_k"}),
+    "low pass": Case({"memory": ls.memories.LowPass(0.5)}),
+    "adam": Case({"memory": ls.memories.AdamCorrection(beta1=0.5)}, off=ROUNDED),
+    "second moment": Case({"sparsifier": "union_top_k"}, **ADAMW),
+    "clip by norm": Case({"memory": ls.memories.ClipByNorm(100.0)}, off=ROUNDED),
+    "clip and momentum": Case({"memory": ls.memories.ClipByNorm(100.0, HALF)}, off=ROUNDED),
+    "weight decay": Case({"memory": ls.memories.WeightDecay(0.5)}),
     "scaled": Case(scale=1024.0),
-    "scaled second moment": Case({"sparsifier": "union_topk"}, scale=1024.0, **ADAMW),
+    "scaled second moment": Case({"sparsifier": "union_top_k"}, scale=1024.0, **ADAMW),
     "clipped by hand": Case(clip=1.0),
     "clipped and scaled": Case({"memory": HALF}, clip=1.0, scale=64.0),
     "accumulated": Case(local=2),
     "two optimizers": Case(optimizers=2),
-    "four optimizers of Adam": Case({"sparsifier": "union_topk"}, optimizers=4, **ADAMW),
+    "four optimizers of Adam": Case({"sparsifier": "union_top_k"}, optimizers=4, **ADAMW),
     "two exchanges": Case(exchanges=2),
     "two exchanges of momentum": Case({"memory": HALF}, exchanges=2),
     "two exchanges of two optimizers": Case(exchanges=2, optimizers=2),
     "two optimizers in turn": Case(exchanges=2, optimizers=2, in_turn=True),
-    "two exchanges of low pass": Case({"memory": ls.LowPass(0.5)}, exchanges=2),
+    "two exchanges of low pass": Case({"memory": ls.memories.LowPass(0.5)}, exchanges=2),
     "bfloat16": Case(dtype=torch.bfloat16),
-    "bfloat16 momentum": Case({"memory": HALF, "sparsifier": "union_topk"}, dtype=torch.bfloat16),
+    "bfloat16 momentum": Case({"memory": HALF, "sparsifier": "union_top_k"}, dtype=torch.bfloat16),
     "float16 scaled": Case(dtype=torch.float16, scale=4.0, settings={"lr": 1 / 64}),
     "density 1": Case({"density": 1.0}),
     "density 1 in bfloat16": Case({"density": 1.0}, dtype=torch.bfloat16),
     "warm-up": Case({"density": ls.Warmup(1.0, 0.02, 3)}),
-    "accordion": Case({"density": ls.Accordion(0.02, 0.2, interval=2)}),
+    "accordion": Case({"density": ls.density.Accordion(0.02, 0.2, interval=2)}),
     "flushed": Case(flush=2),
     "flushed momentum": Case({"memory": HALF}, flush=1, optimizers=2),
     "emptied": Case(empties=2),
-    "emptied second moment": Case({"sparsifier": "union_topk"}, empties=2, **ADAMW),
+    "emptied second moment": Case({"sparsifier": "union_top_k"}, empties=2, **ADAMW),
     "skipped": Case(bad=1),
     "skipped momentum": Case({"memory": HALF}, bad=1),
-    "skipped low pass": Case({"memory": ls.LowPass(0.5)}, bad=2),
-    "skipped second moment": Case({"sparsifier": "union_topk"}, bad=1, **ADAMW),
-    "skipped and clipped": Case({"memory": ls.ClipByNorm(100.0)}, bad=1, off=ROUNDED),
+    "skipped low pass": Case({"memory": ls.memories.LowPass(0.5)}, bad=2),
+    "skipped second moment": Case({"sparsifier": "union_top_k"}, bad=1, **ADAMW),
+    "skipped and clipped": Case({"memory": ls.memories.ClipByNorm(100.0)}, bad=1, off=ROUNDED),
     "skipped and scaled": Case(bad=1, scale=64.0),
     "lr_aware": Case({"lr_aware": True}),
-    "regrouped": Case({"sparsifier": "union_topk"}, regroup=1),
-    "no memory": Case({"memory": ls.NoMemory()}),
+    "regrouped": Case({"sparsifier": "union_top_k"}, regroup=1),
+    "no memory": Case({"memory": ls.memories.NoMemory()}),
     "some dense": Case({"rules": ls.Rules(dense=["*.third"], dense_ndim=0, dense_numel=0)}),
     "unused": Case(unused={1: ("third",), 2: ("first", "second")}, ddp={"find_unused_parameters": True}),
     "unused in one group": Case(
-        {"grouping": "model", "sparsifier": "union_topk"}, unused={1: ("third",)}, ddp={"find_unused_parameters": True}
+        {"grouping": "model", "sparsifier": "union_top_k"}, unused={1: ("third",)}, ddp={"find_unused_parameters": True}
     ),
 }
 MADE = [("thread", False), ("inline", True), ("thread", True), ("inline", False)]
@@ -104,7 +104,7 @@ CELLS = [(name, moment, MADE[number % len(MADE)]) for number, (name, moment) in 
 def memory_of(case: Case) -> Any:
     if "memory" in case.options:
         return case.options["memory"]
-    return ls.Residual() if case.optimizer is torch.optim.SGD else ls.SecondMoment()
+    return ls.memories.Residual() if case.optimizer is torch.optim.SGD else ls.memories.SecondMoment()
 
 
 def training_of(name: str, executor: str, view: bool) -> Training:
@@ -189,11 +189,13 @@ def loaded_into_dense_groups() -> tuple[list[str], bool, float]:
     states = []
     for rules in (ls.Rules(dense_ndim=0, dense_numel=0), ls.Rules(dense=("*",))):
         ddp = DistributedDataParallel(module)
-        engine = ls.attach(ddp, sparsifier="union_topk", density=0.1, rules=rules, memory=ls.SecondMoment(), watch=None)
+        engine = ls.attach(
+            ddp, sparsifier="union_top_k", density=0.1, rules=rules, memory=ls.memories.SecondMoment(), watch=None
+        )
         if states:
             notes = engine.load_state_dict(states[0])
         else:
-            engine.flush_next_step()
+            engine._flush_next_step()
         module.weight.grad = None
         ddp(batch).sum().backward()
         states.append(engine.state_dict())

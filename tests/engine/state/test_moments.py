@@ -330,7 +330,7 @@ def test_a_rank_that_is_ahead_saves_the_same_exchange(two_ranks: Ranks, ahead: i
 
 
 @dataclass(frozen=True)
-class Slow(ls.Residual):
+class Slow(ls.memories.Residual):
     """Takes a while after all communication is over."""
 
     def settle_(self, *args: Any) -> None:
@@ -382,7 +382,7 @@ def test_a_state_is_waited_for_and_none_of_another_moment_is_given(alone: Ranks)
 
 
 @dataclass(frozen=True)
-class FailsWithin(ls.Residual):
+class FailsWithin(ls.memories.Residual):
     """Has an error in the third step, while the residual of the second group of 300 coordinates is being changed."""
 
     where: str = ""
@@ -405,7 +405,7 @@ class FailsWithin(ls.Residual):
 
 
 @dataclass(frozen=True)
-class FailsBetween(ls.TopK):
+class FailsBetween(ls.sparsifiers.TopK):
     """Has an error when all residuals are whole."""
 
     def select(self, acc: Tensor, state: Any, ctx: Any) -> Any:
@@ -454,7 +454,7 @@ def flush_in_pieces() -> list[tuple[Look, int]]:
         training.backward()
         training.optimizer.step()
     looks = [(training.look(), 4)]
-    pending = training.engine.take_pending()
+    pending = training.engine._take_pending()
     looks.append((training.look(), 4))
     for name, p in training.module.named_parameters():
         p.grad = pending[name]

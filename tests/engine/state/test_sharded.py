@@ -135,12 +135,12 @@ def load_some(path: Path, replicas: int, ranks: int, resize: str = "merge") -> d
     mesh = grid(replicas, ranks)
     model = fully_shard(Given(SHAPES), mesh=mesh["shard"])
     engine = engine_of(
-        model, mesh, sparsifier="topk", rules=ls.Rules(dense_ndim=0, dense_numel=0), single_device="sparse"
+        model, mesh, sparsifier="top_k", rules=ls.Rules(dense_ndim=0, dense_numel=0), single_device="sparse"
     )
     engine.bind([torch.optim.SGD(model.parameters(), lr=1.0)])
     notes = load_sharded(engine, path, "six", resize)
     means = {}
-    for name, pending in engine.take_pending().items():
+    for name, pending in engine._take_pending().items():
         means[name] = whole(pending)
     found = {"means": means, "notes": notes, "step": engine.step}
     engine.close()

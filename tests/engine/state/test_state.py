@@ -26,13 +26,13 @@ from tests.trainers import EVERYTHING_SPARSE
 
 SPARSE = ls.Rules(dense_ndim=0, dense_numel=0)
 MEMORIES = [
-    ls.Residual(),
-    ls.LowPass(0.3),
-    ls.MomentumCorrection(0.9),
-    ls.AdamCorrection(beta1=0.5),
-    ls.ClipByNorm(0.5, ls.MomentumCorrection(0.5)),
-    ls.WeightDecay(0.01),
-    ls.NoMemory(),
+    ls.memories.Residual(),
+    ls.memories.LowPass(0.3),
+    ls.memories.MomentumCorrection(0.9),
+    ls.memories.AdamCorrection(beta1=0.5),
+    ls.memories.ClipByNorm(0.5, ls.memories.MomentumCorrection(0.5)),
+    ls.memories.WeightDecay(0.01),
+    ls.memories.NoMemory(),
 ]
 
 
@@ -43,7 +43,7 @@ class Run:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(20, 40), nn.ReLU(), nn.Linear(40, 10))
         self.ddp = DistributedDataParallel(self.model)
-        chosen = {"sparsifier": "topk", "density": 0.02, "rules": SPARSE, "grouping": "layer", "watch": None}
+        chosen = {"sparsifier": "top_k", "density": 0.02, "rules": SPARSE, "grouping": "layer", "watch": None}
         self.engine = ls.attach(self.ddp, **chosen | options)
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
         self.step = 0
@@ -112,14 +112,18 @@ def go_on(options: dict[str, Any], earlier: bool = False) -> tuple[bool, list[st
     return same, notes, len(found)
 
 
-DENSITIES = [ls.Warmup(0.25, 0.01, 10), ls.Accordion(0.02, 0.2, interval=3), ls.Accordion(0.02, 0.2, interval=4)]
+DENSITIES = [
+    ls.Warmup(0.25, 0.01, 10),
+    ls.density.Accordion(0.02, 0.2, interval=3),
+    ls.density.Accordion(0.02, 0.2, interval=4),
+]
 RUNS: list[dict[str, Any]] = [
-    *({"sparsifier": sparsifier} for sparsifier in ("topk", "exdyna", "sidco_e")),  # others: test_checkpoints.py
-    {"sparsifier": ls.MiCRO(variant="published")},
-    {"sparsifier": ls.ExDyna(variant="published", num_blocks=4), "density": 0.1},
-    *({"memory": memory, "sparsifier": "union_topk"} for memory in MEMORIES),
+    *({"sparsifier": sparsifier} for sparsifier in ("top_k", "exdyna", "sidco_e")),  # others: test_checkpoints.py
+    {"sparsifier": ls.sparsifiers.MiCRO(variant="published")},
+    {"sparsifier": ls.sparsifiers.ExDyna(variant="published", num_blocks=4), "density": 0.1},
+    *({"memory": memory, "sparsifier": "union_top_k"} for memory in MEMORIES),
     *({"density": density} for density in DENSITIES),
-    *({"grouping": grouping} for grouping in ("bucket", "model", ls.MergeBelow(500))),
+    *({"grouping": grouping} for grouping in ("bucket", "model", ls.grouping.MergeBelow(500))),
     {"rules": ls.Rules(densities={"0.*": 0.1}), "executor": "inline"},
 ]
 
@@ -133,19 +137,21 @@ def test_a_run_that_was_saved_goes_on_bit_for_bit(two_ranks: Ranks, options: dic
 
 
 @pytest.mark.parametrize("memory", by_default(MEMORIES), ids=str)
-def test_a_run_that_an_earlier_version_has_saved_goes_on_bit_for_bit(two_ranks: Ranks, memory: ls.Memory) -> None:
-    options = {"memory": memory, "sparsifier": "union_topk", "grouping": "model"}
+def test_a_run_that_an_earlier_version_has_saved_goes_on_bit_for_bit(
+    two_ranks: Ranks, memory: ls.memories.Memory
+) -> None:
+    options = {"memory": memory, "sparsifier": "union_top_k", "grouping": "model"}
     assert [seen[:2] for seen in two_ranks(go_on, options, True)] == [(True, [])] * 2
 
 
 def load_into_others() -> list[list[str]]:
-    first = Run(sparsifier="exdyna", memory=ls.MomentumCorrection(0.9))
+    first = Run(sparsifier="exdyna", memory=ls.memories.MomentumCorrection(0.9))
     first.train(4)
     saved = first.save()
     residuals = {name: first.engine.residual(name).clone() for name in ("0.weight", "2.bias")}
     first.engine.close()
     notes = []
-    for options in ({"sparsifier": "topk"}, {"grouping": "model", "sparsifier": "exdyna"}, {"rules": ls.Rules()}):
+    for options in ({"sparsifier": "top_k"}, {"grouping": "model", "sparsifier": "exdyna"}, {"rules": ls.Rules()}):
         other = Run(**options)
         notes.append(other.load(saved))
         for name, residual in residuals.items():
@@ -156,21 +162,21 @@ def load_into_others() -> list[list[str]]:
 
 
 def test_residuals_move_to_engines_with_other_settings_and_what_does_not_is_named(two_ranks: Ranks) -> None:
-    for topk, model, default in two_ranks(load_into_others):
-        assert any("ExDyna" in note and "TopK" in note for note in topk)
-        assert "The memory keeps no momentum: that of 0.weight is dropped." in topk
-        assert any("group 0 starts anew" in note for note in topk)
+    for top_k, model, default in two_ranks(load_into_others):
+        assert any("ExDyna" in note and "TopK" in note for note in top_k)
+        assert "The memory keeps no momentum: that of 0.weight is dropped." in top_k
+        assert any("group 0 starts anew" in note for note in top_k)
         assert any("group model starts anew" in note for note in model)
         assert any("group dense.bucket0 starts anew" in note for note in default)
 
 
 def merge_adam() -> tuple[float, float, list[str]]:
-    first = Run(memory=ls.AdamCorrection(), rules=ls.Rules())
+    first = Run(memory=ls.memories.AdamCorrection(), rules=ls.Rules())
     first.train(5)
     states = [None] * dist.get_world_size()
     dist.all_gather_object(states, first.engine.state_dict())
     first.engine.close()
-    other = Run(memory=ls.AdamCorrection(), grouping="model")
+    other = Run(memory=ls.memories.AdamCorrection(), grouping="model")
     notes = other.engine.load_state_dict(ls.merge_states(states))
     [group] = other.engine.groups
     second = sum(float(s["parameters"]["0.weight"]["second"].sum()) for s in states) / len(states)
@@ -336,17 +342,17 @@ LEARNED: dict[str, tuple[dict[str, Any], Any]] = {
     "no selector": ({"sparsifier": "exdyna"}, drop("groups", 0, "state", "selector")),
     "shape": ({"sparsifier": "exdyna"}, put(torch.ones(3).long(), "groups", 0, "state", "selector", 0, 0)),
     "dtype": ({"sparsifier": "exdyna"}, put(torch.ones(2), "groups", 0, "state", "selector", 0, 0)),
-    "text": ({"sparsifier": "union_topk"}, put("large", "groups", 0, "state", "selector", 0, 0)),
+    "text": ({"sparsifier": "union_top_k"}, put("large", "groups", 0, "state", "selector", 0, 0)),
     "vector": ({"sparsifier": "hard_threshold"}, put(torch.ones(3), "groups", 0, "state", "selector", 0)),
     "counts": ({"sparsifier": "exdyna"}, put(torch.ones(3).long(), "groups", 0, "state", "selector", 1)),
     "union": ({"sparsifier": "exdyna"}, put(None, "groups", 0, "state", "selector", 2)),
     "numel": ({}, put(7, "groups", 0, "numel")),
     "no density": (
-        {"density": ls.Accordion(0.02, 0.2, interval=3)},
+        {"density": ls.density.Accordion(0.02, 0.2, interval=3)},
         drop("groups", 0, "state", "density", "seen"),
     ),
     "density": (
-        {"density": ls.Accordion(0.02, 0.2, interval=3)},
+        {"density": ls.density.Accordion(0.02, 0.2, interval=3)},
         put(torch.ones(7), "groups", 0, "state", "density", "total"),
     ),
 }
@@ -396,7 +402,7 @@ def test_what_a_group_has_learned_starts_anew_on_all_ranks_or_on_none(two_ranks:
 
 def rename(change: str) -> tuple[list[str], dict[str, bool], int]:
     """An engine takes over from one whose model was pruned, or has another layer since; what it then remembers."""
-    first = Run(memory=ls.MomentumCorrection(0.9))
+    first = Run(memory=ls.memories.MomentumCorrection(0.9))
     first.train(4)
     state, parameters = first.engine.state_dict(), first.engine.parameters
     first.engine.close()
@@ -407,13 +413,13 @@ def rename(change: str) -> tuple[list[str], dict[str, bool], int]:
     names = {id(p): name for name, p in first.model.named_parameters()}
     engine = ls.attach(
         DistributedDataParallel(first.model),
-        sparsifier="topk",
+        sparsifier="top_k",
         density=0.02,
         rules=SPARSE,
-        memory=ls.MomentumCorrection(0.9),
+        memory=ls.memories.MomentumCorrection(0.9),
         watch=None,
     )
-    lost = engine.take_over(state, parameters)
+    lost = engine._take_over(state, parameters)
     after = engine.state_dict()["parameters"]
     same = {}
     for old, parameter in parameters.items():
@@ -485,7 +491,7 @@ def test_every_bit_counts_in_a_checksum(dtype: torch.dtype) -> None:
 
 def empty(executor: str) -> tuple[Tensor, Tensor, Tensor, list[bool]]:
     """Sum of all averages, and of all gradients, after a dense step; what residuals hold then."""
-    run = Run(executor=executor, memory=ls.Residual())
+    run = Run(executor=executor, memory=ls.memories.Residual())
     local = torch.zeros(sum(p.numel() for p in run.model.parameters()))
     averages = torch.zeros_like(local)
     pieces: dict[int, Tensor] = {}
@@ -494,7 +500,7 @@ def empty(executor: str) -> tuple[Tensor, Tensor, Tensor, list[bool]]:
     sparse = []
     for step in range(5):
         if step == 4:
-            run.engine.flush_next_step()
+            run.engine._flush_next_step()
         run.train(1)
         local += torch.cat([pieces[i].flatten() for i in range(len(pieces))])
         averages += torch.cat([p.grad.flatten() for p in run.model.parameters()])
@@ -526,7 +532,7 @@ def take_pending() -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
             mean[name] = residual.clone()
             dist.all_reduce(mean[name])
             mean[name] /= dist.get_world_size()
-    pending = run.engine.take_pending()
+    pending = run.engine._take_pending()
     left = any(run.engine.residual(name).any() for name in mean)
     run.engine.close()
     return {name: value.flatten() for name, value in pending.items()}, mean, bool(left)
@@ -570,7 +576,7 @@ def test_a_parameter_that_would_not_be_averaged_is_an_error(two_ranks: Ranks) ->
 
 
 @dataclass(frozen=True)
-class FailsOnRank1(ls.TopK):
+class FailsOnRank1(ls.sparsifiers.TopK):
     """Top-k with an error on one rank, in one step."""
 
     def select(self, acc: Tensor, state: Any, ctx: Any) -> Any:
@@ -630,7 +636,7 @@ def test_an_error_on_one_rank_ends_the_others_at_once(two_ranks: Ranks, options:
 def freeze_and_thaw() -> list[dict[str, float]]:
     """Counters of the first layer before it is frozen, in a state while it is, and after it was thawed."""
     model = nn.Sequential(nn.Linear(40, 40, bias=False), nn.Linear(40, 40, bias=False))
-    options: dict[str, Any] = {"grouping": "layer", "memory": ls.AdamCorrection(), "rules": EVERYTHING_SPARSE}
+    options: dict[str, Any] = {"grouping": "layer", "memory": ls.memories.AdamCorrection(), "rules": EVERYTHING_SPARSE}
     counters, state = [], None
     for frozen in (False, True, False):
         model[0].weight.requires_grad_(not frozen)

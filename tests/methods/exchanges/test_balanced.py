@@ -65,8 +65,12 @@ def test_every_pick_of_a_crowded_region_has_its_turn() -> None:
 
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 4), (torch.float64, 8)])
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("sparsifier", [ls.OkTopK(), ls.TopK(), ls.HardThreshold(0.5)], ids=["ok", "topk", "hard"])
-def test_traffic_by_hand(n: int, dtype: torch.dtype, width: int, sparsifier: ls.Sparsifier) -> None:
+@pytest.mark.parametrize(
+    "sparsifier",
+    [ls.sparsifiers.OkTopK(), ls.sparsifiers.TopK(), ls.sparsifiers.HardThreshold(0.5)],
+    ids=["ok", "top_k", "hard"],
+)
+def test_traffic_by_hand(n: int, dtype: torch.dtype, width: int, sparsifier: ls.sparsifiers.Sparsifier) -> None:
     numel, k = 500, 50
     for trace in ls.simulate(
         [noise(n, numel, seed=s, dtype=dtype) for s in range(3)],
@@ -86,8 +90,8 @@ def test_traffic_stays_within_the_bound_of_the_paper(n: int, density: float) -> 
     numel = 3000
     k = int(density * numel)
     rows = noise(n, numel, dtype=torch.float32)
-    for sparsifier in (ls.OkTopK(), ls.HardThreshold(0.1)):
-        if density == 1 and sparsifier == ls.OkTopK():
+    for sparsifier in (ls.sparsifiers.OkTopK(), ls.sparsifiers.HardThreshold(0.1)):
+        if density == 1 and sparsifier == ls.sparsifiers.OkTopK():
             continue  # nothing is picked then
         trace = next(ls.simulate([rows], sparsifier=sparsifier, density=density, exchange="balanced"))
         words = float(trace.bytes_sent.max()) / 4
@@ -100,7 +104,7 @@ def test_what_does_not_fit_stays_with_its_rank_and_comes_later() -> None:
     # One rank alone has all picks, and only 15 of its 40 fit into the message for each half.
     rows = torch.zeros(2, 100, dtype=torch.float64)
     rows[1] = torch.arange(100.0)
-    ranks = Ranks(2, 100, sparsifier=ls.HardThreshold(59.5), exchange="balanced", density=0.2)
+    ranks = Ranks(2, 100, sparsifier=ls.sparsifiers.HardThreshold(59.5), exchange="balanced", density=0.2)
     offers = [{}, {j: float(j) for j in range(60, 100)}]
     result, taken = split_and_reduce(offers, 100, 20, 0)
     assert (len(result), taken[0], len(taken[1])) == (20, [], 20)
@@ -123,6 +127,6 @@ def test_one_bad_rank_is_heard_among_large_values_wherever_it_sits(n: int, quiet
         rows[bad, 49] = float("nan")
         rows[:, 0] = rows[:, 0].where(torch.arange(n) % 2 == 0, 0)
         for density in (0.02, 0.5):
-            for sparsifier in (ls.HardThreshold(1.0), ls.OkTopK()):
+            for sparsifier in (ls.sparsifiers.HardThreshold(1.0), ls.sparsifiers.OkTopK()):
                 outcome = Ranks(n, 50, sparsifier=sparsifier, exchange="balanced", density=density).step(rows)
                 assert bool(torch.isnan(outcome.averages).all())

@@ -19,7 +19,7 @@ from lightning_sparse.methods.exchanges.base import gather_picks, reduce_at
 from tests.lockstep import Ranks, noise
 
 
-def bytes_sent(sparsifier: ls.Sparsifier, exchange: str, rows: torch.Tensor, density: float) -> list[float]:
+def bytes_sent(sparsifier: ls.sparsifiers.Sparsifier, exchange: str, rows: torch.Tensor, density: float) -> list[float]:
     trace = next(ls.simulate([rows], sparsifier=sparsifier, density=density, exchange=exchange))
     return trace.bytes_sent.tolist()
 
@@ -30,7 +30,7 @@ def test_gather_pairs_of_equal_counts_is_one_message_of_count_indices_and_values
     n: int, dtype: torch.dtype, width: int
 ) -> None:
     # k = 10 picks of 4 bytes and their values (those of bfloat16 travel as the accumulator's float32), one count of 4.
-    sent = bytes_sent(ls.TopK(), "gather_pairs", noise(n, 100, dtype=dtype), 0.1)
+    sent = bytes_sent(ls.sparsifiers.TopK(), "gather_pairs", noise(n, 100, dtype=dtype), 0.1)
     assert sent == [(n - 1) * (4 + 10 * 4 + 10 * width)] * n
 
 
@@ -39,7 +39,7 @@ def test_unequal_counts_cost_eight_more_bytes_and_padding_to_the_longest(exchang
     rows = torch.zeros(3, 20)
     rows[0, :2] = 5.0
     rows[1, 1:8] = 5.0  # the longest: 7 picks; the union is 0 to 7, 8 coordinates; rank 2 picks nothing
-    sent = bytes_sent(ls.HardThreshold(1.0), exchange, rows, 0.1)
+    sent = bytes_sent(ls.sparsifiers.HardThreshold(1.0), exchange, rows, 0.1)
     lengths = 2 * 8
     if exchange == "gather_pairs":
         assert sent == [lengths + 2 * (4 + 7 * 4 + 7 * 4)] * 3
@@ -53,12 +53,12 @@ def test_reduce_union_of_equal_counts_sends_indices_once_and_values_at_the_union
     rows[0, [0, 1]] = 5.0
     rows[1, [1, 2]] = 5.0
     # 1 * (4 + 2 * 4) of indices; 2 * 1/2 * 3 values of 4 bytes.
-    assert bytes_sent(ls.TopK(), "reduce_union", rows, 0.2) == [12 + 12.0] * 2
+    assert bytes_sent(ls.sparsifiers.TopK(), "reduce_union", rows, 0.2) == [12 + 12.0] * 2
 
 
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 4), (torch.float64, 8)])
 def test_dense_is_a_ring_all_reduce_of_everything(dtype: torch.dtype, width: int) -> None:
-    for sparsifier in (ls.Everything(), ls.TopK(), ls.HardThreshold(1.0)):
+    for sparsifier in (ls.sparsifiers.Everything(), ls.sparsifiers.TopK(), ls.sparsifiers.HardThreshold(1.0)):
         assert bytes_sent(sparsifier, "dense", noise(4, 100, dtype=dtype), 0.1) == [1.5 * 100 * width] * 4
 
 
@@ -80,7 +80,7 @@ def test_values_travel_bit_for_bit() -> None:
     values = [1e-45, -0.0, 3.4028234663852886e38, -1e-38, 1.0000001, -(2.0**-149)]
     for dtype in (torch.float32, torch.float64):
         row = torch.tensor(values, dtype=dtype)
-        ranks = Ranks(2, 6, sparsifier=ls.TopK(), exchange="gather_pairs", density=1.0, dtype=dtype)
+        ranks = Ranks(2, 6, sparsifier=ls.sparsifiers.TopK(), exchange="gather_pairs", density=1.0, dtype=dtype)
         outcome = ranks.step(torch.stack([row, torch.zeros(6, dtype=dtype)]))
         assert torch.equal(outcome.averages[0], row / 2)
 
@@ -98,7 +98,7 @@ def test_the_largest_coordinates_survive_the_32_bit_message() -> None:
 
 
 @dataclass(frozen=True)
-class PaddedTopK(ls.Sparsifier):
+class PaddedTopK(ls.sparsifiers.Sparsifier):
     """Says nothing of its length, and has more slots than picks on every rank."""
 
     agreement: ClassVar[Agreement] = Agreement.INDEPENDENT
@@ -122,7 +122,7 @@ def test_padding_that_all_ranks_have_is_not_sent(exchange: str) -> None:
 
 @pytest.mark.parametrize("exchange", ["gather_pairs", "reduce_union", "tree", "balanced"])
 def test_a_step_in_which_no_rank_picks_anything_sends_nothing_and_keeps_everything(exchange: str) -> None:
-    ranks = Ranks(3, 20, sparsifier=ls.HardThreshold(100.0), exchange=exchange, density=0.1)
+    ranks = Ranks(3, 20, sparsifier=ls.sparsifiers.HardThreshold(100.0), exchange=exchange, density=0.1)
     gradients = noise(3, 20)
     outcome = ranks.step(gradients)
     assert outcome.statistics[0].counts.tolist() == [0, 0, 0]
@@ -138,13 +138,13 @@ def test_one_selection_for_all_costs_one_broadcast_or_nothing_beside_the_values(
 ) -> None:
     rows = noise(n, 100, dtype=dtype)
     values = 2 * (n - 1) / n * 10 * width
-    assert bytes_sent(ls.CLTk(), "follow_leader", rows, 0.1) == [(n - 1) / n * 10 * 4 + values] * n
-    assert bytes_sent(ls.RandomK(), "reduce_shared", rows, 0.1) == [values] * n
+    assert bytes_sent(ls.sparsifiers.CLTK(), "follow_leader", rows, 0.1) == [(n - 1) / n * 10 * 4 + values] * n
+    assert bytes_sent(ls.sparsifiers.RandomK(), "reduce_shared", rows, 0.1) == [values] * n
 
 
 def test_all_follow_the_leader_by_hand() -> None:
     rows = torch.tensor([[4.0, 0.0, -1.0, 2.0], [1.0, 8.0, 1.0, 2.0]], dtype=torch.float64)
-    ranks = Ranks(2, 4, sparsifier=ls.CLTk(), density=0.25)
+    ranks = Ranks(2, 4, sparsifier=ls.sparsifiers.CLTK(), density=0.25)
     first = ranks.step(rows)
     assert first.averages[0].tolist() == [2.5, 0.0, 0.0, 0.0]
     assert [residual.tolist() for residual in first.after] == [[0, 0, -1, 2], [0, 8, 1, 2]]
@@ -155,10 +155,10 @@ def test_all_follow_the_leader_by_hand() -> None:
 
 def test_own_and_union_release_by_hand() -> None:
     rows = torch.tensor([[4.0, 0.0, -1.0, 2.0], [1.0, 8.0, 1.0, 2.0]], dtype=torch.float64)
-    own = Ranks(2, 4, sparsifier=ls.TopK(), exchange="gather_pairs", density=0.25).step(rows)
+    own = Ranks(2, 4, sparsifier=ls.sparsifiers.TopK(), exchange="gather_pairs", density=0.25).step(rows)
     assert own.averages[0].tolist() == [2.0, 4.0, 0.0, 0.0]
     assert [residual.tolist() for residual in own.after] == [[0, 0, -1, 2], [1, 0, 1, 2]]
-    union = Ranks(2, 4, sparsifier=ls.TopK(), exchange="reduce_union", density=0.25).step(rows)
+    union = Ranks(2, 4, sparsifier=ls.sparsifiers.TopK(), exchange="reduce_union", density=0.25).step(rows)
     assert union.averages[0].tolist() == [2.5, 4.0, 0.0, 0.0]  # rank 1 adds its 1 at coordinate 0
     assert [residual.tolist() for residual in union.after] == [[0, 0, -1, 2], [0, 0, 1, 2]]
 
@@ -168,20 +168,20 @@ def test_sums_are_formed_in_rank_order_on_every_rank() -> None:
     for order, expected in (([1e8, 1.0, -1e8], 0.0), ([1e8, -1e8, 1.0], 1.0)):
         rows = torch.tensor(order).view(3, 1)
         for exchange in ("gather_pairs", "reduce_union", "dense", "tree", "balanced"):
-            ranks = Ranks(3, 1, sparsifier=ls.TopK(), exchange=exchange, density=1.0, dtype=torch.float32)
+            ranks = Ranks(3, 1, sparsifier=ls.sparsifiers.TopK(), exchange=exchange, density=1.0, dtype=torch.float32)
             assert ranks.step(rows).averages.tolist() == [[pytest.approx(expected / 3)]] * 3
 
 
 def test_identical_ranks_make_own_and_union_release_equal() -> None:
     gradients = [noise(1, 100, seed=seed).expand(4, -1) for seed in range(4)]
     own, union = (
-        [t.update for t in ls.simulate(gradients, sparsifier="topk", density=0.1, exchange=exchange)]
+        [t.update for t in ls.simulate(gradients, sparsifier="top_k", density=0.1, exchange=exchange)]
         for exchange in ("gather_pairs", "reduce_union")
     )
     assert torch.equal(torch.stack(own), torch.stack(union))
 
 
-class OddlyAgreed(ls.TopK):
+class OddlyAgreed(ls.sparsifiers.TopK):
     agreement = Agreement.LEADER
 
 
@@ -205,8 +205,8 @@ def test_an_exchange_that_does_not_fit_says_what_it_accepts_and_what_would_fit(e
 
 
 def test_every_sparsifier_goes_with_its_natural_exchange() -> None:
-    for _, cls in ls.SPARSIFIERS.items():
-        assert ls.EXCHANGES.name_of(as_exchange(None, cls())) == cls.exchange
+    for _, cls in ls.sparsifiers.SPARSIFIERS.items():
+        assert ls.exchanges.EXCHANGES.name_of(as_exchange(None, cls())) == cls.exchange
 
 
 def test_a_dense_mean_takes_the_place_of_the_one_copy_that_was_sent() -> None:

@@ -79,9 +79,11 @@ def test_what_is_told_of_picks_is_heard_with_and_without_padding(
         assert marks == sum(1 << (int(j) >> bits) + i for i, j in enumerate(indices))
 
 
-def packed(rows: torch.Tensor, density: float, sparsifier: ls.Sparsifier | None = None, steps: int = 1) -> list:
+def packed(
+    rows: torch.Tensor, density: float, sparsifier: ls.sparsifiers.Sparsifier | None = None, steps: int = 1
+) -> list:
     ranks = Ranks(
-        len(rows), rows.shape[1], sparsifier=sparsifier or ls.TopK(), exchange="packed_union", density=density,
+        len(rows), rows.shape[1], sparsifier=sparsifier or ls.sparsifiers.TopK(), exchange="packed_union", density=density,
         dtype=rows.dtype,
     )  # fmt: skip
     return [ranks.step(rows) for _ in range(steps)]
@@ -92,7 +94,11 @@ def packed(rows: torch.Tensor, density: float, sparsifier: ls.Sparsifier | None 
 def test_updates_are_those_of_reduce_union_but_for_the_rounding(dtype: torch.dtype, scale: float) -> None:
     rows = scale * torch.randn(4, 200_000, generator=torch.Generator().manual_seed(0), dtype=dtype)
     [outcome] = packed(rows, 0.001)
-    [exact] = [Ranks(4, 200_000, sparsifier=ls.TopK(), exchange="reduce_union", density=0.001, dtype=dtype).step(rows)]
+    [exact] = [
+        Ranks(4, 200_000, sparsifier=ls.sparsifiers.TopK(), exchange="reduce_union", density=0.001, dtype=dtype).step(
+            rows
+        )
+    ]
     assert torch.equal(outcome.updates[0].indices, exact.updates[0].indices)
     for rank, update in enumerate(outcome.updates):
         assert torch.equal(update.sent, exact.updates[0].indices[update_of(rows[rank], outcome, rank) != 0])
@@ -117,7 +123,9 @@ def test_a_pick_that_dwarfs_all_others_leaves_them_their_digits(n: int, ratio: f
     # One step for the whole group, of the largest pick, would round nearly all others to zero, for ever.
     rows = torch.randn(n, 2000, generator=torch.Generator().manual_seed(0))
     rows[:, 77] = ratio
-    ranks = Ranks(n, 2000, sparsifier=ls.UnionTopK(), exchange="packed_union", density=0.02, dtype=torch.float32)
+    ranks = Ranks(
+        n, 2000, sparsifier=ls.sparsifiers.UnionTopK(), exchange="packed_union", density=0.02, dtype=torch.float32
+    )
     for _ in range(3):
         outcome = ranks.step(rows)
         for rank, selection in enumerate(outcome.selections):
@@ -132,7 +140,9 @@ def test_a_rank_with_larger_gradients_is_not_cut_short_by_the_picks_of_others(n:
     norms = {}
     for exchange in ("packed_union", "reduce_union"):
         generator = torch.Generator().manual_seed(0)
-        ranks = Ranks(n, 2000, sparsifier=ls.UnionTopK(), exchange=exchange, density=0.02, dtype=torch.float32)
+        ranks = Ranks(
+            n, 2000, sparsifier=ls.sparsifiers.UnionTopK(), exchange=exchange, density=0.02, dtype=torch.float32
+        )
         for _ in range(40):
             rows = torch.randn(n, 2000, generator=generator)
             rows[0] *= ratio
@@ -148,7 +158,9 @@ def test_a_rank_without_a_gradient_does_not_coarsen_what_others_send(n: int) -> 
     rows[:, :40] = 5.0
     rows[:, 1000] = 1e7
     rows[0] = 0.0
-    ranks = Ranks(n, 2000, sparsifier=ls.UnionTopK(), exchange="packed_union", density=0.02, dtype=torch.float32)
+    ranks = Ranks(
+        n, 2000, sparsifier=ls.sparsifiers.UnionTopK(), exchange="packed_union", density=0.02, dtype=torch.float32
+    )
     served = torch.zeros(2000)
     for _ in range(20):
         outcome = ranks.step(rows)
@@ -190,7 +202,7 @@ def test_alone_a_rank_rounds_nothing() -> None:
 def test_a_union_above_its_limit_gives_up_others_in_each_step(limit: int) -> None:
     # The gradient at a coordinate that has been sent is what it was, so that the union is the same in every step.
     @dataclass(frozen=True)
-    class Limited(ls.TopK):
+    class Limited(ls.sparsifiers.TopK):
         def select(self, acc: torch.Tensor, state: Any, ctx: Context) -> tuple[Selection, Any]:
             picked = Selection(torch.arange(20), torch.tensor(20), aligned=True, limit=limit)
             return picked, state
@@ -212,7 +224,7 @@ def test_a_value_beyond_the_last_level_is_sent_in_parts() -> None:
     rows[1] = 1e-3
     rows[0, :] = 1e-3
     rows[1, 0] = 1.0  # coordinate 0 belongs to rank 0 in step 0, which has little there
-    sparsifier = ls.StripedTopK(block=1)
+    sparsifier = ls.sparsifiers.StripedTopK(block=1)
     ranks = Ranks(2, 8, sparsifier=sparsifier, exchange="packed_union", density=0.5, dtype=torch.float64)
     outcome = ranks.step(rows)
     picked = torch.cat([s.indices for s in outcome.selections])
@@ -228,16 +240,18 @@ def test_messages_are_less_than_half_as_long() -> None:
     # coordinates; the count of picks and an exponent, in multiples of 16 bytes; then half a word per value, float32 or
     # not.
     rows = torch.randn(4, 200_000, generator=torch.Generator().manual_seed(0))
-    [outcome] = packed(rows, 0.01, ls.SharedTopK())
+    [outcome] = packed(rows, 0.01, ls.sparsifiers.SharedTopK())
     union = int(outcome.statistics[0].union)
     indices, values = 16 * -(-(2 + 125 + 63 + -(-1281 // 32)) // 4), 4 * -(-union // 2)
     assert outcome.statistics[0].bytes_sent == 3 * indices + 1.5 * values
-    plain = Ranks(4, 200_000, sparsifier=ls.SharedTopK(), exchange="reduce_union", density=0.01, dtype=torch.float32)
+    plain = Ranks(
+        4, 200_000, sparsifier=ls.sparsifiers.SharedTopK(), exchange="reduce_union", density=0.01, dtype=torch.float32
+    )
     assert outcome.statistics[0].bytes_sent < 0.5 * plain.step(rows).statistics[0].bytes_sent
 
 
 @dataclass(frozen=True)
-class Descending(ls.UnionTopK):
+class Descending(ls.sparsifiers.UnionTopK):
     def select(self, acc: torch.Tensor, state: Any, ctx: Context) -> Steps[tuple[Selection, Any]]:
         selection, state = yield from resolve(super().select(acc, state, ctx))
         order = torch.arange(len(selection.indices))
@@ -248,10 +262,12 @@ class Descending(ls.UnionTopK):
 
 @pytest.mark.parametrize(
     ("memory", "dtype"),
-    covering(in_turns([ls.Residual(), ls.SecondMoment()], [torch.float32, torch.float64]), together=1),
+    covering(
+        in_turns([ls.memories.Residual(), ls.memories.SecondMoment()], [torch.float32, torch.float64]), together=1
+    ),
 )
 def test_picks_that_do_not_ascend_travel_like_others(
-    dtype: torch.dtype, memory: ls.Memory, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, memory: ls.memories.Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = torch.randn(3, 196_608, generator=torch.Generator().manual_seed(0), dtype=dtype)  # 3 blocks
     for density in (1e-5, 1e-3):  # told whole, and in blocks
@@ -260,7 +276,7 @@ def test_picks_that_do_not_ascend_travel_like_others(
             ways = [
                 Ranks(3, 196_608, sparsifier=sparsifier, exchange="packed_union", density=density, dtype=dtype,
                       memory=memory)
-                for sparsifier in (ls.UnionTopK(), Descending())
+                for sparsifier in (ls.sparsifiers.UnionTopK(), Descending())
             ]  # fmt: skip
             for _ in range(3):
                 plain, turned = (way.step(rows) for way in ways)
@@ -292,7 +308,7 @@ def test_too_many_ranks_for_a_share_of_the_levels_send_unrounded_values(monkeypa
     rows = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     monkeypatch.setattr("lightning_sparse.ops.form.FEWEST_LEVELS", 32767 // 3 + 1)
     [outcome] = packed(rows, 0.1)
-    exact = Ranks(3, 1000, sparsifier=ls.TopK(), exchange="reduce_union", density=0.1).step(rows)
+    exact = Ranks(3, 1000, sparsifier=ls.sparsifiers.TopK(), exchange="reduce_union", density=0.1).step(rows)
     assert torch.equal(outcome.averages, exact.averages)
 
 
@@ -309,7 +325,9 @@ def test_nothing_selected_in_the_first_step_of_a_thread() -> None:
 
     def run() -> list[float]:
         gradients = torch.full((1, 2, 50), 0.5)
-        [step] = ls.simulate(gradients, sparsifier=ls.HardThreshold(9.0), density=0.2, exchange="packed_union")
+        [step] = ls.simulate(
+            gradients, sparsifier=ls.sparsifiers.HardThreshold(9.0), density=0.2, exchange="packed_union"
+        )
         return step.update.tolist()
 
     with ThreadPoolExecutor(1) as thread:
@@ -324,7 +342,7 @@ def test_what_a_rank_has_sent_is_listed_and_its_accumulator_stays(dtype: torch.d
     accs = torch.randn(n, numel + 1, generator=torch.Generator().manual_seed(0), dtype=dtype)
     accs[:, ::50] *= 1e-9  # rounded to zero
     accs[:, numel] = 0
-    exchange, picks = ls.PackedUnion(), torch.arange(0, numel, 10)
+    exchange, picks = ls.exchanges.PackedUnion(), torch.arange(0, numel, 10)
 
     def updates() -> list[Update]:
         given = accs.clone()

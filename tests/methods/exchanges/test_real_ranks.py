@@ -18,12 +18,12 @@ NUMEL, DENSITY, STEPS = 501, 0.1, 4
 
 # A library is free to form the sums of an all-reduce in any order: there values whose sums are exact, elsewhere any.
 WALKS = {
-    "clt_k": (ls.CLTk(), "follow_leader", True),
-    "random_k": (ls.RandomK(), "reduce_shared", True),
-    "gtop_k": (ls.GTopK(), "tree", False),
-    "hard_threshold-tree": (ls.HardThreshold(1.5), "tree", False),
-    "ok_topk": (ls.OkTopK(interval=3), "balanced", False),
-    "hard_threshold-balanced": (ls.HardThreshold(1.5), "balanced", False),
+    "clt_k": (ls.sparsifiers.CLTK(), "follow_leader", True),
+    "random_k": (ls.sparsifiers.RandomK(), "reduce_shared", True),
+    "gtop_k": (ls.sparsifiers.GTopK(), "tree", False),
+    "hard_threshold-tree": (ls.sparsifiers.HardThreshold(1.5), "tree", False),
+    "ok_top_k": (ls.sparsifiers.OkTopK(interval=3), "balanced", False),
+    "hard_threshold-balanced": (ls.sparsifiers.HardThreshold(1.5), "balanced", False),
 }
 
 
@@ -36,10 +36,14 @@ def rows_of(step: int, n: int, exact: bool) -> torch.Tensor:
 def walk(name: str) -> list[tuple[list[float], list[int], float]]:
     """A few steps of this rank: updates, counts and bytes."""
     sparsifier, exchange, exact = WALKS[name]
-    comm, memory = TorchCollective(), ls.Residual()
+    comm, memory = TorchCollective(), ls.memories.Residual()
     ctx = Context(0, DENSITY, comm.rank, comm.world_size)
     state = init_group(NUMEL, torch.float32, torch.device("cpu"), ctx, memory=memory, sparsifier=sparsifier)
-    parts: dict[str, Any] = {"memory": memory, "sparsifier": sparsifier, "exchange": ls.EXCHANGES.resolve(exchange)}
+    parts: dict[str, Any] = {
+        "memory": memory,
+        "sparsifier": sparsifier,
+        "exchange": ls.exchanges.EXCHANGES.resolve(exchange),
+    }
     seen = []
     for step in range(STEPS):
         grad = rows_of(step, comm.world_size, exact)[comm.rank].clone()

@@ -34,14 +34,14 @@ CTX = Context(step=0, density=0.5, rank=0, world_size=4)
 MEMORIES = [
     Residual(),
     Residual(decay=0.5),
-    ls.LowPass(0.25),
-    ls.MomentumCorrection(),
-    ls.MomentumCorrection(0.5, nesterov=True, masking=False),
-    ls.AdamCorrection(),
-    ls.AdamCorrection(beta1=0.9),
-    ls.SecondMoment(),
-    ls.ClipByNorm(1.0),
-    ls.ClipByNorm(1.0, ls.MomentumCorrection()),
+    ls.memories.LowPass(0.25),
+    ls.memories.MomentumCorrection(),
+    ls.memories.MomentumCorrection(0.5, nesterov=True, masking=False),
+    ls.memories.AdamCorrection(),
+    ls.memories.AdamCorrection(beta1=0.9),
+    ls.memories.SecondMoment(),
+    ls.memories.ClipByNorm(1.0),
+    ls.memories.ClipByNorm(1.0, ls.memories.MomentumCorrection()),
     NoMemory(),
 ]
 every_memory = in_one_test("memory", ((memory,) for memory in MEMORIES), apart=0)
@@ -86,47 +86,47 @@ def residual(state: FeedbackState) -> list[float]:
     return Residual().residual(state).tolist()
 
 
-def absorb(memory: ls.Memory, state: Any, grad: Tensor, ctx: Context = CTX) -> Absorbed:
+def absorb(memory: ls.memories.Memory, state: Any, grad: Tensor, ctx: Context = CTX) -> Absorbed:
     return memory.absorb_(state, Gradient([grad.clone()]), ctx)
 
 
-def accumulate(memory: ls.Memory, state: Any, grad: Tensor, ctx: Context = CTX) -> Tensor:
+def accumulate(memory: ls.memories.Memory, state: Any, grad: Tensor, ctx: Context = CTX) -> Tensor:
     """A copy of the accumulator of a step: it is what is remembered, and settling changes it."""
     found = absorb(memory, state, grad, ctx)
     assert found.finite
     return found.acc.clone()
 
 
-def settle(memory: ls.Memory, state: Any, what: Update, rounding: Tensor | None = None) -> None:
+def settle(memory: ls.memories.Memory, state: Any, what: Update, rounding: Tensor | None = None) -> None:
     """Let a step count."""
     memory.settle_(state, what, rounding, torch.tensor(False) if ops.static_shapes(CPU) else None)
 
 
-def snapshot(memory: ls.Memory, state: Any) -> dict[str, bytes]:
+def snapshot(memory: ls.memories.Memory, state: Any) -> dict[str, bytes]:
     """The bits of all that is remembered."""
     vectors = {name: vector[:-1].numpy().tobytes() for name, vector in memory.vectors(state).items()}
     return vectors | {name: counter.numpy().tobytes() for name, counter in memory.counters(state).items()}
 
 
-def copies(memory: ls.Memory, state: Any) -> dict[str, Tensor]:
+def copies(memory: ls.memories.Memory, state: Any) -> dict[str, Tensor]:
     return {name: vector[:-1].clone() for name, vector in memory.vectors(state).items()}
 
 
-def takes_a_norm(memory: ls.Memory) -> bool:
-    return isinstance(memory, ls.ClipByNorm | ls.SecondMoment)
+def takes_a_norm(memory: ls.memories.Memory) -> bool:
+    return isinstance(memory, ls.memories.ClipByNorm | ls.memories.SecondMoment)
 
 
 # ---- what all memories do
 
 
 @every_memory
-def test_the_accumulator_is_what_is_remembered(memory: ls.Memory) -> None:
+def test_the_accumulator_is_what_is_remembered(memory: ls.memories.Memory) -> None:
     state = memory.init(5, CPU, torch.float32)
     residual = memory.residual(state)
     for seed in range(3):
         found = absorb(memory, state, noise(1, 5, seed=seed, dtype=torch.float32)[0])
         assert bool(found.finite) and found.finite.shape == () and found.finite.dtype == torch.bool
-        if residual is not None and not isinstance(memory, ls.LowPass):
+        if residual is not None and not isinstance(memory, ls.memories.LowPass):
             assert found.acc.data_ptr() == residual.data_ptr()
         settle(memory, state, release([1, 3]), torch.tensor([0.5, 0.5]))
         assert residual is None or memory.residual(state).data_ptr() == residual.data_ptr()
@@ -134,7 +134,7 @@ def test_the_accumulator_is_what_is_remembered(memory: ls.Memory) -> None:
 
 
 @every_memory
-def test_settling_changes_what_was_sent_and_nothing_else(memory: ls.Memory) -> None:
+def test_settling_changes_what_was_sent_and_nothing_else(memory: ls.memories.Memory) -> None:
     state = memory.init(5, CPU, torch.float32)
     for seed in range(3):
         acc = accumulate(memory, state, noise(1, 5, seed=seed, dtype=torch.float32)[0])
@@ -142,18 +142,18 @@ def test_settling_changes_what_was_sent_and_nothing_else(memory: ls.Memory) -> N
         steps = None if counted is None else float(counted)
         settle(memory, state, release([1, 3]), torch.tensor([0.5, 0.25]))
         after = copies(memory, state)
-        if isinstance(memory, ls.LowPass):  # follows everywhere
+        if isinstance(memory, ls.memories.LowPass):  # follows everywhere
             before["residual"] += memory.beta * (acc[:-1] - before["residual"])
         for name, vector in after.items():
             assert torch.equal(vector[[0, 2, 4]], before[name][[0, 2, 4]])
             assert name != "second" or torch.equal(vector, before[name])
-        if after and not isinstance(memory, ls.LowPass):
+        if after and not isinstance(memory, ls.memories.LowPass):
             assert after["residual"][[1, 3]].tolist() == [0.5, 0.25]
         assert steps is None or float(memory.counters(state)["steps"]) == steps + 1 == seed + 1
 
 
 @every_memory
-def test_the_spare_slot_is_zero_whatever_the_padding_carries(memory: ls.Memory) -> None:
+def test_the_spare_slot_is_zero_whatever_the_padding_carries(memory: ls.memories.Memory) -> None:
     state, grad = memory.init(2, CPU, torch.float32), torch.tensor([1.0, 1.0])
     padded = slice(0, 3 if ops.static_shapes(CPU) else 1)  # nothing is padded where the host knows sizes
     for sent_values in (None, [0.5, 7.0, 7.0], None):
@@ -168,7 +168,7 @@ def test_the_spare_slot_is_zero_whatever_the_padding_carries(memory: ls.Memory) 
 
 @every_memory
 @pytest.mark.parametrize("spoilt", [float("nan"), float("inf"), -float("inf")])
-def test_a_coordinate_that_is_not_finite_is_left_as_it_is(memory: ls.Memory, spoilt: float) -> None:
+def test_a_coordinate_that_is_not_finite_is_left_as_it_is(memory: ls.memories.Memory, spoilt: float) -> None:
     """The others are absorbed, as if it had been 0; but where a norm is taken, which nobody knows."""
     disturbed, calm = (memory.init(4, CPU, torch.float32) for _ in range(2))
     for seed in range(4):
@@ -194,8 +194,8 @@ def test_a_coordinate_that_is_not_finite_is_left_as_it_is(memory: ls.Memory, spo
         assert snapshot(memory, disturbed) == snapshot(memory, calm)
 
 
-@pytest.mark.parametrize("memory", [Residual(), ls.MomentumCorrection()], ids=repr)
-def test_sums_that_are_too_large_are_left_as_they_are_too(memory: ls.Memory) -> None:
+@pytest.mark.parametrize("memory", [Residual(), ls.memories.MomentumCorrection()], ids=repr)
+def test_sums_that_are_too_large_are_left_as_they_are_too(memory: ls.memories.Memory) -> None:
     state, large = memory.init(3, CPU, torch.float32), torch.tensor([1.0, 6e37, 2.0])
     found = [bool(absorb(memory, state, large).finite) for _ in range(8)]
     assert found[0] and not found[-1]
@@ -209,14 +209,16 @@ def test_sums_that_are_too_large_are_left_as_they_are_too(memory: ls.Memory) -> 
     "what",
     [release([1]), release(None), release(None, [1.0] * 4), release([0, 1, 2, 3], [1.0, float("nan"), 0.0, 0.0])],
 )
-def test_a_skipped_step_settles_nothing_and_keeps_what_it_has_absorbed(memory: ls.Memory, what: Update) -> None:
+def test_a_skipped_step_settles_nothing_and_keeps_what_it_has_absorbed(
+    memory: ls.memories.Memory, what: Update
+) -> None:
     """The flag is known to the device only, and what came from other ranks may be NaN."""
     state = memory.init(4, CPU, torch.float32)
     for seed in range(5):
         absorb(memory, state, noise(1, 4, seed=seed, dtype=torch.float32)[0])
         skipped = copy.deepcopy(state)
         memory.skip_(skipped)
-        assert isinstance(memory, ls.LowPass) or snapshot(memory, skipped) == snapshot(memory, state)
+        assert isinstance(memory, ls.memories.LowPass) or snapshot(memory, skipped) == snapshot(memory, state)
         memory.settle_(state, what, torch.full_like(what.values, float("nan")), torch.tensor(True))
         assert snapshot(memory, state) == snapshot(memory, skipped)
         if seed % 2:
@@ -225,31 +227,35 @@ def test_a_skipped_step_settles_nothing_and_keeps_what_it_has_absorbed(memory: l
 
 @every_memory
 @pytest.mark.parametrize("skipped", [False, True], ids=["counts", "skipped"])
-def test_what_is_remembered_of_unused_parameters_stays(memory: ls.Memory, skipped: bool) -> None:
-    parts = {"memory": memory, "sparsifier": ls.TopK(), "exchange": ls.EXCHANGES.resolve("reduce_union")}
+def test_what_is_remembered_of_unused_parameters_stays(memory: ls.memories.Memory, skipped: bool) -> None:
+    parts = {
+        "memory": memory,
+        "sparsifier": ls.sparsifiers.TopK(),
+        "exchange": ls.exchanges.EXCHANGES.resolve("reduce_union"),
+    }
     ctx, spans = Context(0, 0.5, 0, 1), [slice(0, 1), slice(2, 4)]
     state = init_group(5, torch.float32, CPU, ctx, memory=memory, sparsifier=parts["sparsifier"])
     for grad in noise(3, 5, dtype=torch.float32):
         made = drive(exchange_group(grad, state, ctx, **parts), TorchCollective())
-        state = settle_group(state, made, made.void, memory)
+        state = settle_group(state, made, made.skipped, memory)
     before = copies(memory, state.memory)
     grad = torch.tensor([0.0, 64.0, 0.0, 0.0, float("nan") if skipped else 0.25])
     made = drive(exchange_group(grad, state, ctx, **parts, unused=spans), TorchCollective())
-    assert bool(made.void) == skipped
+    assert bool(made.skipped) == skipped
     for name, vector in copies(memory, state.memory).items():
         for span in spans:
             assert torch.equal(vector[span], before[name][span])
     absorbed = copies(memory, state.memory)
-    settle_group(state, made, made.void, memory, spans)
+    settle_group(state, made, made.skipped, memory, spans)
     for name, vector in copies(memory, state.memory).items():
-        assert not skipped or isinstance(memory, ls.LowPass) or torch.equal(vector, absorbed[name])
+        assert not skipped or isinstance(memory, ls.memories.LowPass) or torch.equal(vector, absorbed[name])
         for span in spans:
             assert torch.equal(vector[span], before[name][span])
         assert torch.equal(vector, before[name]) == (skipped and takes_a_norm(memory))
 
 
 @every_memory
-def test_averages_that_nobody_has_applied_are_given_back(memory: ls.Memory) -> None:
+def test_averages_that_nobody_has_applied_are_given_back(memory: ls.memories.Memory) -> None:
     state = memory.init(5, CPU, torch.float32)
     absorb(memory, state, torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]))
     before = copies(memory, state)
@@ -265,7 +271,7 @@ def test_averages_that_nobody_has_applied_are_given_back(memory: ls.Memory) -> N
 
 
 @every_memory
-def test_residuals_are_scaled_and_nothing_else_is(memory: ls.Memory) -> None:
+def test_residuals_are_scaled_and_nothing_else_is(memory: ls.memories.Memory) -> None:
     state = memory.init(4, CPU, torch.float32)
     accumulate(memory, state, torch.tensor([1.0, 2.0, 3.0, 4.0]))
     settle(memory, state, release([3]))
@@ -277,11 +283,11 @@ def test_residuals_are_scaled_and_nothing_else_is(memory: ls.Memory) -> None:
 
 
 @every_memory
-def test_narrow_gradients_enter_wide_accumulators(memory: ls.Memory) -> None:
+def test_narrow_gradients_enter_wide_accumulators(memory: ls.memories.Memory) -> None:
     # The values have 7 bits and fit into bfloat16: nothing may be rounded on the way but by clipping.
     gradients = [noise(1, 6, seed=seed, grain=16)[0] for seed in range(4)]
     states = [memory.init(6, CPU, torch.float32) for _ in range(2)]
-    clips = isinstance(memory, ls.ClipByNorm)
+    clips = isinstance(memory, ls.memories.ClipByNorm)
     for gradient in gradients:
         narrow, wide = (
             accumulate(memory, state, gradient.to(dtype))
@@ -294,7 +300,7 @@ def test_narrow_gradients_enter_wide_accumulators(memory: ls.Memory) -> None:
 
 
 @every_memory
-def test_states_have_the_accumulators_dtype(memory: ls.Memory) -> None:
+def test_states_have_the_accumulators_dtype(memory: ls.memories.Memory) -> None:
     for dtype in (torch.float32, torch.float64):
         state = memory.init(3, CPU, dtype)
         assert accumulate(memory, state, torch.ones(3, dtype=dtype)).dtype == dtype
@@ -379,7 +385,7 @@ def test_no_memory_remembers_nothing() -> None:
 
 @pytest.mark.parametrize("beta", [0.25, 0.5, 1.0])
 def test_the_low_pass_follows_its_formula(beta: float) -> None:
-    memory, e = ls.LowPass(beta), np.zeros(7)
+    memory, e = ls.memories.LowPass(beta), np.zeros(7)
     state = memory.init(7, CPU, torch.float64)
     rng = np.random.default_rng(0)
     for _ in range(12):
@@ -400,8 +406,8 @@ def test_the_low_pass_keeps_its_part_of_a_skipped_step() -> None:
     stream = torch.zeros(6, 2, 4)
     stream[0, 0], stream[1, 0, 0], stream[1, 1, 3] = torch.tensor([1.0, 2.0, 3.0, 4.0]), 10.0, math.nan
     plain, filtered = (
-        [step.update for step in ls.simulate(stream, sparsifier="topk", density=0.25, memory=memory)]
-        for memory in (ls.Residual(), ls.LowPass(1.0))
+        [step.update for step in ls.simulate(stream, sparsifier="top_k", density=0.25, memory=memory)]
+        for memory in (ls.memories.Residual(), ls.memories.LowPass(1.0))
     )
     assert max(float(update[0]) for update in plain if update.isfinite().all()) == 5.5
     for one, other in zip(plain, filtered, strict=True):
@@ -409,15 +415,17 @@ def test_the_low_pass_keeps_its_part_of_a_skipped_step() -> None:
 
 
 def test_squares_that_overflow_skip_no_step() -> None:
-    for step in ls.simulate(torch.full((3, 2, 4), 1e21), sparsifier="topk", density=0.5, memory=ls.AdamCorrection()):
+    for step in ls.simulate(
+        torch.full((3, 2, 4), 1e21), sparsifier="top_k", density=0.5, memory=ls.memories.AdamCorrection()
+    ):
         assert step.update.isfinite().all()
 
 
 def test_the_low_pass_at_1_is_the_residual() -> None:
-    states = [memory.init(9, CPU, torch.float32) for memory in (ls.LowPass(1.0), Residual())]
+    states = [memory.init(9, CPU, torch.float32) for memory in (ls.memories.LowPass(1.0), Residual())]
     for seed in range(6):
         gradient = torch.randn(9, generator=torch.Generator().manual_seed(seed))
-        for i, memory in enumerate((ls.LowPass(1.0), Residual())):
+        for i, memory in enumerate((ls.memories.LowPass(1.0), Residual())):
             accumulate(memory, states[i], gradient)
             settle(memory, states[i], release([seed, 8]))
         assert residual(states[0]) == residual(states[1])
@@ -453,7 +461,7 @@ class PlainDGC:
 @pytest.mark.parametrize("masking", [True, False])
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_momentum_correction_follows_the_paper(nesterov: bool, masking: bool) -> None:
-    memory = ls.MomentumCorrection(0.75, nesterov, masking)
+    memory = ls.memories.MomentumCorrection(0.75, nesterov, masking)
     state, plain = memory.init(6, CPU, torch.float64), PlainDGC(6, 0.75, nesterov, masking)
     rng = np.random.default_rng(1)
     for number in range(20):
@@ -471,7 +479,7 @@ def test_momentum_correction_follows_the_paper(nesterov: bool, masking: bool) ->
 
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_without_masking_every_velocity_is_sent_or_kept(nesterov: bool) -> None:
-    memory = ls.MomentumCorrection(0.5, nesterov, masking=False)
+    memory = ls.memories.MomentumCorrection(0.5, nesterov, masking=False)
     state = memory.init(8, CPU, torch.float64)
     buffer, velocities, sent = torch.zeros(8), torch.zeros(8), torch.zeros(8)
     for seed in range(10):
@@ -498,7 +506,7 @@ ALL = {
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("everything", ALL.values(), ids=ALL)
 def test_where_everything_is_sent_momentum_is_that_of_sgd(nesterov: bool, masking: bool, everything: Update) -> None:
-    memory = ls.MomentumCorrection(0.5, nesterov, masking)
+    memory = ls.memories.MomentumCorrection(0.5, nesterov, masking)
     state = memory.init(4, CPU, torch.float64)
     ours, theirs = (torch.nn.Parameter(torch.zeros(4, dtype=torch.float64)) for _ in range(2))
     sgd = torch.optim.SGD([theirs], lr=1.0, momentum=0.5, nesterov=nesterov)
@@ -514,7 +522,7 @@ def test_where_everything_is_sent_momentum_is_that_of_sgd(nesterov: bool, maskin
 
 
 def momentum_after(what: Update) -> list[float]:
-    memory = ls.MomentumCorrection(0.5)
+    memory = ls.memories.MomentumCorrection(0.5)
     state = memory.init(4, CPU, torch.float32)
     accumulate(memory, state, torch.tensor([1.0, 2.0, 3.0, 4.0]))
     settle(memory, state, what)
@@ -544,7 +552,7 @@ def test_masking_spares_what_was_dropped_on_the_way() -> None:
 
 @pytest.mark.parametrize("n", [1, 4, 9])
 def test_a_long_gradient_is_shortened_to_the_limit_over_the_root_of_n(n: int) -> None:
-    memory, ctx = ls.ClipByNorm(6.0), CTX._replace(world_size=n)
+    memory, ctx = ls.memories.ClipByNorm(6.0), CTX._replace(world_size=n)
     gradient = torch.tensor([30.0, -40.0, 0.0])
     acc = accumulate(memory, memory.init(3, CPU, torch.float32), gradient, ctx)
     limit = 6 / math.sqrt(n)
@@ -553,7 +561,7 @@ def test_a_long_gradient_is_shortened_to_the_limit_over_the_root_of_n(n: int) ->
 
 @pytest.mark.parametrize("values", [[3.0, 4.0, 0.0], [0.0, 0.0, 0.0], [1e-30, 0.1, -0.3]])
 def test_a_short_gradient_is_not_touched(values: list[float]) -> None:
-    memory, ctx = ls.ClipByNorm(5.0), CTX._replace(world_size=1)
+    memory, ctx = ls.memories.ClipByNorm(5.0), CTX._replace(world_size=1)
     acc = accumulate(memory, memory.init(3, CPU, torch.float32), torch.tensor(values), ctx)
     assert torch.equal(acc[:-1], torch.tensor(values))
 
@@ -563,7 +571,7 @@ def test_a_short_gradient_is_not_touched(values: list[float]) -> None:
 def test_norms_of_long_vectors_are_exact_to_the_dtype(numel: int, dtype: torch.dtype) -> None:
     gradient = (10 * torch.randn(numel, generator=torch.Generator().manual_seed(0))).to(dtype)
     expected = math.sqrt(math.fsum(g * g for g in gradient.tolist()))
-    memory = ls.ClipByNorm(1.0)
+    memory = ls.memories.ClipByNorm(1.0)
     state = memory.init(numel, CPU, torch.promote_types(dtype, torch.float32))
     acc = accumulate(memory, state, gradient, CTX._replace(world_size=1))
     tolerance = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 2.0**-7}[dtype]
@@ -572,7 +580,10 @@ def test_norms_of_long_vectors_are_exact_to_the_dtype(numel: int, dtype: torch.d
 
 
 def test_a_clipping_memory_is_the_memory_inside_for_all_else() -> None:
-    clipping, plain = ls.ClipByNorm(1e9, ls.MomentumCorrection(0.5)), ls.MomentumCorrection(0.5)
+    clipping, plain = (
+        ls.memories.ClipByNorm(1e9, ls.memories.MomentumCorrection(0.5)),
+        ls.memories.MomentumCorrection(0.5),
+    )
     states = [memory.init(5, CPU, torch.float32) for memory in (clipping, plain)]
     for seed in range(4):
         for i, memory in enumerate((clipping, plain)):
@@ -584,14 +595,17 @@ def test_a_clipping_memory_is_the_memory_inside_for_all_else() -> None:
 
 def test_a_transform_defines_all_members_of_a_memory() -> None:
     """One that is new in Memory, and is not passed on, would have its default in place of the memory inside."""
-    members = {name for name in vars(ls.Memory) if not name.startswith("_")}
+    members = {name for name in vars(ls.memories.Memory) if not name.startswith("_")}
     assert members - vars(GradientTransform).keys() == set()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gradients_whose_squares_overflow_are_clipped_like_others(dtype: torch.dtype) -> None:
     [trace] = ls.simulate(
-        [torch.full((2, 100), 1e25, dtype=dtype)], sparsifier="everything", density=1.0, memory=ls.ClipByNorm(2.0)
+        [torch.full((2, 100), 1e25, dtype=dtype)],
+        sparsifier="everything",
+        density=1.0,
+        memory=ls.memories.ClipByNorm(2.0),
     )
     assert float(trace.update.norm()) == pytest.approx(2.0 / 2**0.5)
 
@@ -599,7 +613,7 @@ def test_gradients_whose_squares_overflow_are_clipped_like_others(dtype: torch.d
 # ---- AdamCorrection
 
 
-def adam_steps(kind: str, memory: ls.AdamCorrection, steps: int, **settings: Any) -> tuple[Tensor, Tensor]:
+def adam_steps(kind: str, memory: ls.memories.AdamCorrection, steps: int, **settings: Any) -> tuple[Tensor, Tensor]:
     """Parameters after steps of torch's optimizer and of ours with SGD behind it, one rank, everything sent."""
     theirs, ours = (torch.nn.Parameter(noise(1, 7, seed=99)[0]) for _ in range(2))
     betas = (memory.beta1, memory.beta2)
@@ -618,37 +632,37 @@ def adam_steps(kind: str, memory: ls.AdamCorrection, steps: int, **settings: Any
 
 @pytest.mark.parametrize("settings", [{}, {"beta1": 0.5, "beta2": 0.7}, {"beta1": 0.9}, {"eps": 0.1}], ids=str)
 def test_alone_at_full_density_it_is_adam_and_adamw(settings: dict[str, float]) -> None:
-    memory = ls.AdamCorrection(**settings)
+    memory = ls.memories.AdamCorrection(**settings)
     for kind, decay in (("Adam", 0.0), ("AdamW", 0.0), ("AdamW", 0.1)):
         ours, theirs = adam_steps(kind, memory, 20, weight_decay=decay)
         torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-14)
 
 
 def test_a_group_is_worked_on_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = adam_steps("Adam", ls.AdamCorrection(), 5)[0]
+    whole = adam_steps("Adam", ls.memories.AdamCorrection(), 5)[0]
     for name in ("HOST_PIECE", "PIECE"):
         monkeypatch.setattr(sys.modules["lightning_sparse.methods.memory.base"], name, 3)
-    assert torch.equal(adam_steps("Adam", ls.AdamCorrection(), 5)[0], whole)
+    assert torch.equal(adam_steps("Adam", ls.memories.AdamCorrection(), 5)[0], whole)
 
 
 # ---- settings
 
 
 BAD: list[tuple[Any, dict[str, Any], str]] = [
-    (ls.Residual, {"decay": 0}, r"decay to be a number in \(0, 1\], but got 0"),
-    (ls.Residual, {"decay": 1.5}, "but got 1.5"),
-    (ls.Residual, {"decay": True}, "but got True"),
-    (ls.LowPass, {"beta": 0.0}, r"beta to be a number in \(0, 1\], but got 0.0"),
-    (ls.LowPass, {"beta": float("nan")}, "but got nan"),
-    (ls.MomentumCorrection, {"momentum": 1}, r"momentum to be a number in \[0, 1\), but got 1"),
-    (ls.MomentumCorrection, {"momentum": "high"}, "but got 'high'"),
-    (ls.AdamCorrection, {"beta1": 1.0}, r"beta1 to be a number in \[0, 1\), but got 1.0"),
-    (ls.AdamCorrection, {"beta2": -0.1}, "but got -0.1"),
-    (ls.AdamCorrection, {"eps": 0}, r"eps to be a number of at least 1.2e-38, but got 0"),
-    (ls.SecondMoment, {"eps": 1e-45}, r"eps to be a number of at least 1.2e-38, but got 1e-45"),
-    (ls.ClipByNorm, {"max_norm": 0}, "max_norm to be a positive number, but got 0"),
-    (ls.ClipByNorm, {"max_norm": float("nan")}, "but got nan"),
-    (ls.ClipByNorm, {"max_norm": 1.0, "memory": "residual"}, r"memory to be a Memory such as Residual\(\)"),
+    (ls.memories.Residual, {"decay": 0}, r"decay to be a number in \(0, 1\], but got 0"),
+    (ls.memories.Residual, {"decay": 1.5}, "but got 1.5"),
+    (ls.memories.Residual, {"decay": True}, "but got True"),
+    (ls.memories.LowPass, {"beta": 0.0}, r"beta to be a number in \(0, 1\], but got 0.0"),
+    (ls.memories.LowPass, {"beta": float("nan")}, "but got nan"),
+    (ls.memories.MomentumCorrection, {"momentum": 1}, r"momentum to be a number in \[0, 1\), but got 1"),
+    (ls.memories.MomentumCorrection, {"momentum": "high"}, "but got 'high'"),
+    (ls.memories.AdamCorrection, {"beta1": 1.0}, r"beta1 to be a number in \[0, 1\), but got 1.0"),
+    (ls.memories.AdamCorrection, {"beta2": -0.1}, "but got -0.1"),
+    (ls.memories.AdamCorrection, {"eps": 0}, r"eps to be a number of at least 1.2e-38, but got 0"),
+    (ls.memories.SecondMoment, {"eps": 1e-45}, r"eps to be a number of at least 1.2e-38, but got 1e-45"),
+    (ls.memories.ClipByNorm, {"max_norm": 0}, "max_norm to be a positive number, but got 0"),
+    (ls.memories.ClipByNorm, {"max_norm": float("nan")}, "but got nan"),
+    (ls.memories.ClipByNorm, {"max_norm": 1.0, "memory": "residual"}, r"memory to be a Memory such as Residual\(\)"),
 ]
 
 
@@ -659,14 +673,18 @@ def test_bad_settings_fail_at_construction(memory: Any, settings: dict[str, Any]
 
 
 def test_edges_of_the_ranges_are_allowed() -> None:
-    assert (ls.Residual(1).decay, ls.LowPass(1).beta, ls.MomentumCorrection(0).momentum) == (1, 1, 0)
-    assert ls.AdamCorrection(0, 0).beta2 == 0
+    assert (ls.memories.Residual(1).decay, ls.memories.LowPass(1).beta, ls.memories.MomentumCorrection(0).momentum) == (
+        1,
+        1,
+        0,
+    )
+    assert ls.memories.AdamCorrection(0, 0).beta2 == 0
 
 
 def test_as_memory() -> None:
     assert as_memory(None) == Residual()
-    assert as_memory(ls.LowPass(0.5)) == ls.LowPass(0.5)
-    assert as_memory("low_pass") == as_memory("LowPass") == ls.LowPass()
+    assert as_memory(ls.memories.LowPass(0.5)) == ls.memories.LowPass(0.5)
+    assert as_memory("low_pass") == as_memory("LowPass") == ls.memories.LowPass()
     with pytest.raises(ValueError, match=r"Unknown memory 'lowpas'\. Did you mean 'low_pass'\? Known names: adam_corr"):
         as_memory("lowpas")
     with pytest.raises(
@@ -680,16 +698,18 @@ def test_as_memory() -> None:
 
 
 def test_every_memory_has_a_name() -> None:
-    classes = {value for value in vars(ls).values() if isinstance(value, type) and issubclass(value, ls.Memory)}
-    assert {cls for _, cls in ls.MEMORIES.items()} == classes - {ls.Memory}
+    classes = {
+        value for value in vars(ls).values() if isinstance(value, type) and issubclass(value, ls.memories.Memory)
+    }
+    assert {cls for _, cls in ls.memories.MEMORIES.items()} == classes - {ls.memories.Memory}
 
 
 def test_what_serves_dense_groups() -> None:
-    assert Residual().for_dense() == ls.LowPass().for_dense() == NoMemory().for_dense() == NoMemory()
-    for memory in (ls.MomentumCorrection(0.5), ls.AdamCorrection()):
+    assert Residual().for_dense() == ls.memories.LowPass().for_dense() == NoMemory().for_dense() == NoMemory()
+    for memory in (ls.memories.MomentumCorrection(0.5), ls.memories.AdamCorrection()):
         assert memory.for_dense() is memory
-        assert ls.ClipByNorm(1.0, memory).for_dense() == ls.ClipByNorm(1.0, memory)
-    assert ls.ClipByNorm(1.0).for_dense() == ls.ClipByNorm(1.0, NoMemory())
+        assert ls.memories.ClipByNorm(1.0, memory).for_dense() == ls.memories.ClipByNorm(1.0, memory)
+    assert ls.memories.ClipByNorm(1.0).for_dense() == ls.memories.ClipByNorm(1.0, NoMemory())
 
 
 def optimizer(name: str, **settings: Any) -> torch.optim.Optimizer:
@@ -709,21 +729,21 @@ ADAPTING = [*WITH_MOMENTUM[1:], ("RMSprop", {}), ("Adagrad", {}), ("Adadelta", {
 
 @pytest.mark.parametrize(("name", "settings"), FITTING, ids=str)
 @every_memory
-def test_every_memory_takes_plain_sgd(memory: ls.Memory, name: str, settings: dict[str, Any]) -> None:
+def test_every_memory_takes_plain_sgd(memory: ls.memories.Memory, name: str, settings: dict[str, Any]) -> None:
     check_pair(memory, optimizer(name, **settings))
 
 
 @pytest.mark.parametrize(("name", "settings"), WITH_MOMENTUM, ids=str)
 def test_momentum_twice_is_warned_of(name: str, settings: dict[str, Any]) -> None:
     check_pair(Residual(), optimizer(name, **settings))
-    for memory in (ls.MomentumCorrection(), ls.ClipByNorm(1.0, ls.MomentumCorrection())):
+    for memory in (ls.memories.MomentumCorrection(), ls.memories.ClipByNorm(1.0, ls.memories.MomentumCorrection())):
         with pytest.warns(UserWarning, match=rf"{name} would apply momentum to them a second time.*momentum=0"):
             check_pair(memory, optimizer(name, **settings))
 
 
 @pytest.mark.parametrize(("name", "settings"), [*ADAPTING, WITH_MOMENTUM[0], ("LBFGS", {})], ids=str)
 def test_adam_correction_takes_nothing_but_plain_sgd(name: str, settings: dict[str, Any]) -> None:
-    for memory in (ls.AdamCorrection(), ls.ClipByNorm(1.0, ls.AdamCorrection())):
+    for memory in (ls.memories.AdamCorrection(), ls.memories.ClipByNorm(1.0, ls.memories.AdamCorrection())):
         with pytest.raises(ValueError, match=rf"but got {name}.*Set torch.optim.SGD\(lr=<the lr you"):
             check_pair(memory, optimizer(name, **settings))
 
@@ -731,13 +751,15 @@ def test_adam_correction_takes_nothing_but_plain_sgd(name: str, settings: dict[s
 def test_a_parameter_group_with_momentum_of_its_own_is_noticed() -> None:
     groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "momentum": m} for m in (0.0, 0.9)]
     with pytest.raises(ValueError, match="but got SGD with momentum"):
-        check_pair(ls.AdamCorrection(), torch.optim.SGD(groups, lr=0.1))
+        check_pair(ls.memories.AdamCorrection(), torch.optim.SGD(groups, lr=0.1))
 
 
 # ---- WeightDecay
 
 
-def decayed(memory: ls.Memory, parameters: list[tuple[slice, Tensor]] | None, grad: list[float]) -> list[float]:
+def decayed(
+    memory: ls.memories.Memory, parameters: list[tuple[slice, Tensor]] | None, grad: list[float]
+) -> list[float]:
     state = memory.init(len(grad), CPU, torch.float32)
     return accumulate(memory, state, torch.tensor(grad), CTX._replace(parameters=parameters))[:-1].tolist()
 
@@ -745,9 +767,9 @@ def decayed(memory: ls.Memory, parameters: list[tuple[slice, Tensor]] | None, gr
 def test_decay_is_added_to_the_gradients_of_matrices_and_vectors() -> None:
     matrix, vector = torch.tensor([[8.0, -4.0]]), torch.tensor([16.0])
     parameters = [(slice(0, 2), matrix), (slice(2, 3), vector)]
-    assert decayed(ls.WeightDecay(0.25), parameters, [1.0, 1.0, 1.0]) == [3.0, 0.0, 5.0]
-    assert decayed(ls.WeightDecay(0.25, min_ndim=2), parameters, [1.0, 1.0, 1.0]) == [3.0, 0.0, 1.0]
-    inside = ls.ClipByNorm(5.0, ls.WeightDecay(0.25, ls.Residual()))
+    assert decayed(ls.memories.WeightDecay(0.25), parameters, [1.0, 1.0, 1.0]) == [3.0, 0.0, 5.0]
+    assert decayed(ls.memories.WeightDecay(0.25, min_ndim=2), parameters, [1.0, 1.0, 1.0]) == [3.0, 0.0, 1.0]
+    inside = ls.memories.ClipByNorm(5.0, ls.memories.WeightDecay(0.25, ls.memories.Residual()))
     assert decayed(inside, parameters, [30.0, 0.0, 40.0]) == pytest.approx(
         [3 / CTX.world_size**0.5 + 2, -1, 4 / CTX.world_size**0.5 + 4]
     )
@@ -758,17 +780,20 @@ def test_decay_follows_the_order_of_memory_as_gradients_in_buckets_do() -> None:
     parameter = torch.arange(2 * 3 * 2 * 2, dtype=torch.float32).view(2, 3, 2, 2)
     last = parameter.to(memory_format=torch.channels_last)
     expected = parameter.permute(0, 2, 3, 1).flatten().tolist()
-    assert decayed(ls.WeightDecay(1.0), [(slice(0, 24), last)], [0.0] * 24) == expected
+    assert decayed(ls.memories.WeightDecay(1.0), [(slice(0, 24), last)], [0.0] * 24) == expected
     gaps = torch.arange(12, dtype=torch.float32).view(3, 4)[:, ::2]
-    assert decayed(ls.WeightDecay(1.0), [(slice(0, 6), gaps)], [0.0] * 6) == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
+    assert decayed(ls.memories.WeightDecay(1.0), [(slice(0, 6), gaps)], [0.0] * 6) == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
 
 
 def test_decay_with_momentum_is_that_of_sgd() -> None:
-    memory, ours = ls.WeightDecay(0.125, ls.MomentumCorrection(0.5)), torch.zeros(4, dtype=torch.float64)
+    memory, ours = (
+        ls.memories.WeightDecay(0.125, ls.memories.MomentumCorrection(0.5)),
+        torch.zeros(4, dtype=torch.float64),
+    )
     theirs = torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))
     sgd = torch.optim.SGD([theirs], lr=0.5, momentum=0.5, weight_decay=0.125)
     state = memory.init(4, CPU, torch.float64)
-    assert memory.reads_parameters and ls.ClipByNorm(1.0, memory).reads_parameters
+    assert memory.reads_parameters and ls.memories.ClipByNorm(1.0, memory).reads_parameters
     for seed in range(8):
         theirs.grad = noise(1, 4, seed=seed)[0]
         ctx = CTX._replace(parameters=[(slice(0, 4), ours)])
@@ -781,13 +806,13 @@ def test_decay_with_momentum_is_that_of_sgd() -> None:
 
 def test_decay_needs_a_model_and_no_second_decay() -> None:
     with pytest.raises(ValueError, match="WeightDecay needs the parameters of a model"):
-        decayed(ls.WeightDecay(0.1), None, [1.0])
+        decayed(ls.memories.WeightDecay(0.1), None, [1.0])
     parameter = torch.nn.Parameter(torch.zeros(1))
     with pytest.warns(UserWarning, match="WeightDecay adds the decay.*SGD would apply its own"):
-        check_pair(ls.WeightDecay(0.1), torch.optim.SGD([parameter], 0.1, weight_decay=0.1))
-    check_pair(ls.WeightDecay(0.1), torch.optim.SGD([parameter], 0.1))
+        check_pair(ls.memories.WeightDecay(0.1), torch.optim.SGD([parameter], 0.1, weight_decay=0.1))
+    check_pair(ls.memories.WeightDecay(0.1), torch.optim.SGD([parameter], 0.1))
     with pytest.warns(UserWarning, match="MomentumCorrection sends velocities"):
-        memory = ls.WeightDecay(0.1, ls.MomentumCorrection(0.9))
+        memory = ls.memories.WeightDecay(0.1, ls.memories.MomentumCorrection(0.9))
         check_pair(memory, torch.optim.SGD([parameter], 0.1, momentum=0.9))
 
 
@@ -803,4 +828,4 @@ def test_decay_needs_a_model_and_no_second_decay() -> None:
 )
 def test_decays_that_make_no_sense_are_refused(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ls.WeightDecay(**settings)
+        ls.memories.WeightDecay(**settings)

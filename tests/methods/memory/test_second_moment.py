@@ -65,8 +65,8 @@ def reference_steps(gradients: Rows, k: int, beta2: float, eps: float) -> list[t
 @pytest.mark.parametrize(("n", "beta2", "eps"), [(1, 0.999, 1e-8), (3, 0.9, 1e-8), (4, 0.5, 0.1)])
 def test_the_best_steps_of_adam_are_sent_with_what_they_are_divided_by(n: int, beta2: float, eps: float) -> None:
     gradients = stream(40, n, 60)
-    memory = ls.SecondMoment(beta2, eps)
-    traces = ls.simulate(gradients, sparsifier="shared_topk", exchange="reduce_union", density=0.2, memory=memory)
+    memory = ls.memories.SecondMoment(beta2, eps)
+    traces = ls.simulate(gradients, sparsifier="shared_top_k", exchange="reduce_union", density=0.2, memory=memory)
     for trace, (average, divisor) in zip(traces, reference_steps(gradients.numpy(), 12, beta2, eps), strict=True):
         assert trace.indices.tolist() == sorted(divisor)
         np.testing.assert_allclose(trace.update, average, rtol=1e-9, atol=1e-12)
@@ -78,12 +78,12 @@ def test_what_agrees_with_itself_is_sent_before_it_is_large() -> None:
     # Coordinate 0 flips its sign at every step, 1 is a hundred times smaller and does not.
     gradients = torch.tensor([[[10.0, 0.1]], [[-10.0, 0.1]]]).repeat(40, 1, 1)
 
-    def sent(memory: ls.Memory) -> set[int]:
-        traces = ls.simulate(gradients, sparsifier="topk", exchange="reduce_union", density=0.5, memory=memory)
+    def sent(memory: ls.memories.Memory) -> set[int]:
+        traces = ls.simulate(gradients, sparsifier="top_k", exchange="reduce_union", density=0.5, memory=memory)
         return {int(j) for trace in traces for j in trace.indices}
 
-    assert sent(ls.Residual()) == {0}
-    assert sent(ls.SecondMoment(0.9)) == {0, 1}
+    assert sent(ls.memories.Residual()) == {0}
+    assert sent(ls.memories.SecondMoment(0.9)) == {0, 1}
 
 
 def test_where_gradients_have_stopped_steps_stay_bounded() -> None:
@@ -93,7 +93,7 @@ def test_where_gradients_have_stopped_steps_stay_bounded() -> None:
     gradients[:, :, 3] = 1.0
     quotients = []
     for trace in ls.simulate(
-        gradients, sparsifier="topk", exchange="reduce_union", density=0.25, memory=ls.SecondMoment(0.5)
+        gradients, sparsifier="top_k", exchange="reduce_union", density=0.25, memory=ls.memories.SecondMoment(0.5)
     ):
         assert trace.divisor is not None
         quotients.append(float((trace.update / trace.divisor).abs().max()))
@@ -103,8 +103,8 @@ def test_where_gradients_have_stopped_steps_stay_bounded() -> None:
 
 def test_steps_stay_bounded_however_long_a_coordinate_has_waited() -> None:
     gradients = (torch.ones(1, 500) for _ in range(450))  # agree at every step; each waits for 250
-    settings = {"sparsifier": "shared_topk", "exchange": "reduce_union", "density": 0.004}
-    traces = list(ls.simulate(gradients, **settings, memory=ls.SecondMoment()))
+    settings = {"sparsifier": "shared_top_k", "exchange": "reduce_union", "density": 0.004}
+    traces = list(ls.simulate(gradients, **settings, memory=ls.memories.SecondMoment()))
     waited = [float(trace.update.max()) for trace in traces]
     steps = [float((trace.update / trace.divisor).max()) for trace in traces if trace.divisor is not None]
     assert max(waited) > 200
@@ -117,7 +117,7 @@ def test_steps_stay_bounded_however_long_a_coordinate_has_waited() -> None:
 def test_what_is_too_large_to_be_squared_is_sent_first_and_moves_by_a_step(size: float) -> None:
     gradients = torch.ones(3, 2, 8)
     gradients[:, 0, 5] = size
-    for trace in ls.simulate(gradients, sparsifier="union_topk", density=0.25, memory=ls.SecondMoment()):
+    for trace in ls.simulate(gradients, sparsifier="union_top_k", density=0.25, memory=ls.memories.SecondMoment()):
         assert 5 in trace.indices.tolist()
         assert trace.divisor is not None
         assert 0 < float(trace.update[5] / trace.divisor[5]) <= 2
@@ -136,8 +136,8 @@ def reference_parts(second: Rows, picked: list[set[int]], j: int, parts: int) ->
 def test_packed_second_moments_are_averaged_in_parts_of_the_largest_that_was_told(n: int, low: int) -> None:
     numel, beta2 = 400, 0.9
     gradients = stream(4, n, numel, seed=n)
-    memory = ls.SecondMoment(beta2)
-    ranks = Ranks(n, numel, sparsifier=ls.UnionTopK(), density=0.2, memory=memory)
+    memory = ls.memories.SecondMoment(beta2)
+    ranks = Ranks(n, numel, sparsifier=ls.sparsifiers.UnionTopK(), density=0.2, memory=memory)
     v, lengths = np.zeros((n, numel)), [Length() for _ in range(n)]
     for step, rows in enumerate(gradients):
         outcome = ranks.step(rows)
@@ -168,11 +168,11 @@ def test_integers_are_shared_as_long_as_each_rank_has_a_part(n: int) -> None:
 
 @pytest.mark.parametrize("exchange", ["packed_union", "reduce_union", "dense"])
 def test_a_step_whose_gradients_have_no_length_leaves_no_trace_and_is_not_counted(exchange: str) -> None:
-    memory = ls.SecondMoment(0.5)
+    memory = ls.memories.SecondMoment(0.5)
     gradients = stream(6, 3, 50)
 
     def run(void_at: int | None) -> Any:
-        ranks = Ranks(3, 50, sparsifier=ls.UnionTopK(), exchange=exchange, density=0.2, memory=memory)
+        ranks = Ranks(3, 50, sparsifier=ls.sparsifiers.UnionTopK(), exchange=exchange, density=0.2, memory=memory)
         for number, rows in enumerate(gradients):
             if number == void_at:
                 bad = rows.clone()
@@ -181,18 +181,18 @@ def test_a_step_whose_gradients_have_no_length_leaves_no_trace_and_is_not_counte
             outcome = ranks.step(rows, number)
         return outcome
 
-    plain, after_void = run(None), run(3)
-    assert torch.equal(plain.averages, after_void.averages)
-    for then, now in zip(plain.divisors, after_void.divisors, strict=True):
+    plain, after_skipped = run(None), run(3)
+    assert torch.equal(plain.averages, after_skipped.averages)
+    for then, now in zip(plain.divisors, after_skipped.divisors, strict=True):
         assert torch.equal(then, now)
-    for then, now in zip(plain.states, after_void.states, strict=True):
+    for then, now in zip(plain.states, after_skipped.states, strict=True):
         assert torch.equal(then.memory.steps, now.memory.steps)
 
 
 @pytest.mark.parametrize("exchange", ["packed_union", "reduce_union", "dense"])
-def test_a_step_that_another_rank_makes_void_is_absorbed_and_not_counted(exchange: str) -> None:
-    memory = ls.SecondMoment(0.5)
-    ranks = Ranks(3, 50, sparsifier=ls.UnionTopK(), exchange=exchange, density=0.2, memory=memory)
+def test_a_step_that_another_rank_makes_skipped_is_absorbed_and_not_counted(exchange: str) -> None:
+    memory = ls.memories.SecondMoment(0.5)
+    ranks = Ranks(3, 50, sparsifier=ls.sparsifiers.UnionTopK(), exchange=exchange, density=0.2, memory=memory)
     lengths = Length()
     for rows in stream(4, 3, 50):
         before = {name: vector[:-1].clone() for name, vector in memory.vectors(ranks.states[0].memory).items()}
@@ -212,7 +212,7 @@ def test_a_step_that_another_rank_makes_void_is_absorbed_and_not_counted(exchang
 
 
 def test_a_residual_without_a_second_moment_starts_with_short_steps() -> None:
-    old, memory = ls.Residual(), ls.SecondMoment(0.9)
+    old, memory = ls.memories.Residual(), ls.memories.SecondMoment(0.9)
     before = old.init(3, torch.device("cpu"), torch.float32)
     old.residual(before).copy_(torch.tensor([50.0, -2.0, 0.0]))
     state = memory.init(3, torch.device("cpu"), torch.float32)
@@ -224,10 +224,10 @@ def test_a_residual_without_a_second_moment_starts_with_short_steps() -> None:
 @pytest.mark.parametrize("betas", [[0.9, 0.999, 0.5], [0.999, 0.0, 0.9], [0.9] * 5], ids=str)
 def test_the_start_is_corrected_by_the_product_of_all_second_betas(betas: list[float]) -> None:
     """Of gradients that are all alike, the corrected second moment is their square, whatever the decay was."""
-    memory = ls.SecondMoment(betas[0])
+    memory = ls.memories.SecondMoment(betas[0])
     state = memory.init(1, torch.device("cpu"), torch.float64)
     for number, beta2 in enumerate(betas):
-        memory, before = ls.SecondMoment(beta2), memory
+        memory, before = ls.memories.SecondMoment(beta2), memory
         memory.adapt_(state, before)
         grad, ctx = Gradient([torch.full((1,), 3.0, dtype=torch.float64)]), Context(number, 1.0, 0, 1)
         second = memory.absorb_(state, grad, ctx).second[:-1]
@@ -245,7 +245,7 @@ def test_lengths_have_the_same_bits_wherever_the_gradient_lies() -> None:
     parts = [torch.randn(size, generator=generator) for size in (1_000, 70_000, 3, 333)]
     together, measured = torch.cat(parts), []
     for pieces in (parts, together.split([len(part) for part in parts])):
-        memory = ls.SecondMoment()
+        memory = ls.memories.SecondMoment()
         state = memory.init(len(together), torch.device("cpu"), torch.float32)
         memory.absorb_(state, Gradient.of(pieces), Context(0, 0.01, 0, 2))
         measured.append(state.lengths)
@@ -254,11 +254,11 @@ def test_lengths_have_the_same_bits_wherever_the_gradient_lies() -> None:
 
 def test_exchanges_that_carry_no_second_moments_are_refused_with_those_that_do() -> None:
     with pytest.raises(ValueError, match=r"SecondMoment needs an exchange .* 'gather_pairs' does not.*reduce_union"):
-        ls.SparsificationConfig(sparsifier="topk", memory="second_moment")
-    around = ls.ClipByNorm(1.0, ls.SecondMoment())
+        ls.engine.config.SparsificationConfig(sparsifier="top_k", memory="second_moment")
+    around = ls.memories.ClipByNorm(1.0, ls.memories.SecondMoment())
     with pytest.raises(ValueError, match="ClipByNorm needs an exchange"):
-        ls.SparsificationConfig(sparsifier="topk", memory=around)
-    assert ls.SparsificationConfig(memory=around).memory == around
+        ls.engine.config.SparsificationConfig(sparsifier="top_k", memory=around)
+    assert ls.engine.config.SparsificationConfig(memory=around).memory == around
 
 
 PARAMETERS = [torch.nn.Parameter(torch.zeros(3)) for _ in range(3)]
@@ -268,9 +268,9 @@ IDS = {id(p) for p in PARAMETERS}
 @pytest.mark.parametrize(
     ("optimizers", "expected"),
     [
-        ([torch.optim.AdamW(PARAMETERS, betas=(0.9, 0.95), eps=1e-6)], ls.SecondMoment(0.95, 1e-6)),
-        ([torch.optim.Adam(PARAMETERS)], ls.SecondMoment()),
-        ([ls.AdamW(PARAMETERS[:1]), ls.Adam(PARAMETERS[1:])], ls.SecondMoment()),
+        ([torch.optim.AdamW(PARAMETERS, betas=(0.9, 0.95), eps=1e-6)], ls.memories.SecondMoment(0.95, 1e-6)),
+        ([torch.optim.Adam(PARAMETERS)], ls.memories.SecondMoment()),
+        ([ls.AdamW(PARAMETERS[:1]), ls.Adam(PARAMETERS[1:])], ls.memories.SecondMoment()),
         ([torch.optim.Adam(PARAMETERS, weight_decay=0.1)], None),
         ([torch.optim.AdamW(PARAMETERS, amsgrad=True)], None),
         ([torch.optim.AdamW(PARAMETERS, eps=0.0)], None),
@@ -282,7 +282,7 @@ IDS = {id(p) for p in PARAMETERS}
     ],
 )
 def test_which_memory_suits_which_optimizers(
-    optimizers: list[torch.optim.Optimizer], expected: ls.Memory | None
+    optimizers: list[torch.optim.Optimizer], expected: ls.memories.Memory | None
 ) -> None:
     assert AdamRule.memory(optimizers, IDS) == expected
 
@@ -290,14 +290,14 @@ def test_which_memory_suits_which_optimizers(
 def test_several_second_betas_are_warned_of() -> None:
     groups = [{"params": PARAMETERS[:1], "betas": (0.9, 0.95)}, {"params": PARAMETERS[1:], "betas": (0.9, 0.99)}]
     told: list[str] = []
-    assert AdamRule.memory([torch.optim.AdamW(groups)], IDS, told.append) == ls.SecondMoment(0.99)
+    assert AdamRule.memory([torch.optim.AdamW(groups)], IDS, told.append) == ls.memories.SecondMoment(0.99)
     assert "several pairs" in told[0] and "[(0.95, 1e-08), (0.99, 1e-08)]" in told[0]
 
 
 def test_a_states_settings_name_the_memory() -> None:
-    memory = ls.SecondMoment(0.95, 1e-6)
-    assert second_moment_in(ls.SparsificationConfig(memory=memory).algorithm) == memory
-    assert second_moment_in(ls.SparsificationConfig().algorithm) is None
+    memory = ls.memories.SecondMoment(0.95, 1e-6)
+    assert second_moment_in(ls.engine.config.SparsificationConfig(memory=memory).algorithm) == memory
+    assert second_moment_in(ls.engine.config.SparsificationConfig().algorithm) is None
     assert second_moment_in(None) is None
 
 
@@ -312,7 +312,11 @@ def test_what_one_rank_alone_has_is_not_divided_by_nothing(n: int) -> None:
         max(
             float((trace.update / trace.divisor).abs().max())
             for trace in ls.simulate(
-                gradients, sparsifier="union_topk", exchange=exchange, density=0.1, memory=ls.SecondMoment(0.95)
+                gradients,
+                sparsifier="union_top_k",
+                exchange=exchange,
+                density=0.1,
+                memory=ls.memories.SecondMoment(0.95),
             )
             if trace.divisor is not None
         )
@@ -322,8 +326,8 @@ def test_what_one_rank_alone_has_is_not_divided_by_nothing(n: int) -> None:
 
 
 def test_a_gradient_whose_square_overflows_leaves_a_state_of_numbers() -> None:
-    memory = ls.SecondMoment(0.9)
-    ranks = Ranks(2, 40, sparsifier=ls.UnionTopK(), density=0.1, memory=memory, dtype=torch.float32)
+    memory = ls.memories.SecondMoment(0.9)
+    ranks = Ranks(2, 40, sparsifier=ls.sparsifiers.UnionTopK(), density=0.1, memory=memory, dtype=torch.float32)
     for step in range(3):
         outcome = ranks.step(torch.full((2, 40), 1e30 if step == 1 else 1.0))
     assert bool(outcome.averages.isfinite().all())

@@ -40,7 +40,9 @@ def test_only_the_leader_searches_its_accumulator(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(module, "top_k", lambda x, k, candidates: searched.append(k) or torch.arange(k))
     for step in range(6):
         searched.clear()
-        selections = [ls.CLTk().select(torch.ones(50), None, Context(step, 0.1, rank, 3))[0] for rank in range(3)]
+        selections = [
+            ls.sparsifiers.CLTK().select(torch.ones(50), None, Context(step, 0.1, rank, 3))[0] for rank in range(3)
+        ]
         assert searched == [5]
         assert [int(s.count) for s in selections] == [5 * (rank == step % 3) for rank in range(3)]
         for rank, selection in enumerate(selections):

@@ -19,8 +19,8 @@ from lightning_sparse.methods.density import count
 from tests.covering import by_default, covering, in_one_test, in_turns
 from tests.lockstep import noise
 
-METHODS = [ls.MiCRO(), ls.ExDyna(num_blocks=64)]
-PUBLISHED = [ls.MiCRO(variant="published"), ls.ExDyna(variant="published", num_blocks=64)]
+METHODS = [ls.sparsifiers.MiCRO(), ls.sparsifiers.ExDyna(num_blocks=64)]
+PUBLISHED = [ls.sparsifiers.MiCRO(variant="published"), ls.sparsifiers.ExDyna(variant="published", num_blocks=64)]
 each_method = pytest.mark.parametrize("sparsifier", METHODS, ids=["micro", "exdyna"])
 
 
@@ -31,7 +31,9 @@ def normal(steps: int, n: int, numel: int, scale: float = 1.0) -> Iterator[Tenso
 
 
 @in_one_test("sparsifier, scale, n", covering(product(METHODS, [1e-6, 1.0, 1e6], [1, 2, 4, 8])))
-def test_the_density_is_met_at_every_step_whatever_the_scale(sparsifier: ls.Sparsifier, scale: float, n: int) -> None:
+def test_the_density_is_met_at_every_step_whatever_the_scale(
+    sparsifier: ls.sparsifiers.Sparsifier, scale: float, n: int
+) -> None:
     for trace in ls.simulate(normal(10, n, 8000, scale), sparsifier=sparsifier, density=0.01):
         assert abs(trace.density / 0.01 - 1) <= 0.10
         # In fact it is met exactly: the shares of the ranks are rounded so that they sum to k.
@@ -40,7 +42,7 @@ def test_the_density_is_met_at_every_step_whatever_the_scale(sparsifier: ls.Spar
 
 @in_one_test("published, scale, n", covering(product(PUBLISHED, [1e-6, 1.0, 1e6], [1, 2, 4, 8]), together=1))
 def test_the_published_rule_misses_the_density_on_the_same_streams(
-    published: ls.Sparsifier, scale: float, n: int
+    published: ls.sparsifiers.Sparsifier, scale: float, n: int
 ) -> None:
     traces = list(ls.simulate(normal(30, n, 8000, scale), sparsifier=published, density=0.01))
     errors = [abs(trace.density / 0.01 - 1) for trace in traces[20:]]
@@ -48,7 +50,7 @@ def test_the_published_rule_misses_the_density_on_the_same_streams(
 
 
 @each_method
-def test_each_rank_picks_the_largest_of_its_own_range(sparsifier: ls.Sparsifier) -> None:
+def test_each_rank_picks_the_largest_of_its_own_range(sparsifier: ls.sparsifiers.Sparsifier) -> None:
     n, numel = 4, 2000
     residual = torch.zeros(n, numel)
     traces = ls.simulate(normal(20, n, numel), sparsifier=sparsifier, density=0.02)
@@ -64,7 +66,9 @@ def test_each_rank_picks_the_largest_of_its_own_range(sparsifier: ls.Sparsifier)
 
 
 @each_method
-def test_the_threshold_parts_what_is_picked_from_what_is_not_but_for_rounded_shares(sparsifier: ls.Sparsifier) -> None:
+def test_the_threshold_parts_what_is_picked_from_what_is_not_but_for_rounded_shares(
+    sparsifier: ls.sparsifiers.Sparsifier,
+) -> None:
     # k = 16 and 4 ranks: at most 8 picks a rank, all of whose magnitudes are shared. The count of a rank above any
     # magnitude is then known up to one, the interpolation between neighbours, and so is its share.
     n, numel = 4, 2000
@@ -81,7 +85,7 @@ def test_the_threshold_parts_what_is_picked_from_what_is_not_but_for_rounded_sha
 
 @each_method
 @pytest.mark.parametrize("n", [2, 4, 8])
-def test_no_rank_sends_more_than_twice_its_share(sparsifier: ls.Sparsifier, n: int) -> None:
+def test_no_rank_sends_more_than_twice_its_share(sparsifier: ls.sparsifiers.Sparsifier, n: int) -> None:
     # All large gradients are in one eighth of the group.
     rows = noise(n, 4000, dtype=torch.float32)
     rows[:, 500:] *= 1e-3
@@ -99,7 +103,7 @@ def test_no_rank_sends_more_than_twice_its_share(sparsifier: ls.Sparsifier, n: i
     ),
 )
 def test_small_groups_are_served_with_at_least_one_pick_and_exactly_k(
-    sparsifier: ls.Sparsifier, n: int, numel: int
+    sparsifier: ls.sparsifiers.Sparsifier, n: int, numel: int
 ) -> None:
     # k < n, numel < n, k = numel: the published rule fails or overshoots at all of these.
     for density in (0.001, 0.3, 1.0):
@@ -110,7 +114,7 @@ def test_small_groups_are_served_with_at_least_one_pick_and_exactly_k(
 
 
 @each_method
-def test_the_density_holds_when_the_scale_jumps(sparsifier: ls.Sparsifier) -> None:
+def test_the_density_holds_when_the_scale_jumps(sparsifier: ls.sparsifiers.Sparsifier) -> None:
     calm, wild = normal(15, 4, 8000), normal(15, 4, 8000, scale=100.0)
     stream = itertools.chain(calm, wild, normal(15, 4, 8000))
     thresholds = []
@@ -122,7 +126,7 @@ def test_the_density_holds_when_the_scale_jumps(sparsifier: ls.Sparsifier) -> No
 
 @each_method
 @pytest.mark.parametrize("freedom", [2.0, 1.0])
-def test_the_density_holds_for_heavy_tails(sparsifier: ls.Sparsifier, freedom: float) -> None:
+def test_the_density_holds_for_heavy_tails(sparsifier: ls.sparsifiers.Sparsifier, freedom: float) -> None:
     # Student-t with 2 degrees of freedom has no variance, with 1 (Cauchy) no mean.
     torch.manual_seed(0)
     tails = torch.distributions.StudentT(freedom)
@@ -132,7 +136,7 @@ def test_the_density_holds_for_heavy_tails(sparsifier: ls.Sparsifier, freedom: f
 
 
 @each_method
-def test_the_density_holds_where_ranks_differ_by_orders_of_magnitude(sparsifier: ls.Sparsifier) -> None:
+def test_the_density_holds_where_ranks_differ_by_orders_of_magnitude(sparsifier: ls.sparsifiers.Sparsifier) -> None:
     for trace in ls.simulate(
         (rows * torch.tensor([[1e-8], [1e-3], [1.0], [1e4]]) for rows in normal(10, 4, 8000)),
         sparsifier=sparsifier,
@@ -142,14 +146,16 @@ def test_the_density_holds_where_ranks_differ_by_orders_of_magnitude(sparsifier:
 
 
 @each_method
-def test_ties_are_broken_so_that_k_are_picked(sparsifier: ls.Sparsifier) -> None:
+def test_ties_are_broken_so_that_k_are_picked(sparsifier: ls.sparsifiers.Sparsifier) -> None:
     for trace in ls.simulate([torch.ones(4, 1000)] * 5, sparsifier=sparsifier, density=0.05):
         assert trace.counts.sum() == trace.indices.numel() == 50
 
 
 @each_method
 @pytest.mark.parametrize("power", by_default([-60, -1, 20]))
-def test_scaling_all_gradients_by_a_power_of_two_changes_no_pick(sparsifier: ls.Sparsifier, power: int) -> None:
+def test_scaling_all_gradients_by_a_power_of_two_changes_no_pick(
+    sparsifier: ls.sparsifiers.Sparsifier, power: int
+) -> None:
     # Exact in floating point as long as nothing overflows or becomes subnormal: gradients 2**-60 are far from both.
     plain = ls.simulate(normal(20, 4, 4000), sparsifier=sparsifier, density=0.02)
     scaled = ls.simulate(normal(20, 4, 4000, scale=2.0**power), sparsifier=sparsifier, density=0.02)
@@ -186,7 +192,7 @@ def assert_tiles(partition: Tensor, numel: int) -> None:
 class Ranges:
     """Feed ExDyna with counts as data and watch its ranges; the ranks' gradients are all zero."""
 
-    def __init__(self, sparsifier: ls.ExDyna, numel: int, n: int) -> None:
+    def __init__(self, sparsifier: ls.sparsifiers.ExDyna, numel: int, n: int) -> None:
         self.sparsifier, self.numel, self.n, self.step = sparsifier, numel, n, 0
         self.state = sparsifier.init(numel, n, 0.1, torch.device("cpu"))
 
@@ -208,7 +214,7 @@ class Ranges:
 
 def test_blocks_go_from_the_loaded_to_the_idle_neighbour() -> None:
     # 1024 coordinates in 8 blocks of 128, 4 for each of two ranges. Rank 0 holds range 0 in step 0, range 1 in step 1.
-    ranges = Ranges(ls.ExDyna(num_blocks=8), 1024, 2)
+    ranges = Ranges(ls.sparsifiers.ExDyna(num_blocks=8), 1024, 2)
     assert ranges.after(None).tolist() == [[0, 512], [512, 1024]]
     # Range 0 sent 30, range 1 sent 10; the mean is 20: 1.5 > 1.05 and 0.5 < 1 / 1.05.
     assert ranges.after([30, 10]).tolist() == [[0, 384], [384, 1024]]
@@ -226,18 +232,18 @@ def test_a_pair_sees_what_the_pair_before_is_expected_to_have_moved() -> None:
     # Loads 24, 15, 22 of three ranges of 4 blocks of 32: mean 20.33, and 61 of 384 picked, so a block is expected to
     # carry int(32 * 61 / 384) = 5. Pair 0, 1: 1.18 and 0.74, a block goes right; the loads are now 19, 20, 22.
     # Pair 1, 2: 20 / 20.33 = 0.98 is not idle, and range 2 (1.08) keeps its blocks. At 0.74 one would have gone left.
-    ranges = Ranges(ls.ExDyna(num_blocks=12), 384, 3)
+    ranges = Ranges(ls.sparsifiers.ExDyna(num_blocks=12), 384, 3)
     ranges.after(None)
     assert ranges.after([24, 15, 22]).tolist() == [[0, 96], [96, 256], [256, 384]]
     # With 18 in range 0 (mean 18.33) the first pair does not move, and range 1 gets a block from the right.
-    ranges = Ranges(ls.ExDyna(num_blocks=12), 384, 3)
+    ranges = Ranges(ls.sparsifiers.ExDyna(num_blocks=12), 384, 3)
     ranges.after(None)
     assert ranges.after([18, 15, 22]).tolist() == [[0, 128], [128, 288], [288, 384]]
 
 
 def test_a_range_keeps_a_quarter_of_its_fair_share_of_blocks() -> None:
     # 16 blocks of 32, 8 for each of two ranges; at least 16 / (4 * 2) = 2 stay.
-    ranges = Ranges(ls.ExDyna(num_blocks=16), 512, 2)
+    ranges = Ranges(ls.sparsifiers.ExDyna(num_blocks=16), 512, 2)
     ranges.after(None)
     ends = []
     for step in range(10):
@@ -247,7 +253,7 @@ def test_a_range_keeps_a_quarter_of_its_fair_share_of_blocks() -> None:
 
 
 def test_a_larger_move_takes_several_blocks_at_once_but_never_below_the_minimum() -> None:
-    ranges = Ranges(ls.ExDyna(num_blocks=16, move=4), 512, 2)
+    ranges = Ranges(ls.sparsifiers.ExDyna(num_blocks=16, move=4), 512, 2)
     ranges.after(None)
     assert ranges.after([50, 0]).tolist() == [[0, 128], [128, 512]]
     assert ranges.after([0, 50]).tolist() == [[0, 128], [128, 512]]  # 4 - 4 would be below 2
@@ -256,7 +262,7 @@ def test_a_larger_move_takes_several_blocks_at_once_but_never_below_the_minimum(
 def test_alpha_sets_the_tolerated_imbalance() -> None:
     # Loads 12 and 8, mean 10: 1.2 and 0.8. A tolerance of 1.15 (0.87) moves a block, one of 1.25 (0.8) does not.
     for alpha, end in ((1.15, 224), (1.25, 256)):
-        ranges = Ranges(ls.ExDyna(num_blocks=16, alpha=alpha), 512, 2)
+        ranges = Ranges(ls.sparsifiers.ExDyna(num_blocks=16, alpha=alpha), 512, 2)
         ranges.after(None)
         assert ranges.after([12, 8]).tolist() == [[0, end], [end, 512]]
 
@@ -268,7 +274,7 @@ def test_ranges_tile_the_group_after_any_sequence_of_counts(data: st.DataObject)
     numel = data.draw(st.sampled_from([1, 5, 31, 32, 1000, 1025, 4099]))
     num_blocks = data.draw(st.sampled_from([1, 8, 31, 1024]))
     served = num_blocks >= n and numel >= 32 * num_blocks  # by the published variant
-    sparsifier = ls.ExDyna(
+    sparsifier = ls.sparsifiers.ExDyna(
         num_blocks=num_blocks,
         move=data.draw(st.sampled_from([1, 2, 5])),
         alpha=data.draw(st.sampled_from([1.0001, 1.05, 3.0])),
@@ -303,14 +309,14 @@ def test_ranges_tile_the_group_after_any_sequence_of_counts(data: st.DataObject)
 def test_blocks_are_multiples_of_32_where_the_group_is_large_enough(
     numel: int, n: int, num_blocks: int, size: int, blocks: int
 ) -> None:
-    assert ls.ExDyna(num_blocks=num_blocks).layout(numel, n) == (size, blocks)
+    assert ls.sparsifiers.ExDyna(num_blocks=num_blocks).layout(numel, n) == (size, blocks)
 
 
 def test_layered_gradients_end_balanced_and_with_fixed_ranges_they_do_not() -> None:
     # The scale rises threefold along the group. With 80 picks a rank, chance alone gives a ratio of about 1.1.
     scale = torch.linspace(0.5, 1.5, 16_000)
     stream = [scale * rows for rows in normal(80, 4, 16_000)]
-    moving = ls.ExDyna(num_blocks=64, move=2)
+    moving = ls.sparsifiers.ExDyna(num_blocks=64, move=2)
     balanced = [trace.padding_ratio for trace in ls.simulate(stream, sparsifier=moving, density=0.02)]
     fixed = [trace.padding_ratio for trace in ls.simulate(stream, sparsifier="micro", density=0.02)]
     assert sum(balanced[:5]) / 5 > 1.5
@@ -319,7 +325,7 @@ def test_layered_gradients_end_balanced_and_with_fixed_ranges_they_do_not() -> N
 
 
 @each_method
-def test_every_coordinate_is_sent_in_the_long_run(sparsifier: ls.Sparsifier) -> None:
+def test_every_coordinate_is_sent_in_the_long_run(sparsifier: ls.sparsifiers.Sparsifier) -> None:
     # Error feedback makes what waits grow, so nothing starves, at a density of 5 % after well over 20 steps.
     sent = torch.zeros(500, dtype=torch.bool)
     for trace in ls.simulate([torch.ones(4, 500)] * 60, sparsifier=sparsifier, density=0.05):

@@ -18,7 +18,7 @@ def test_published_picks_are_those_of_the_reference(kind: str, density: float, d
     for numel in SIZES:
         acc = accumulator(kind, numel, dtype)
         picked, threshold = reference_gaussian_k(acc, round(density * numel))
-        selection = select(ls.GaussianK(variant="published"), acc, density)
+        selection = select(ls.sparsifiers.GaussianK(variant="published"), acc, density)
         assert picks(selection) == picked
         assert float(selection.threshold) == pytest.approx(threshold, rel=1e-6 if dtype == np.float32 else 1e-10)
 
@@ -26,7 +26,7 @@ def test_published_picks_are_those_of_the_reference(kind: str, density: float, d
 def test_published_counts_follow_the_tail_of_the_data() -> None:
     # What the comparison above covers: within the band, far too many after two halvings, everything, and nothing.
     counts = {
-        kind: len(picks(select(ls.GaussianK(variant="published"), accumulator(kind, 300_000), 0.001)))
+        kind: len(picks(select(ls.sparsifiers.GaussianK(variant="published"), accumulator(kind, 300_000), 0.001)))
         for kind in [*SMOOTH, "zeros"]
     }
     assert counts["normal"] == pytest.approx(300, rel=0.1)
@@ -39,7 +39,9 @@ def test_a_last_correction_that_is_not_used_shows() -> None:
     # Normal data with 5 % of it at ten times the size: the third trial, at 2.25 times the estimate, is still too low.
     generator = np.random.default_rng(0)
     acc = generator.normal(size=100_000) * np.where(generator.random(100_000) < 0.05, 10, 1)
-    published, corrected = (select(ls.GaussianK(variant=name), acc, 0.001) for name in ("published", "corrected"))
+    published, corrected = (
+        select(ls.sparsifiers.GaussianK(variant=name), acc, 0.001) for name in ("published", "corrected")
+    )
     start = 3.2905267314919255 * acc.std(ddof=1) + acc.mean()
     assert float(published.threshold) == pytest.approx(2.25 * start)
     assert 2.25 * start < float(corrected.threshold) < 3.375 * start
@@ -51,7 +53,7 @@ def test_corrected_picks_are_the_two_to_four_thirds_of_k_largest(kind: str, dens
     for numel in SIZES:
         acc = accumulator(kind, numel)
         k = round(density * numel)
-        selection = select(ls.GaussianK(), acc, density)
+        selection = select(ls.sparsifiers.GaussianK(), acc, density)
         picked = picks(selection)
         assert 2 * k / 3 <= len(picked) <= 4 * k / 3
         assert_largest(picked, acc)
@@ -68,10 +70,10 @@ def test_corrected_picks_are_the_two_to_four_thirds_of_k_largest(kind: str, dens
 def test_a_device_keeps_the_band_and_what_is_largest(kind: str, density: float, request: pytest.FixtureRequest) -> None:
     acc = accumulator(kind, 10_000)
     k = round(density * acc.size)
-    exact = select(ls.GaussianK(), acc, density)
+    exact = select(ls.sparsifiers.GaussianK(), acc, density)
     request.getfixturevalue("static_path")
     for step in (0, 1, 12_345):
-        selection = select(ls.GaussianK(), acc, density, step)
+        selection = select(ls.sparsifiers.GaussianK(), acc, density, step)
         picked = picks(selection)
         assert selection.indices.numel() == min(4 * k // 3, acc.size)
         assert selection.indices[len(picked) :].tolist() == [acc.size] * (selection.indices.numel() - len(picked))
@@ -94,9 +96,9 @@ def test_published_picks_are_thinned_on_a_device_where_they_are_too_many(
 ) -> None:
     acc = accumulator(kind, 10_000)
     capacity = min(4 * round(density * acc.size), acc.size)
-    exact = picks(select(ls.GaussianK(variant="published"), acc, density))
+    exact = picks(select(ls.sparsifiers.GaussianK(variant="published"), acc, density))
     request.getfixturevalue("static_path")
-    selection = select(ls.GaussianK(variant="published"), acc, density)
+    selection = select(ls.sparsifiers.GaussianK(variant="published"), acc, density)
     assert selection.indices.numel() == capacity
     if len(exact) <= capacity:
         assert picks(selection) == exact
@@ -108,16 +110,16 @@ def test_published_picks_are_thinned_on_a_device_where_they_are_too_many(
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_the_sign_of_the_mean_decides_nothing_in_the_corrected_variant(sign: int) -> None:
     acc = sign * accumulator("shifted", 100_000)
-    selection = select(ls.GaussianK(), acc, 0.01)
-    assert picks(selection) == picks(select(ls.GaussianK(), -acc, 0.01))
+    selection = select(ls.sparsifiers.GaussianK(), acc, 0.01)
+    assert picks(selection) == picks(select(ls.sparsifiers.GaussianK(), -acc, 0.01))
     assert 667 <= int(selection.count) <= 1333
 
 
 @pytest.mark.parametrize("scale", [1e-15, 1e15])
 def test_scale_does_not_matter(scale: float) -> None:
     acc = accumulator("laplace", 100_000)
-    plain = picks(select(ls.GaussianK(), acc.astype(np.float32), 0.01))
-    assert picks(select(ls.GaussianK(), (acc * scale).astype(np.float32), 0.01)) == plain
+    plain = picks(select(ls.sparsifiers.GaussianK(), acc.astype(np.float32), 0.01))
+    assert picks(select(ls.sparsifiers.GaussianK(), (acc * scale).astype(np.float32), 0.01)) == plain
 
 
 @pytest.mark.parametrize("static", [False, True])
@@ -127,10 +129,10 @@ def test_squares_that_overflow_or_vanish_do_no_harm(scale: float, static: bool, 
         request.getfixturevalue("static_path")
     acc = (accumulator("normal", 10_000) * scale).astype(np.float32)
     assert np.isfinite(acc).all()
-    selection = select(ls.GaussianK(), acc, 0.01)
+    selection = select(ls.sparsifiers.GaussianK(), acc, 0.01)
     assert 67 <= len(picks(selection)) <= 133
 
 
 def test_an_unknown_variant_is_refused() -> None:
     with pytest.raises(ValueError, match="Expected variant to be 'corrected' or 'published', but got 'best'"):
-        ls.GaussianK(variant="best")
+        ls.sparsifiers.GaussianK(variant="best")

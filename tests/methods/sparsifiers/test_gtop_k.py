@@ -49,7 +49,7 @@ def test_the_density_is_k_whatever_n_is(n: int) -> None:
 
 def test_one_rank_alone_sends_its_top_k() -> None:
     stream = torch.randn(5, 1, 500, generator=torch.Generator().manual_seed(0))
-    own, merged = (list(ls.simulate(stream, sparsifier=name, density=0.05)) for name in ("topk", "gtop_k"))
+    own, merged = (list(ls.simulate(stream, sparsifier=name, density=0.05)) for name in ("top_k", "gtop_k"))
     assert all(torch.equal(a.update, b.update) for a, b in zip(own, merged, strict=True))
 
 

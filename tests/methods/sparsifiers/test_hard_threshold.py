@@ -29,7 +29,10 @@ def test_every_step_is_that_of_the_reference(
     stream[::5, :, :10] = threshold
     stream = stream.astype(dtype)
     traces = ls.simulate(
-        torch.from_numpy(stream), sparsifier=ls.HardThreshold(threshold), density=0.01, exchange=RELEASES[release]
+        torch.from_numpy(stream),
+        sparsifier=ls.sparsifiers.HardThreshold(threshold),
+        density=0.01,
+        exchange=RELEASES[release],
     )
     for trace, record in zip(traces, reference_hard_threshold(iter(stream), threshold, release=release), strict=True):
         assert trace.counts.tolist() == record.counts
@@ -50,19 +53,19 @@ def test_the_default_threshold_comes_from_the_picks_over_the_whole_model(
     model_numel: int | None, threshold: float
 ) -> None:
     ctx = Context(step=0, density=0.01, rank=0, world_size=2, model_numel=model_numel)
-    selection, state = ls.HardThreshold().select(torch.zeros(2500), None, ctx)
+    selection, state = ls.sparsifiers.HardThreshold().select(torch.zeros(2500), None, ctx)
     assert float(selection.threshold) == threshold
     # It follows a schedule: that of a warm-up's first step would let nearly everything pass later on.
-    later, _ = ls.HardThreshold().select(torch.zeros(2500), state, ctx._replace(step=1, density=0.04))
+    later, _ = ls.sparsifiers.HardThreshold().select(torch.zeros(2500), state, ctx._replace(step=1, density=0.04))
     assert float(later.threshold) == threshold / 2
-    given, _ = ls.HardThreshold(0.5).select(torch.zeros(2500), None, ctx._replace(density=0.04))
+    given, _ = ls.sparsifiers.HardThreshold(0.5).select(torch.zeros(2500), None, ctx._replace(density=0.04))
     assert float(given.threshold) == 0.5
 
 
 def test_the_density_follows_the_scale_of_the_gradients() -> None:
     rows = torch.randn(2, 10_000, generator=torch.Generator().manual_seed(0))
     counts = [
-        int(next(ls.simulate([rows * scale], sparsifier=ls.HardThreshold(2.0), density=0.01)).counts.sum())
+        int(next(ls.simulate([rows * scale], sparsifier=ls.sparsifiers.HardThreshold(2.0), density=0.01)).counts.sum())
         for scale in (0.1, 1.0, 10.0)
     ]
     # Magnitudes beyond 20, 2 and 0.2 among 20 000 normal ones: none, 4.55 % and 84.15 %, with standard deviations of 30
@@ -77,4 +80,4 @@ def test_a_threshold_that_is_no_positive_magnitude_is_refused(threshold: float) 
     with pytest.raises(
         ValueError, match=r"positive finite magnitude or None, but got .*use the sparsifier 'everything'"
     ):
-        ls.HardThreshold(threshold)
+        ls.sparsifiers.HardThreshold(threshold)

@@ -31,14 +31,14 @@ def gradients(n: int, scales: str, dtype: type) -> np.ndarray:
     return (noise * (1.0 if n == 2 else 0.01)).astype(dtype)
 
 
-RUNS: dict[str, tuple[ls.Sparsifier, Callable[[Iterator[np.ndarray]], list[ReferenceStep]]]] = {
-    "micro": (ls.MiCRO(variant="published"), lambda steps: reference_published_micro(steps, DENSITY)),
+RUNS: dict[str, tuple[ls.sparsifiers.Sparsifier, Callable[[Iterator[np.ndarray]], list[ReferenceStep]]]] = {
+    "micro": (ls.sparsifiers.MiCRO(variant="published"), lambda steps: reference_published_micro(steps, DENSITY)),
     "exdyna": (
-        ls.ExDyna(variant="published", num_blocks=BLOCKS),
+        ls.sparsifiers.ExDyna(variant="published", num_blocks=BLOCKS),
         lambda steps: reference_published_exdyna(steps, DENSITY, blocks=BLOCKS),
     ),
     "exdyna-loose": (
-        ls.ExDyna(variant="published", num_blocks=BLOCKS, alpha=1.25, move=2),
+        ls.sparsifiers.ExDyna(variant="published", num_blocks=BLOCKS, alpha=1.25, move=2),
         lambda steps: reference_published_exdyna(steps, DENSITY, blocks=BLOCKS, alpha=1.25, alpha_low=0.8, blk_move=2),
     ),
 }
@@ -87,7 +87,10 @@ def test_every_decision_of_300_steps_is_that_of_the_reference(name: str, n: int,
 
 def test_the_first_threshold_is_one_over_twice_the_root_of_k() -> None:
     # k = int(0.04 * 2500) = 100 for the group, whatever the number of ranks.
-    for sparsifier in (ls.MiCRO(variant="published"), ls.ExDyna(variant="published", num_blocks=16)):
+    for sparsifier in (
+        ls.sparsifiers.MiCRO(variant="published"),
+        ls.sparsifiers.ExDyna(variant="published", num_blocks=16),
+    ):
         for n in (1, 2, 4):
             trace = next(ls.simulate([torch.ones(n, 2500)], sparsifier=sparsifier, density=0.04))
             assert trace.threshold.tolist() == [0.05] * n
@@ -98,7 +101,7 @@ def test_beta_and_gamma_set_the_band_and_the_gain(beta: float, gamma: float, fac
     # Twice the target is picked: k = 10, and 20 ones. Outside a band of 1.1, inside one of 3 (a quarter of the gain).
     rows = torch.zeros(2, 100)
     rows[:, 40:60] = 1.0
-    sparsifier = ls.MiCRO(variant="published", beta=beta, gamma=gamma)
+    sparsifier = ls.sparsifiers.MiCRO(variant="published", beta=beta, gamma=gamma)
     first, second = ls.simulate([rows, rows], sparsifier=sparsifier, density=0.1)
     assert first.counts.sum() == 20
     assert float(second.threshold[0] / first.threshold[0]) == pytest.approx(factor, rel=1e-12)
@@ -107,21 +110,39 @@ def test_beta_and_gamma_set_the_band_and_the_gain(beta: float, gamma: float, fac
 @pytest.mark.parametrize(
     ("sparsifier", "n", "numel", "density", "message"),
     [
-        (ls.MiCRO(variant="published"), 4, 3, 1.0, "at least one coordinate per rank, but a group has 3 for 4 ranks"),
-        (ls.MiCRO(variant="published"), 2, 99, 0.01, r"MiCRO\(variant='published'\) needs density \* numel >= 1"),
-        (ls.ExDyna(variant="published"), 2, 32767, 0.01, "groups of at least 32768 coordinates"),
-        (ls.ExDyna(variant="published", num_blocks=3), 4, 1000, 0.1, "at least one block per rank"),
-        (ls.ExDyna(variant="published", num_blocks=1), 1, 99, 0.01, r"ExDyna\(variant='published'\) needs density"),
+        (
+            ls.sparsifiers.MiCRO(variant="published"),
+            4,
+            3,
+            1.0,
+            "at least one coordinate per rank, but a group has 3 for 4 ranks",
+        ),
+        (
+            ls.sparsifiers.MiCRO(variant="published"),
+            2,
+            99,
+            0.01,
+            r"MiCRO\(variant='published'\) needs density \* numel >= 1",
+        ),
+        (ls.sparsifiers.ExDyna(variant="published"), 2, 32767, 0.01, "groups of at least 32768 coordinates"),
+        (ls.sparsifiers.ExDyna(variant="published", num_blocks=3), 4, 1000, 0.1, "at least one block per rank"),
+        (
+            ls.sparsifiers.ExDyna(variant="published", num_blocks=1),
+            1,
+            99,
+            0.01,
+            r"ExDyna\(variant='published'\) needs density",
+        ),
     ],
 )
 def test_a_group_where_the_published_rule_divides_by_zero_is_refused(
-    sparsifier: ls.Sparsifier, n: int, numel: int, density: float, message: str
+    sparsifier: ls.sparsifiers.Sparsifier, n: int, numel: int, density: float, message: str
 ) -> None:
     with pytest.raises(ValueError, match=f"{message}.*variant='corrected'"):
         next(ls.simulate([torch.ones(n, numel)], sparsifier=sparsifier, density=density))
 
 
-@pytest.mark.parametrize("cls", [ls.MiCRO, ls.ExDyna])
+@pytest.mark.parametrize("cls", [ls.sparsifiers.MiCRO, ls.sparsifiers.ExDyna])
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -149,4 +170,4 @@ def test_settings_outside_their_range_are_refused(cls: type, settings: dict, mes
 )
 def test_block_settings_outside_their_range_are_refused(settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ls.ExDyna(**settings)
+        ls.sparsifiers.ExDyna(**settings)

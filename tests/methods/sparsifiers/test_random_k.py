@@ -19,7 +19,7 @@ WORD = 2**64
 
 
 def picks(numel: int, density: float, *, seed: int = 0, step: int = 0, rank: int = 0, n: int = 4) -> list[int]:
-    selection, state = ls.RandomK(seed).select(torch.zeros(numel), None, Context(step, density, rank, n))
+    selection, state = ls.sparsifiers.RandomK(seed).select(torch.zeros(numel), None, Context(step, density, rank, n))
     assert state is None
     assert int(selection.count) == selection.indices.numel()
     return selection.indices.tolist()
@@ -126,7 +126,7 @@ def test_means_vary_no_more_than_those_of_independent_draws(values: np.ndarray) 
 def test_the_values_of_all_ranks_travel_at_the_picks_and_nothing_else() -> None:
     stream = torch.randn(5, 4, 500, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     acc = torch.zeros(4, 500, dtype=torch.float64)
-    for t, trace in enumerate(ls.simulate(stream, sparsifier=ls.RandomK(9), density=0.1)):
+    for t, trace in enumerate(ls.simulate(stream, sparsifier=ls.sparsifiers.RandomK(9), density=0.1)):
         acc += stream[t]
         drawn = picks(500, 0.1, seed=9, step=t)
         assert trace.indices.tolist() == drawn
@@ -141,4 +141,4 @@ def test_the_values_of_all_ranks_travel_at_the_picks_and_nothing_else() -> None:
 @pytest.mark.parametrize("seed", [1.5, "0", None, True])
 def test_a_seed_that_is_no_integer_is_refused(seed: Any) -> None:
     with pytest.raises(ValueError, match="Expected seed to be an integer, but got"):
-        ls.RandomK(seed)
+        ls.sparsifiers.RandomK(seed)

@@ -28,7 +28,7 @@ def stream(name: str) -> list[Tensor]:
 
 
 @cache
-def follow(name: str, sparsifier: ls.Sparsifier, density: float) -> list[ls.StepTrace]:
+def follow(name: str, sparsifier: ls.sparsifiers.Sparsifier, density: float) -> list[ls.api.simulation.StepTrace]:
     return list(ls.simulate(stream(name), sparsifier=sparsifier, density=density))
 
 
@@ -41,10 +41,19 @@ def test_the_recorded_stream_is_one_whose_scale_moves() -> None:
 @pytest.mark.parametrize(
     ("sparsifier", "name", "density"),
     by_default(
-        covering(product([ls.SIDCoE(), ls.SIDCoGP(), ls.SIDCoP()], ["digits", "heavy_tail"], [0.01, 0.001]), together=1)
+        covering(
+            product(
+                [ls.sparsifiers.SIDCoE(), ls.sparsifiers.SIDCoGP(), ls.sparsifiers.SIDCoP()],
+                ["digits", "heavy_tail"],
+                [0.01, 0.001],
+            ),
+            together=1,
+        )
     ),
 )
-def test_sidco_picks_about_as_many_as_it_should(sparsifier: ls.Sparsifier, name: str, density: float) -> None:
+def test_sidco_picks_about_as_many_as_it_should(
+    sparsifier: ls.sparsifiers.Sparsifier, name: str, density: float
+) -> None:
     numel = stream(name)[0].shape[1]
     rows = [gradients[:2] for gradients in stream(name)]  # ranks do not look at each other
     picks = np.array([s.counts.tolist() for s in ls.simulate(rows, sparsifier=sparsifier, density=density)])[SETTLED:]
@@ -56,10 +65,11 @@ def test_sidco_picks_about_as_many_as_it_should(sparsifier: ls.Sparsifier, name:
 
 
 @pytest.mark.parametrize(
-    ("method", "density"), by_default(covering(in_turns([ls.ExDyna, ls.MiCRO], [0.001, 0.01]), together=1))
+    ("method", "density"),
+    by_default(covering(in_turns([ls.sparsifiers.ExDyna, ls.sparsifiers.MiCRO], [0.001, 0.01]), together=1)),
 )
 def test_exclusive_methods_hold_their_density_and_are_better_balanced_than_as_published(
-    method: type[ls.MiCRO] | type[ls.ExDyna], density: float
+    method: type[ls.sparsifiers.MiCRO] | type[ls.sparsifiers.ExDyna], density: float
 ) -> None:
     k = int(density * stream("digits")[0].shape[1])
     corrected, published = (follow("digits", method(variant=v), density) for v in ("corrected", "published"))
@@ -73,7 +83,7 @@ def test_exclusive_methods_hold_their_density_and_are_better_balanced_than_as_pu
     )
     assert longest <= before
     assert longest < 2.1
-    if method is ls.ExDyna:  # which moves its ranges
+    if method is ls.sparsifiers.ExDyna:  # which moves its ranges
         ratios, before = (np.mean([s.padding_ratio for s in steps[LAST_THIRD:]]) for steps in (corrected, published))
         assert ratios <= before
 
@@ -81,16 +91,19 @@ def test_exclusive_methods_hold_their_density_and_are_better_balanced_than_as_pu
 @pytest.mark.parametrize("density", [0.01, pytest.param(0.001, marks=pytest.mark.thorough)])
 def test_shared_picks_stay_below_k_with_constant_messages(density: float) -> None:
     k = int(density * stream("digits")[0].shape[1]) // N * N
-    steps = follow("digits", ls.SharedTopK(), density)
+    steps = follow("digits", ls.sparsifiers.SharedTopK(), density)
     assert all(len(step.indices) <= k for step in steps)
     assert all(step.padding_ratio == 1 for step in steps if k % N == 0)
     assert len({tuple(step.bytes_sent.tolist()) for step in steps}) == 1
 
 
 @pytest.mark.parametrize("density", [0.01, pytest.param(0.001, marks=pytest.mark.thorough)])
-def test_union_topk_fills_what_shared_picks_leave_empty_and_never_exceeds_k(density: float) -> None:
+def test_union_top_k_fills_what_shared_picks_leave_empty_and_never_exceeds_k(density: float) -> None:
     k = int(density * stream("digits")[0].shape[1])
-    shared, filled = (follow("digits", sparsifier, density) for sparsifier in (ls.SharedTopK(), ls.UnionTopK()))
+    shared, filled = (
+        follow("digits", sparsifier, density)
+        for sparsifier in (ls.sparsifiers.SharedTopK(), ls.sparsifiers.UnionTopK())
+    )
     assert all(len(step.indices) <= k for step in filled)
     missing, left = (np.mean([1 - len(step.indices) / k for step in steps[LAST_THIRD:]]) for steps in (shared, filled))
     assert left < 0.5 * missing
@@ -99,6 +112,6 @@ def test_union_topk_fills_what_shared_picks_leave_empty_and_never_exceeds_k(dens
 @pytest.mark.parametrize("density", by_default([0.01, 0.001]))
 def test_striped_density_is_exact(density: float) -> None:
     k = int(density * stream("digits")[0].shape[1])
-    for step in follow("digits", ls.StripedTopK(), density):
+    for step in follow("digits", ls.sparsifiers.StripedTopK(), density):
         assert len(step.indices) == k
         assert step.padding_ratio == pytest.approx(1, abs=N / k)

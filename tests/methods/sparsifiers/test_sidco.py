@@ -21,7 +21,7 @@ from lightning_sparse.methods.sparsifiers.sidco import SIDCoState
 from tests.covering import by_default, covering, in_one_test
 from tests.reference.sidco import reference_sidco, reference_threshold
 
-METHODS = {"E": ls.SIDCoE, "GP": ls.SIDCoGP, "P": ls.SIDCoP}
+METHODS = {"E": ls.sparsifiers.SIDCoE, "GP": ls.sparsifiers.SIDCoGP, "P": ls.sparsifiers.SIDCoP}
 MANY = 400_000
 
 
@@ -210,7 +210,7 @@ def test_zeros_are_left_out_of_the_fits(name: str, recount: bool) -> None:
 
 
 def select(
-    sparsifier: ls.Sparsifier, acc: Tensor, density: float, state: SIDCoState | None = None
+    sparsifier: ls.sparsifiers.Sparsifier, acc: Tensor, density: float, state: SIDCoState | None = None
 ) -> tuple[list[int], float, SIDCoState]:
     if state is None:
         state = sparsifier.init(acc.numel(), 1, density, acc.device)
@@ -262,12 +262,12 @@ class TestEdges:
 def test_one_stage_is_all_where_the_first_ratio_is_not_above_the_density() -> None:
     x = torch.from_numpy(sample("normal", 10_000))
     for density in (0.25, 0.3, 0.9):
-        _, eta, after = select(ls.SIDCoE(), x, density)
+        _, eta, after = select(ls.sparsifiers.SIDCoE(), x, density)
         assert eta == pytest.approx(float(x.abs().mean()) * -math.log(density), rel=1e-9)
         assert int(after.stages) == 1
     # Not so in the released code, where a published M of 3 goes on and lowers the threshold.
     state = SIDCoState(torch.tensor(3), double(0), torch.tensor(0), double(0))
-    _, eta, _ = select(ls.SIDCoE(variant="published", max_stages=3), x, 0.3, state)
+    _, eta, _ = select(ls.sparsifiers.SIDCoE(variant="published", max_stages=3), x, 0.3, state)
     assert eta == pytest.approx(float(x.abs().mean()) * -math.log(0.3), rel=1e-9)
 
 
@@ -307,7 +307,9 @@ def test_ranks_that_change_places_change_nothing() -> None:
 # Adaptation
 
 
-def adapt(sparsifier: ls.Sparsifier, law: str, steps: int, density: float = 0.001) -> tuple[list[int], list[float]]:
+def adapt(
+    sparsifier: ls.sparsifiers.Sparsifier, law: str, steps: int, density: float = 0.001
+) -> tuple[list[int], list[float]]:
     """Number of stages after each step, and picks in multiples of the target, without error feedback."""
     state, stages, qualities = None, [], []
     for step in range(steps):
@@ -319,7 +321,7 @@ def adapt(sparsifier: ls.Sparsifier, law: str, steps: int, density: float = 0.00
 
 
 def test_published_stages_cure_light_tails_and_not_heavy_ones() -> None:
-    published = ls.SIDCoE(variant="published")
+    published = ls.sparsifiers.SIDCoE(variant="published")
     stages, qualities = adapt(published, "normal", 40)
     assert (stages[0], qualities[0]) == (1, 0)
     assert stages[-1] == 4
@@ -333,11 +335,11 @@ def test_published_stages_cure_light_tails_and_not_heavy_ones() -> None:
 @pytest.mark.parametrize("law", by_default(["normal", "student3", "lognormal", "gamma0.3"], 2))
 def test_corrected_rule_moves_the_quality_to_one_for_light_and_heavy_tails(law: str) -> None:
     # From three stages, which pick 0.5 to 1.9 times the target; no more are allowed, which leaves it to the aim.
-    _, qualities = adapt(ls.SIDCoE(max_stages=3), law, 60)
+    _, qualities = adapt(ls.sparsifiers.SIDCoE(max_stages=3), law, 60)
     assert not 0.8 < np.mean(qualities[:2]) < 1.2
     assert np.mean(qualities[30:]) == pytest.approx(1, abs=0.1)
     # And as it comes.
-    _, qualities = adapt(ls.SIDCoE(), law, 30)
+    _, qualities = adapt(ls.sparsifiers.SIDCoE(), law, 30)
     assert np.mean(qualities) == pytest.approx(1, abs=0.1)
 
 
@@ -347,7 +349,7 @@ def test_stages_are_looked_at_after_every_interval_and_on_all_its_steps() -> Non
     bad = torch.full((1000,), 1e-3, dtype=torch.float64)
     bad[:2] = torch.tensor([1e3, 2e3])
     for calls, expected in (([good] * 5, 1), ([good] * 3 + [bad] * 2, 2), ([good] * 4 + [bad], 1)):
-        state, sparsifier = None, ls.SIDCoE(variant="published")
+        state, sparsifier = None, ls.sparsifiers.SIDCoE(variant="published")
         for number, x in enumerate(calls):
             assert state is None or (int(state.calls), int(state.stages)) == (number, 1)
             picks, _, state = select(sparsifier, x, 0.1, state)
@@ -359,7 +361,7 @@ def test_stages_are_looked_at_after_every_interval_and_on_all_its_steps() -> Non
 
 
 def test_corrected_stages_grow_on_whichever_side_the_target_is_missed() -> None:
-    sparsifier = ls.SIDCoP(interval=1)
+    sparsifier = ls.sparsifiers.SIDCoP(interval=1)
     few = torch.zeros(10_000, dtype=torch.float64)
     few[:] = 1e-3
     few[:2] = torch.tensor([1e3, 2e3])
@@ -381,14 +383,14 @@ def test_a_rank_that_finds_nothing_aims_for_more_until_it_does() -> None:
     x = 10 + torch.rand(1000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     state, picked = None, []
     for _ in range(60):
-        picks, _, state = select(ls.SIDCoE(), x, 0.01, state)
+        picks, _, state = select(ls.sparsifiers.SIDCoE(), x, 0.01, state)
         picked.append(len(picks))
     assert picked[0] == 0
     assert max(picked) > 0
 
 
 def test_more_stages_are_allowed_and_used_as_a_schedule_lowers_the_density() -> None:
-    sparsifier = ls.SIDCoE()
+    sparsifier = ls.sparsifiers.SIDCoE()
     assert [int(sparsifier.init(10**6, 1, d, torch.device("cpu")).stages) for d in (0.5, 0.1, 0.01, 0.001)] == [
         1,
         4,
@@ -399,7 +401,7 @@ def test_more_stages_are_allowed_and_used_as_a_schedule_lowers_the_density() -> 
     _, _, state = select(sparsifier, x, 0.5)
     _, _, state = select(sparsifier, x, 0.01, state)
     assert int(state.stages) == 6
-    assert int(ls.SIDCoE(max_stages=3).init(10**6, 1, 0.001, torch.device("cpu")).stages) == 3
+    assert int(ls.sparsifiers.SIDCoE(max_stages=3).init(10**6, 1, 0.001, torch.device("cpu")).stages) == 3
 
 
 @cache
@@ -452,4 +454,4 @@ def test_settings_that_make_no_sense_are_refused(method: type, settings: dict, m
 
 
 def test_the_number_of_stages_is_known_at_once() -> None:
-    assert ls.SIDCoE(first_ratio=1 - 1e-12)._limits(0.001)[0] == ls.SIDCoE()._limits(0.001)[1]
+    assert ls.sparsifiers.SIDCoE(first_ratio=1 - 1e-12)._limits(0.001)[0] == ls.sparsifiers.SIDCoE()._limits(0.001)[1]

@@ -42,9 +42,9 @@ def measured(
         method(name, 1.0, cost(1.0, "all_reduce"), builtin=True) for name in ("dense", "fp16", "bf16", "powersgd")
     ]
     for density in (0.1, 0.01):
-        methods.append(method("topk", density, cost(density, "all_gather")))
+        methods.append(method("top_k", density, cost(density, "all_gather")))
         shared = cost(density, "all_gather", "all_reduce")
-        methods.append(method("shared_topk", density, shared))
+        methods.append(method("shared_top_k", density, shared))
     buckets = generator.choice([(2.0**16, 2.0**18), (1e9, 1e9), (0.0, 0.0)])
     profile = Profile("", times[::-1], 4e-3, network, [methods[0].cost], overlap, buckets)
     return Measured(sizes, profile, methods)

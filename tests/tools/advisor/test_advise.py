@@ -28,7 +28,7 @@ from tests.trainers import PACKAGES
 from tests.warm import warm_python
 
 ROOT = Path(__file__).parents[3]
-SHORT: dict[str, Any] = {"sparsifiers": ["topk"], "densities": [0.01], "warmup": 1, "steps": 2}
+SHORT: dict[str, Any] = {"sparsifiers": ["top_k"], "densities": [0.01], "warmup": 1, "steps": 2}
 ONE: dict[str, Any] = SHORT | {"trainer": {"accelerator": "cpu", "devices": 1}, "ranks": [8], "gbit": [10]}
 
 
@@ -91,7 +91,7 @@ def test_what_is_measured_and_predicted() -> None:
         said.append((what, done))
         steps[what] = module.global_step
 
-    wanted: dict[str, Any] = {"sparsifiers": ["topk", "shared_topk", "everything"], "densities": [0.1, 0.01]}
+    wanted: dict[str, Any] = {"sparsifiers": ["top_k", "shared_top_k", "everything"], "densities": [0.1, 0.01]}
     advice = ls.advise(module, **ONE | wanted, progress=note)
     seen = advice.measured
     assert [size.name for size in seen.sizes] == [name for name, _ in Toy().named_parameters()]
@@ -102,7 +102,7 @@ def test_what_is_measured_and_predicted() -> None:
     methods = [(method.name, method.density) for method in seen.methods]
     assert methods == [
         *((name, 1.0) for name in ("dense", "fp16", "bf16", "powersgd")),
-        *((name, density) for name in ("topk", "shared_topk") for density in (0.1, 0.01)),
+        *((name, density) for name in ("top_k", "shared_top_k") for density in (0.1, 0.01)),
         ("everything", 1.0),
     ]
     assert len(advice.predictions) == 4 + 5 * len(TRIED)
@@ -126,7 +126,9 @@ def test_by_default_all_sparsifiers_that_may_be_worth_it(monkeypatch: pytest.Mon
 
     def note(*args: Any, **settings: Any) -> Any:
         tried.append((settings["sparsifier"], settings["density"]))
-        return measure_group(*args, **settings | {"sparsifier": ls.TopK(), "exchange": ls.GatherPairs()})
+        return measure_group(
+            *args, **settings | {"sparsifier": ls.sparsifiers.TopK(), "exchange": ls.exchanges.GatherPairs()}
+        )
 
     monkeypatch.setattr(profiler, "measure_group", note)
     advice = ls.advise(Toy(), **ONE | {"sparsifiers": None, "densities": [0.1, 0.01]})
@@ -319,8 +321,8 @@ class Untouched(Toy):
         ({"densities": [0.1, 0]}, r"in \(0, 1\].*but got 0"),
         ({"densities": [2]}, r"in \(0, 1\].*but got 2"),
         ({"densities": ["low"]}, r"in \(0, 1\].*but got 'low'"),
-        ({"sparsifiers": ["topk", "tpok"]}, "Unknown sparsifier 'tpok'. Did you mean 'topk'"),
-        ({"sparsifiers": [ls.TopK]}, r"write TopK\(\)"),
+        ({"sparsifiers": ["top_k", "tpok"]}, "Unknown sparsifier 'tpok'. Did you mean 'top_k'"),
+        ({"sparsifiers": [ls.sparsifiers.TopK]}, r"write TopK\(\)"),
     ],
 )
 def test_bad_settings_are_refused_before_anything_is_trained(settings: dict[str, Any], message: str) -> None:
@@ -380,7 +382,7 @@ import lightning_sparse as ls
 from tests.tools.advisor.toys import Toy
 
 module = Toy(nap=0.05)
-advice = ls.advise(module, trainer={"accelerator": "cpu", "devices": 2, "strategy": "ddp"}, sparsifiers=["topk"],
+advice = ls.advise(module, trainer={"accelerator": "cpu", "devices": 2, "strategy": "ddp"}, sparsifiers=["top_k"],
                    densities=[0.01], warmup=1, steps=2)
 seconds = [p.step_seconds for p in advice.predictions]
 print(f"RESULT|{advice.measured.profile.network.ranks}|{seconds}|{advice.verdict()}|\\n", end="", flush=True)
@@ -424,7 +426,7 @@ def test_spawned_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert advice.verdict().startswith("2 ranks, measured: ")  # on a busy machine, anything may win by a hair
     assert same(state(module), before)
     told = (tmp_path / "told").read_text().splitlines()
-    assert told == ["timing backward", "timing the network", "timing topk at 0.01"]  # by rank 0 only
+    assert told == ["timing backward", "timing the network", "timing top_k at 0.01"]  # by rank 0 only
 
 
 # Adam's first moment
@@ -464,10 +466,10 @@ def test_where_a_sparsifier_wins_adams_first_moment_is_a_warning(tmp_path: Path)
 
 @pytest.mark.usefixtures("alone")
 def test_where_second_moments_travel_nothing_has_to_change() -> None:
-    advice, sentences = advise_adam("auto", sparsifiers=["union_topk"])
-    assert advice.best().method == "union_topk"
+    advice, sentences = advise_adam("auto", sparsifiers=["union_top_k"])
+    assert advice.best().method == "union_top_k"
     assert sentences == advice.remarks() == []
-    [method] = [m for m in advice.measured.methods if m.name == "union_topk"]
+    [method] = [m for m in advice.measured.methods if m.name == "union_top_k"]
     assert method.second_moments
 
 

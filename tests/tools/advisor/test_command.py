@@ -73,7 +73,7 @@ def test_options_reach_the_advisor_and_files_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: dict[str, Any] = {}
-    found = advice([predicted("topk", 0.5, 0.01, "layer", 3), predicted("dgc", 0.7, 0.1)])
+    found = advice([predicted("top_k", 0.5, 0.01, "layer", 3), predicted("dgc", 0.7, 0.1)])
 
     def stand_in(*paths: Path, **settings: Any) -> Any:
         asked.update(settings, config=paths)
@@ -95,7 +95,7 @@ def test_options_reach_the_advisor_and_files_are_written(
         "--rtt",
         "80",
         "--sparsifiers",
-        "topk",
+        "top_k",
         "dgc",
     ]
     command += ["--densities", "0.1", "0.01", "--warmup=2", "--steps=3", "--model", "a.B", "--data", "c.D"]
@@ -106,7 +106,7 @@ def test_options_reach_the_advisor_and_files_are_written(
         "ranks": [8, 64],
         "gbit": [1.0, 2.5],
         "rtt": 80.0,
-        "sparsifiers": ["topk", "dgc"],
+        "sparsifiers": ["top_k", "dgc"],
         "densities": [0.1, 0.01],
         "warmup": 2,
         "steps": 3,
@@ -118,7 +118,7 @@ def test_options_reach_the_advisor_and_files_are_written(
     assert len([name for name in files if name.startswith("config")]) == len(found.scenarios)
     shown = " ".join(capsys.readouterr().out.split())
     assert found.verdict() in shown
-    assert "topk <- use this" in shown
+    assert "top_k <- use this" in shown
     assert all(sentence in shown for sentence in found.assumptions())
     cli.main([*command, "--json", "--out", str(tmp_path)])
     printed = json.loads(capsys.readouterr().out)
@@ -128,7 +128,7 @@ def test_options_reach_the_advisor_and_files_are_written(
 
 def test_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: dict[str, Any] = {}
-    found = advice([predicted("topk", 2.0)])
+    found = advice([predicted("top_k", 2.0)])
     monkeypatch.setattr(config, "advise_config", lambda path, **settings: asked.update(settings) or (found, TOY))
     monkeypatch.chdir(tmp_path)
     cli.main(["advise", "--config", "some.yaml"])
@@ -153,7 +153,7 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (TOY, ["--ranks", "0", "--gbit", "1"], "Expected ranks to be a positive integer, but got 0."),
         (TOY, ["--ranks", "8", "--gbit", "-1"], "Expected gbit to be a positive number, but got -1.0."),
         (TOY, [], "there is one rank only: give ranks and gbit (--ranks 8 --gbit 10), or devices in the trainer."),
-        (TOY, ["--sparsifiers", "topk", "tpok"], "Unknown sparsifier 'tpok'. Did you mean 'topk'"),
+        (TOY, ["--sparsifiers", "top_k", "tpok"], "Unknown sparsifier 'tpok'. Did you mean 'top_k'"),
         (TOY, ["--densities", "0.1", "2"], "in (0, 1]"),
         (TOY, ["--warmup", "0"], "Expected warmup to be a positive integer, but got 0."),
         (TOY, ["--steps", "1"], "Expected steps to be an integer of at least 2, but got 1."),
@@ -245,7 +245,7 @@ def test_advice_for_two_devices_and_a_training_with_it(tmp_path: Path) -> None:
         assert result.returncode == 0, result.stderr[-3000:]
         return result
 
-    options = ["--gbit", "1", "10", "--ranks", "8", "64", "--sparsifiers", "topk", "--densities", "0.01"]
+    options = ["--gbit", "1", "10", "--ranks", "8", "64", "--sparsifiers", "top_k", "--densities", "0.01"]
     out = folder / "said"
     for _ in range(2):  # times of three steps, beside other work on the same cores, may mislead once
         asked = run(str(scripts / "advise.py"), "advise", "--config", path, *options, "--steps=3", "--out=said")
@@ -258,7 +258,7 @@ def test_advice_for_two_devices_and_a_training_with_it(tmp_path: Path) -> None:
     assert verdict.startswith("- 2 ranks, measured: stay dense")
     assert verdict.removeprefix("- ") in asked.stdout
     assert asked.stdout.count("What to use where") == 1  # one process of the two
-    assert asked.stderr.count("timing topk at 0.01") == 1
+    assert asked.stderr.count("timing top_k at 0.01") == 1
     networks = ["2 ranks, measured", *(f"{n} ranks, {rate} Gbit/s" for n in (8, 64) for rate in (1, 10))]
     assert all(f"\n{network}: " in asked.stdout for network in networks)
     with (out / "advice.csv").open(newline="") as file:

@@ -114,8 +114,8 @@ def test_later_files_are_laid_over_earlier_ones(asked: Asked, tmp_path: Path) ->
 
     strategy = {"class_path": "lightning_sparse.SparseDDPStrategy", "init_args": {"density": 0.01}}
     base = file("base", {"trainer": {"devices": 2, "accelerator": "cpu", "strategy": strategy}, "model": TOY})
-    topk = {"strategy": {"init_args": {"sparsifier": "TopK"}}}
-    _, given = advise_config(base, file("topk", {"fit": {"trainer": topk, "model": {"init_args": {"width": 7}}}}))
+    top_k = {"strategy": {"init_args": {"sparsifier": "TopK"}}}
+    _, given = advise_config(base, file("top_k", {"fit": {"trainer": top_k, "model": {"init_args": {"width": 7}}}}))
     merged = strategy | {"init_args": {"density": 0.01, "sparsifier": "TopK"}}
     assert given["trainer"] == {"devices": 2, "accelerator": "cpu", "strategy": merged}
     assert asked.trainer["strategy"] == merged
@@ -171,7 +171,7 @@ def test_classes_in_the_folder_of_the_call_and_paths_in_that_of_the_configuratio
     [
         "ddp_spawn_find_unused_parameters_true",
         {"class_path": "pytorch_lightning.strategies.DDPStrategy", "init_args": {"find_unused_parameters": True}},
-        {"class_path": "lightning_sparse.SparseDDPStrategy", "init_args": {"sparsifier": "topk"}},
+        {"class_path": "lightning_sparse.SparseDDPStrategy", "init_args": {"sparsifier": "top_k"}},
     ],
 )
 def test_the_strategy_is_passed_on(asked: Asked, tmp_path: Path, strategy: Any) -> None:
@@ -189,7 +189,7 @@ def test_settings_of_strategies() -> None:
         ("ddp_find_unused_parameters_true", unused),
         ("ddp_spawn", {"start_method": "spawn"}),
         ("ddp_notebook_find_unused_parameters_true", unused | {"start_method": "fork"}),
-        ("sparse_ddp_topk_spawn", {"start_method": "spawn"}),
+        ("sparse_ddp_top_k_spawn", {"start_method": "spawn"}),
         ({"class_path": "DDPStrategy"}, {}),
         ({"class_path": "DDPStrategy", "init_args": None}, {}),
         ({"class_path": "DDPStrategy", "init_args": {"start_method": "popen", "static_graph": False}}, {}),
@@ -211,7 +211,7 @@ def test_settings_of_strategies() -> None:
 
     made = DDPStrategy(find_unused_parameters=True, start_method="spawn", bucket_cap_mb=3)
     assert kept_settings(made) == unused | {"start_method": "spawn"}
-    assert kept_settings(ls.SparseDDPStrategy(sparsifier="topk", static_graph=True)) == {"static_graph": True}
+    assert kept_settings(ls.SparseDDPStrategy(sparsifier="top_k", static_graph=True)) == {"static_graph": True}
 
 
 BAD: list[tuple[Any, dict[str, Any], str]] = [

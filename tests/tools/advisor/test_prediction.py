@@ -132,7 +132,7 @@ def test_where_messages_travel_together_groups_are_merged_by_what_they_do_themse
     curve = Curve((1.0, 100.0, 200.0), (0.01, 1.0, 4.0))
     layers = [LayerTime(name, (f"{name}.p",), 100, 10.0) for name in ("b", "a")]
     sizes = [ParameterSize(f"{name}.p", 100, 4, "float32.cpu") for name in ("a", "b")]
-    one = method("topk", 0.1, GroupCost(0.1, curve, NOTHING, Line(7, 0.001)))
+    one = method("top_k", 0.1, GroupCost(0.1, curve, NOTHING, Line(7, 0.001)))
     for overlap in ("none", "comm"):
         seen = Measured(sizes, Profile("", layers, 0.0, ALONE, [one.cost], overlap, (0, 0)), [])
         assert seen.step_seconds(one, "optimal_merge", "step") == (pytest.approx(20 + 2 * 1 + 7.2), 2)
@@ -186,7 +186,7 @@ def test_groups_that_follow_another_order_than_backward() -> None:
 def test_a_step_without_exchange() -> None:
     seen = measured()
     assert seen.profile.compute_seconds == pytest.approx(4e-3 + sum(seen.profile.backward_seconds))
-    free = method("topk", 0.01, GroupCost(0.01, NOTHING, NOTHING, NOTHING))
+    free = method("top_k", 0.01, GroupCost(0.01, NOTHING, NOTHING, NOTHING))
     for grouping in TRIED:
         assert seen.step_seconds(free, grouping)[0] == pytest.approx(seen.profile.compute_seconds)
 
@@ -248,7 +248,7 @@ def recorded(name: str, ranks: int, numel: int, density: float) -> dict[str, tup
 
 
 SMALL, LARGE = 4_000, 60_000
-EXACT = ("topk", "shared_topk", "striped_topk", "clt_k", "gtop_k", "random_k", "everything", "ok_topk")
+EXACT = ("top_k", "shared_top_k", "striped_top_k", "clt_k", "gtop_k", "random_k", "everything", "ok_top_k")
 
 
 def known_between(name: str, ranks: int, density: float) -> Method:
@@ -270,7 +270,7 @@ def test_messages_grow_with_ranks_as_they_do_in_simulations(name: str, known: in
     tolerance = {"rel": 0.002, "abs": 8} if name in EXACT else {"rel": 0.25}
     for part in moved.cost.traffic:
         calls, nbytes = real[part.operation]
-        if name == "ok_topk" and part.operation == "all_reduce":
+        if name == "ok_top_k" and part.operation == "all_reduce":
             assert nbytes < 200  # boundaries and counts, which are left out of account
             continue
         assert part.nbytes(LARGE) == pytest.approx(nbytes, **tolerance), part
@@ -280,14 +280,14 @@ def test_messages_grow_with_ranks_as_they_do_in_simulations(name: str, known: in
 @pytest.mark.parametrize(
     ("name", "operation", "factor"),
     [
-        ("topk", "all_gather", 1),
+        ("top_k", "all_gather", 1),
         ("hard_threshold", "all_reduce", 4),
-        ("shared_topk", "all_gather", 1 / 4),
-        ("shared_topk", "all_reduce", 1),
+        ("shared_top_k", "all_gather", 1 / 4),
+        ("shared_top_k", "all_reduce", 1),
         ("micro", "all_gather", 1 / 4),
         ("micro", "all_reduce", 1),
-        ("ok_topk", "all_gather", 1 / 4),
-        ("ok_topk", "all_to_all", 1),
+        ("ok_top_k", "all_gather", 1 / 4),
+        ("ok_top_k", "all_to_all", 1),
         ("clt_k", "broadcast", 1),
         ("clt_k", "all_reduce", 1),
         ("random_k", "all_reduce", 1),
@@ -324,7 +324,7 @@ def test_a_tree_has_a_round_more_with_each_doubling(known: int) -> None:
         assert (part.calls, part.nbytes.alpha, part.nbytes.beta) == pytest.approx((rounds, 8 * rounds, 0.5 * rounds))
 
 
-@pytest.mark.parametrize("name", ["topk", "shared_topk", "gtop_k", "ok_topk", "hard_threshold"])
+@pytest.mark.parametrize("name", ["top_k", "shared_top_k", "gtop_k", "ok_top_k", "hard_threshold"])
 def test_the_same_ranks_and_network_change_prices_only(name: str) -> None:
     network = Network(Line(1e-4, 1e-9), Line(2e-4, 2e-9), ranks=4)
     operations = ("all_gather", "all_reduce", "broadcast", "all_to_all", "send_recv")
@@ -407,11 +407,11 @@ def test_the_network_here_is_priced_as_it_was_measured() -> None:
     odd = GroupCost(0.01, NOTHING, NOTHING, Line(1.0, 0.0), (Traffic("all_gather", 1.0, Line(0, 0.08)),))
     seen = measured(1)
     profile = replace(seen.profile, network=network, overlap="none")
-    seen = replace(seen, profile=profile, methods=[*seen.methods[:4], method("topk", 0.01, odd)])
+    seen = replace(seen, profile=profile, methods=[*seen.methods[:4], method("top_k", 0.01, odd)])
 
     def times(*wanted: Scenario) -> list[float]:
         rows = predict(seen, wanted)
-        return [row.exposed_seconds for row in rows if (row.method, row.grouping) == ("topk", "model")]
+        return [row.exposed_seconds for row in rows if (row.method, row.grouping) == ("top_k", "model")]
 
     numel = sum(size.numel for size in seen.sizes)
     assert times(Scenario(2, None)) == pytest.approx([1.0])
@@ -435,7 +435,7 @@ def test_without_a_network_fixed_prices_are_assumed() -> None:
     seen = measured(1, "none")
     gathered = GroupCost(0.01, NOTHING, NOTHING, NOTHING, (Traffic("all_gather", 2.0, Line(0, 0.08)),))
     reduced = GroupCost(1.0, NOTHING, NOTHING, NOTHING, (Traffic("all_reduce", 1.0, Line(0, 4.0)),))
-    methods = [method("dense", 1.0, reduced, builtin=True), method("topk", 0.01, gathered)]
+    methods = [method("dense", 1.0, reduced, builtin=True), method("top_k", 0.01, gathered)]
     seen = replace(seen, profile=replace(seen.profile, network=ALONE), methods=methods)
     numel = sum(size.numel for size in seen.sizes)
     for ranks, tree in ((2, 1), (8, 3), (64, 6)):
@@ -443,7 +443,7 @@ def test_without_a_network_fixed_prices_are_assumed() -> None:
         # 2 (n - 1) / n 4 bytes a coordinate; 2 hops for each doubling.
         dense = 2 * LATENCY * tree + 2 * (ranks - 1) / ranks * 4 * numel * 8e-10
         sparse = 2 * LATENCY * (ranks - 1) + (ranks - 1) * 0.08 * numel * 8e-10
-        assert rows["topk", "model"].exposed_seconds == pytest.approx(sparse)
+        assert rows["top_k", "model"].exposed_seconds == pytest.approx(sparse)
         transfer = rows["dense", "bucket"]
         assert transfer.groups > 1 or transfer.exposed_seconds == pytest.approx(dense)
 
@@ -452,7 +452,7 @@ def test_small_messages_do_not_gain_from_more_ranks() -> None:
     # One message each: an all-gather of a few bytes passes more hops than an all-reduce of a few bytes.
     few = Traffic("all_gather", 1.0, Line(8, 0)), Traffic("all_reduce", 1.0, Line(8, 0))
     sparse, dense = (GroupCost(1.0, NOTHING, NOTHING, NOTHING, (one,)) for one in few)
-    methods = [method("dense", 1.0, dense, builtin=True), method("topk", 0.01, sparse)]
+    methods = [method("dense", 1.0, dense, builtin=True), method("top_k", 0.01, sparse)]
     seen = measured(1, "none")
     seen = replace(seen, profile=replace(seen.profile, network=ALONE), methods=methods)
     for ranks in (8, 64, 512):
@@ -468,10 +468,10 @@ def chosen(*rows: Prediction) -> tuple[str, float]:
 
 
 def test_what_the_optimizer_needs_goes_before_what_is_faster() -> None:
-    rows = [predicted("dense", 1.0), predicted("topk", 0.5), predicted("union_topk", 0.9)]
-    assert winner(rows, HERE, suited=["union_topk"]).method == "union_topk"
-    assert winner([*rows[:2], predicted("union_topk", 0.96)], HERE, suited=["union_topk"]).method == "topk"
-    assert winner(rows, HERE).method == "topk"
+    rows = [predicted("dense", 1.0), predicted("top_k", 0.5), predicted("union_top_k", 0.9)]
+    assert winner(rows, HERE, suited=["union_top_k"]).method == "union_top_k"
+    assert winner([*rows[:2], predicted("union_top_k", 0.96)], HERE, suited=["union_top_k"]).method == "top_k"
+    assert winner(rows, HERE).method == "top_k"
 
 
 def test_what_stays_dense_by_name_is_one_message_more() -> None:
@@ -487,54 +487,54 @@ def test_what_stays_dense_by_name_is_one_message_more() -> None:
 
 def test_dense_stays_unless_a_step_is_5_percent_shorter() -> None:
     assert chosen() == ("dense", 1.0)
-    assert chosen(predicted("topk", 0.951)) == ("dense", 1.0)
-    assert chosen(predicted("topk", 0.949)) == ("topk", 0.01)
-    assert chosen(predicted("topk", 1.2), predicted("union_topk", 3.0)) == ("dense", 1.0)
+    assert chosen(predicted("top_k", 0.951)) == ("dense", 1.0)
+    assert chosen(predicted("top_k", 0.949)) == ("top_k", 0.01)
+    assert chosen(predicted("top_k", 1.2), predicted("union_top_k", 3.0)) == ("dense", 1.0)
 
 
 @pytest.mark.parametrize("hook", ["fp16", "bf16"])
 def test_a_16_bit_hook_is_preferred_where_no_sparsifier_is_5_percent_faster(hook: str) -> None:
     assert chosen(predicted(hook, 0.9)) == (hook, 1.0)
-    assert chosen(predicted(hook, 0.9), predicted("topk", 0.86)) == (hook, 1.0)
-    assert chosen(predicted(hook, 0.9), predicted("topk", 0.85)) == ("topk", 0.01)
+    assert chosen(predicted(hook, 0.9), predicted("top_k", 0.86)) == (hook, 1.0)
+    assert chosen(predicted(hook, 0.9), predicted("top_k", 0.85)) == ("top_k", 0.01)
     assert chosen(predicted(hook, 0.96)) == ("dense", 1.0)
-    assert chosen(predicted(hook, 0.96), predicted("topk", 0.94)) == ("topk", 0.01)
+    assert chosen(predicted(hook, 0.96), predicted("top_k", 0.94)) == ("top_k", 0.01)
     assert chosen(predicted("fp16", 0.9), predicted("bf16", 0.8)) == ("bf16", 1.0)
     assert chosen(predicted("fp16", 0.7), predicted("bf16", 0.8)) == ("fp16", 1.0)
 
 
 def test_where_hooks_are_ignored_they_do_not_stand_in_the_way() -> None:
-    rows = [predicted("dense", 1.0), predicted("bf16", 0.5), predicted("topk", 0.9)]
-    assert winner(rows, HERE, hooks=False).method == "topk"
+    rows = [predicted("dense", 1.0), predicted("bf16", 0.5), predicted("top_k", 0.9)]
+    assert winner(rows, HERE, hooks=False).method == "top_k"
     assert winner(rows[:2], HERE, hooks=False).method == "dense"
 
 
 def test_other_groups_can_be_the_better_dense_way() -> None:
     assert chosen(predicted("everything", 0.9, 1.0)) == ("everything", 1.0)
     assert chosen(predicted("everything", 0.96, 1.0)) == ("dense", 1.0)
-    assert chosen(predicted("everything", 0.8, 1.0), predicted("topk", 0.77)) == ("everything", 1.0)
-    assert chosen(predicted("everything", 0.8, 1.0), predicted("topk", 0.75)) == ("topk", 0.01)
-    assert chosen(predicted("everything", 0.99, 1.0), predicted("topk", 0.94)) == ("topk", 0.01)
+    assert chosen(predicted("everything", 0.8, 1.0), predicted("top_k", 0.77)) == ("everything", 1.0)
+    assert chosen(predicted("everything", 0.8, 1.0), predicted("top_k", 0.75)) == ("top_k", 0.01)
+    assert chosen(predicted("everything", 0.99, 1.0), predicted("top_k", 0.94)) == ("top_k", 0.01)
 
 
 def test_powersgd_is_never_chosen() -> None:
     assert chosen(predicted("powersgd", 0.1)) == ("dense", 1.0)
-    assert chosen(predicted("powersgd", 0.1), predicted("topk", 0.9)) == ("topk", 0.01)
+    assert chosen(predicted("powersgd", 0.1), predicted("top_k", 0.9)) == ("top_k", 0.01)
 
 
 def test_of_the_close_ones_the_mildest_density_wins() -> None:
     densities = (0.1, 0.01, 0.001)
 
     def rows(*over_dense: float) -> list[Prediction]:
-        return [predicted("topk", one, density) for one, density in zip(over_dense, densities, strict=True)]
+        return [predicted("top_k", one, density) for one, density in zip(over_dense, densities, strict=True)]
 
-    assert chosen(*rows(0.521, 0.51, 0.5)) == ("topk", 0.1)
-    assert chosen(*rows(0.526, 0.51, 0.5)) == ("topk", 0.01)
-    assert chosen(*rows(0.526, 0.526, 0.5)) == ("topk", 0.001)
+    assert chosen(*rows(0.521, 0.51, 0.5)) == ("top_k", 0.1)
+    assert chosen(*rows(0.526, 0.51, 0.5)) == ("top_k", 0.01)
+    assert chosen(*rows(0.526, 0.526, 0.5)) == ("top_k", 0.001)
     # Close to the fastest, but not 5 % faster than dense.
-    assert chosen(*rows(0.96, 0.94, 0.93)) == ("topk", 0.01)
+    assert chosen(*rows(0.96, 0.94, 0.93)) == ("top_k", 0.01)
     # A mild density of a method that trains worse goes before the low density of a better one.
-    assert chosen(predicted("sidco_gp", 0.52, 0.1), predicted("union_topk", 0.5, 0.001)) == ("sidco_gp", 0.1)
+    assert chosen(predicted("sidco_gp", 0.52, 0.1), predicted("union_top_k", 0.5, 0.001)) == ("sidco_gp", 0.1)
 
 
 def test_then_the_one_that_trains_best_wins() -> None:
@@ -553,13 +553,13 @@ def test_all_that_are_ranked_are_sparsifiers() -> None:
 
 def test_a_method_is_as_fast_as_with_its_fastest_grouping() -> None:
     rows = [
-        predicted("topk", 0.8, grouping="layer", groups=9),
-        predicted("topk", 0.6, grouping="merge_below", groups=3),
-        predicted("topk", 0.6, grouping="model", groups=1),
-        predicted("topk", 0.7, 0.1, grouping="bucket", groups=2),
+        predicted("top_k", 0.8, grouping="layer", groups=9),
+        predicted("top_k", 0.6, grouping="merge_below", groups=3),
+        predicted("top_k", 0.6, grouping="model", groups=1),
+        predicted("top_k", 0.7, 0.1, grouping="bucket", groups=2),
     ]
     best = {(row.method, row.density): row.grouping for row in best_groupings(rows)}
-    assert best == {("topk", 0.01): "model", ("topk", 0.1): "bucket"}
+    assert best == {("top_k", 0.01): "model", ("top_k", 0.1): "bucket"}
     assert winner([predicted("dense", 1.0), *rows], HERE).grouping == "model"
 
 
@@ -567,7 +567,7 @@ def test_scenarios_do_not_mix() -> None:
     there = Scenario(8, 1)
     rows = defaultdict(list)
     for scenario, speed in ((HERE, 1.2), (there, 0.3)):
-        rows[scenario] = [predicted("dense", 1.0, scenario=scenario), predicted("topk", speed, scenario=scenario)]
+        rows[scenario] = [predicted("dense", 1.0, scenario=scenario), predicted("top_k", speed, scenario=scenario)]
     every = rows[HERE] + rows[there]
     assert winner(every, HERE).method == "dense"
     assert winner(every, there) == rows[there][1]
@@ -611,7 +611,7 @@ def test_a_round_trip_is_added_to_fixed_prices_only() -> None:
 )
 def test_what_is_said_about_being_late(now: float, late: float, said: str) -> None:
     slow_dense = predicted("dense", 10.0)
-    row = predicted("topk", now)._replace(late_seconds=late)
+    row = predicted("top_k", now)._replace(late_seconds=late)
     advice = Advice(measured(), (slow_dense, row))
     assert said in advice.late()
-    assert Advice(measured(), (predicted("dense", 1.0), predicted("topk", 2.0))).late() == ""
+    assert Advice(measured(), (predicted("dense", 1.0), predicted("top_k", 2.0))).late() == ""

@@ -28,10 +28,10 @@ MIXED = [
     predicted("fp16", 1.1),
     predicted("bf16", 0.97),
     predicted("powersgd", 0.5),
-    predicted("topk", 1.3, 0.1),
-    predicted("topk", 0.8, 0.01, "layer", 7),
-    predicted("topk", 0.9, 0.01, "model"),
-    predicted("union_topk", 0.82, 0.01, "merge_below", 3),
+    predicted("top_k", 1.3, 0.1),
+    predicted("top_k", 0.8, 0.01, "layer", 7),
+    predicted("top_k", 0.9, 0.01, "model"),
+    predicted("union_top_k", 0.82, 0.01, "merge_below", 3),
 ]
 
 
@@ -44,69 +44,69 @@ def test_the_table_marks_what_to_use_and_what_loses() -> None:
     assert table.title == "Predicted step time, 2 ranks, measured"
     assert [cells[0] for cells in table.rows] == [
         "powersgd",
-        "topk",
-        "union_topk <- use this",
+        "top_k",
+        "union_top_k <- use this",
         "bf16",
         "dense",
         "fp16 (losing)",
-        "topk (losing)",
+        "top_k (losing)",
     ]
     rows = rows_of(table)
-    assert rows["union_topk <- use this 0.01"][2:] == ["merge_below", "group", "3", "8.2", "1.2", "0.82"]
-    assert rows["topk 0.01"][2:] == ["layer", "group", "7", "8", "1", "0.80"]  # of the two groupings the faster one
+    assert rows["union_top_k <- use this 0.01"][2:] == ["merge_below", "group", "3", "8.2", "1.2", "0.82"]
+    assert rows["top_k 0.01"][2:] == ["layer", "group", "7", "8", "1", "0.80"]  # of the two groupings the faster one
     assert rows["dense"][1:] == ["", "DDP's buckets", "", "1", "10", "3", "1.00"]
 
 
 def test_a_short_table_keeps_ddp_and_what_to_use() -> None:
-    many = [predicted("topk", 0.3 + density, density) for density in (0.01, 0.02, 0.04, 0.05)]
+    many = [predicted("top_k", 0.3 + density, density) for density in (0.01, 0.02, 0.04, 0.05)]
     table = overview(advice([*MIXED, *many, predicted("dgc", 2.0)]), rows=1)
-    assert [cells[0].split()[0] for cells in table.rows] == ["topk", "topk", "powersgd", "bf16", "dense", "fp16"]
+    assert [cells[0].split()[0] for cells in table.rows] == ["top_k", "top_k", "powersgd", "bf16", "dense", "fp16"]
     assert sum("<- use this" in cells[0] for cells in table.rows) == 1
 
 
 def test_the_table_of_all_networks() -> None:
-    table = across(advice([*MIXED, predicted("topk", 1.4, scenario=THERE), predicted("bf16", 0.7, scenario=THERE)]))
+    table = across(advice([*MIXED, predicted("top_k", 1.4, scenario=THERE), predicted("bf16", 0.7, scenario=THERE)]))
     assert table.rows == [
-        ["2 ranks, measured", "union_topk 0.01 (merge_below)", "10", "8.2", "0.80", "1.10", "0.97", "0.50"],
+        ["2 ranks, measured", "union_top_k 0.01 (merge_below)", "10", "8.2", "0.80", "1.10", "0.97", "0.50"],
         ["8 ranks, 1 Gbit/s", "stay dense", "10", "10", "1.40", "", "0.70", ""],
     ]
-    on_cuda = advice([predicted("topk", 1.4), predicted("bf16", 0.7)], kind="float32.cuda:0")
+    on_cuda = advice([predicted("top_k", 1.4), predicted("bf16", 0.7)], kind="float32.cuda:0")
     assert across(on_cuda).rows == [["2 ranks, measured", "dense, bf16", "10", "7", "1.40", "", "0.70", ""]]
-    in_groups = advice([predicted("topk", 1.4), predicted("everything", 0.7, 1.0, "layer")])
+    in_groups = advice([predicted("top_k", 1.4), predicted("everything", 0.7, 1.0, "layer")])
     assert across(in_groups).rows == [["2 ranks, measured", "dense, layer", "10", "7", "1.40", "", "", ""]]
-    assert across(advice([predicted("topk", 1.4)])).rows[0][1] == "stay dense"
+    assert across(advice([predicted("top_k", 1.4)])).rows[0][1] == "stay dense"
     assert across(advice([predicted("fp16", 1.4)])).rows[0][4] == ""
 
 
 def test_verdicts() -> None:
-    found = advice([*MIXED, predicted("topk", 1.4, scenario=THERE), predicted("bf16", 0.7, scenario=THERE)])
+    found = advice([*MIXED, predicted("top_k", 1.4, scenario=THERE), predicted("bf16", 0.7, scenario=THERE)])
     assert found.verdict() == (
-        "2 ranks, measured: union_topk at density 0.01, grouping merge_below, takes 0.82 times dense DDP's 10 ms a "
+        "2 ranks, measured: union_top_k at density 0.01, grouping merge_below, takes 0.82 times dense DDP's 10 ms a "
         "step (DDP with 16 bits: 0.97)."
     )
-    fastest = "The fastest sparsifier, topk at 0.01, takes 1.40 times dense DDP's 10 ms a step."
+    fastest = "The fastest sparsifier, top_k at 0.01, takes 1.40 times dense DDP's 10 ms a step."
     assert found.verdict(THERE) == f"8 ranks, 1 Gbit/s: stay dense. {fastest}"  # Lightning has hooks on CUDA only
-    on_cuda = advice([predicted("topk", 1.4), predicted("bf16", 0.7)], kind="float32.cuda:0")
+    on_cuda = advice([predicted("top_k", 1.4), predicted("bf16", 0.7)], kind="float32.cuda:0")
     hook = "stay dense, with DDP's bf16 hook (0.70 times dense DDP's 10 ms a step)"
     assert on_cuda.verdict() == f"2 ranks, measured: {hook}. {fastest}"
-    in_groups = advice([predicted("topk", 1.4), predicted("everything", 0.7, 1.0, "layer")])
+    in_groups = advice([predicted("top_k", 1.4), predicted("everything", 0.7, 1.0, "layer")])
     groups = "stay dense, with grouping layer (0.70 times dense DDP's 10 ms a step)"
     assert in_groups.verdict() == f"2 ranks, measured: {groups}. {fastest}"
     assert advice([predicted("fp16", 1.4)]).verdict() == "2 ranks, measured: stay dense."
 
 
 def test_step_times_by_name() -> None:
-    found = advice([*MIXED, predicted("topk", 1.4, scenario=THERE)])
+    found = advice([*MIXED, predicted("top_k", 1.4, scenario=THERE)])
     assert found.step_seconds("dense") == pytest.approx(10e-3)
-    assert found.step_seconds("topk", 0.01) == pytest.approx(8e-3)
-    assert found.step_seconds("topk", 0.01, "model") == pytest.approx(9e-3)
-    assert found.step_seconds("topk", 0.01, scenario=THERE) == pytest.approx(14e-3)
+    assert found.step_seconds("top_k", 0.01) == pytest.approx(8e-3)
+    assert found.step_seconds("top_k", 0.01, "model") == pytest.approx(9e-3)
+    assert found.step_seconds("top_k", 0.01, scenario=THERE) == pytest.approx(14e-3)
     with pytest.raises(KeyError, match=r"There is no prediction of dgc at density 0\.5 with grouping layer"):
         found.step_seconds("dgc", 0.5, "layer")
 
 
 def test_the_page_has_verdicts_tables_and_assumptions() -> None:
-    found = advice([*MIXED, predicted("topk", 1.4, scenario=THERE)])
+    found = advice([*MIXED, predicted("top_k", 1.4, scenario=THERE)])
     page = markdown(found)
     assert found.scenarios == [HERE, THERE]
     for scenario in found.scenarios:
@@ -117,8 +117,8 @@ def test_the_page_has_verdicts_tables_and_assumptions() -> None:
 
 
 def test_assumptions_are_about_what_was_done() -> None:
-    here = " ".join(advice([predicted("topk", 1.4)]).assumptions())
-    there = " ".join(advice([predicted("topk", 1.4, scenario=THERE)]).assumptions())
+    here = " ".join(advice([predicted("top_k", 1.4)]).assumptions())
+    there = " ".join(advice([predicted("top_k", 1.4, scenario=THERE)]).assumptions())
     assert "Measured between 2 ranks" in here
     assert "Other networks" not in here
     assert "fixed prices are those measured here" in there
@@ -181,7 +181,7 @@ def given(**trainer: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("name", by_default(TRIED, 2))
 def test_a_configuration_for_each_grouping(trainer_of: Any, tmp_path: Path, name: str) -> None:
     path = tmp_path / "config.yaml"
-    found = advice([predicted("shared_topk", 0.5, 0.003, name)])
+    found = advice([predicted("shared_top_k", 0.5, 0.003, name)])
     write_configs(found, tmp_path, given(max_steps=7))
     assert path.read_text().startswith(f"# {found.verdict()}\n")
     trainer = trainer_of(path)
@@ -196,7 +196,7 @@ def test_a_configuration_for_each_grouping(trainer_of: Any, tmp_path: Path, name
 def test_a_configuration_for_each_network(tmp_path: Path) -> None:
     yaml = pytest.importorskip("yaml", reason="pyyaml is not installed")
     elsewhere = THERE._replace(gbit=None)
-    found = advice([predicted("topk", 1.5), *(predicted("dgc", 0.5, scenario=one) for one in (THERE, elsewhere))])
+    found = advice([predicted("top_k", 1.5), *(predicted("dgc", 0.5, scenario=one) for one in (THERE, elsewhere))])
     paths = write_configs(found, tmp_path, given())
     assert [path.name for path in paths] == ["config.yaml", "config-8-ranks-1-gbit.yaml", "config-8-ranks.yaml"]
     strategies = [yaml.safe_load(path.read_text())["trainer"]["strategy"] for path in paths]
@@ -209,7 +209,7 @@ def test_a_configuration_for_each_network(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("before", [None, "ddp", "auto", "sparse_ddp_dgc", {"class_path": "DDPStrategy"}])
 def test_where_dense_wins_the_configuration_is_plain_ddp(before: Any) -> None:
-    assert strategy_config(advice([predicted("topk", 1.5)]), given=before) == "ddp"
+    assert strategy_config(advice([predicted("top_k", 1.5)]), given=before) == "ddp"
     assert strategy_config(advice([predicted("bf16", 0.5)]), given=before) == "ddp"  # Lightning has hooks on CUDA only
 
 
@@ -220,7 +220,7 @@ STATIC = {"static_graph": True, "gradient_as_bucket_view": True, "broadcast_buff
 TOLD: list[tuple[Any, dict[str, Any]]] = [
     ("ddp_find_unused_parameters_true", UNUSED),
     ("ddp_spawn_find_unused_parameters_true", UNUSED | {"start_method": "spawn"}),
-    ("sparse_ddp_topk_fork_find_unused_parameters_false", {"start_method": "fork"}),
+    ("sparse_ddp_top_k_fork_find_unused_parameters_false", {"start_method": "fork"}),
     ({"class_path": "DDPStrategy", "init_args": STATIC | {"bucket_cap_mb": 3}}, STATIC),
     ({"class_path": "DDPStrategy", "dict_kwargs": UNUSED}, UNUSED),
     (
@@ -231,16 +231,16 @@ TOLD: list[tuple[Any, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(
-    ("number", "best"), covering(in_turns(range(len(TOLD)), ["dense", "bf16", "topk"]), together=1)
+    ("number", "best"), covering(in_turns(range(len(TOLD)), ["dense", "bf16", "top_k"]), together=1)
 )
 def test_what_ddp_is_told_stays(trainer_of: Any, tmp_path: Path, number: int, best: str) -> None:
     before, kept = TOLD[number]
     path = tmp_path / "config.yaml"
-    found = advice([predicted("topk", 1.5), predicted(best, 0.5)], kind="float32.cuda:0")
+    found = advice([predicted("top_k", 1.5), predicted(best, 0.5)], kind="float32.cuda:0")
     assert write_configs(found, tmp_path, given(strategy=before)) == [path]
     strategy = trainer_of(path).strategy
     sparse = "lightning_sparse.integrations.pytorch_lightning"
-    assert type(strategy).__module__ == (sparse if best == "topk" else "pytorch_lightning.strategies.ddp")
+    assert type(strategy).__module__ == (sparse if best == "top_k" else "pytorch_lightning.strategies.ddp")
     seen = strategy._ddp_kwargs | {"start_method": strategy._start_method}
     assert {name: seen[name] for name in kept} == kept
     assert seen.get("find_unused_parameters", False) == kept.get("find_unused_parameters", False)
@@ -257,10 +257,10 @@ def test_other_sections_stay_as_they_were(tmp_path: Path) -> None:
     }
     for nested in (False, True):
         config = {"fit": before, "top": 5} if nested else before
-        write_configs(advice([predicted("topk", 0.5)]), tmp_path, config)
+        write_configs(advice([predicted("top_k", 0.5)]), tmp_path, config)
         after = yaml.safe_load(path.read_text())
         section = after["fit"] if nested else after
-        assert section["trainer"].pop("strategy")["init_args"]["sparsifier"] == "topk"
+        assert section["trainer"].pop("strategy")["init_args"]["sparsifier"] == "top_k"
         expected = {name: value for name, value in before["trainer"].items() if name != "strategy"}
         assert section == before | {"trainer": expected}
         assert list(section) == list(before)
@@ -270,7 +270,7 @@ def test_other_sections_stay_as_they_were(tmp_path: Path) -> None:
 
 def test_without_a_configuration_there_is_the_strategy(tmp_path: Path) -> None:
     yaml = pytest.importorskip("yaml", reason="pyyaml is not installed")
-    write_configs(advice([predicted("topk", 1.5)]), tmp_path)
+    write_configs(advice([predicted("top_k", 1.5)]), tmp_path)
     assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == {"trainer": {"strategy": "ddp"}}
 
 
@@ -279,7 +279,7 @@ def test_what_stays_dense_and_what_becomes_of_residuals_is_left_as_it_is() -> No
     before = {"class_path": "lightning_sparse.SparseDDPStrategy", "init_args": own | {"sparsifier": "dgc"}}
     other = {"class_path": "DDPStrategy", "init_args": own}
     for messages in ("group", "step"):
-        found = advice([predicted("shared_topk", 0.5, 0.003, "layer", messages=messages)])
-        chosen = {"sparsifier": "shared_topk", "density": 0.003, "grouping": "layer", "messages": messages}
+        found = advice([predicted("shared_top_k", 0.5, 0.003, "layer", messages=messages)])
+        chosen = {"sparsifier": "shared_top_k", "density": 0.003, "grouping": "layer", "messages": messages}
         assert strategy_config(found, given=before)["init_args"] == chosen | own
         assert strategy_config(found, given=other)["init_args"] == chosen

@@ -56,7 +56,7 @@ def judged() -> tuple[list[Result], list[CurvePoint]]:
     for task in ("digits", "text"):
         results.append(result(task, 1.0, "dense", 0, 0.5))
         for density in (0.01, 0.001):
-            for method, losses in (("topk", [4.0, 2.0]), ("union_topk", [3.0, 1.0]), ("random_k", [4.0, 400.0])):
+            for method, losses in (("top_k", [4.0, 2.0]), ("union_top_k", [3.0, 1.0]), ("random_k", [4.0, 400.0])):
                 for seed in (0, 1):
                     run = result(task, density, method, seed, losses[-1] + seed)
                     results.append(run)
@@ -76,13 +76,13 @@ def test_the_judges_figures(drawn: dict[str, Figure], tmp_path: Path) -> None:
     for figure in (loss, quality):
         assert [panel.get_title() for panel in figure.axes] == titles
         assert {panel.get_xlabel() for panel in figure.axes} == {"megabytes sent by each rank"}
-        assert names(figure) == {"dense, at its end", "topk", "union_topk", "random_k"}
+        assert names(figure) == {"dense, at its end", "top_k", "union_top_k", "random_k"}
         assert figure.legends == []
     assert [panel.get_ylabel() for panel in loss.axes] == ["training loss"] * 4
     assert [panel.get_ylabel() for panel in quality.axes] == ["validation accuracy"] * 2 + ["validation perplexity"] * 2
     assert [panel.get_yscale() for panel in quality.axes] == ["linear"] * 2 + ["log"] * 2
     lines = {str(line.get_label()): line for line in loss.axes[0].get_lines()}
-    assert lines["topk"].get_xydata().tolist() == [[1.0, 4.5], [2.0, 2.5]]  # means over seeds
+    assert lines["top_k"].get_xydata().tolist() == [[1.0, 4.5], [2.0, 2.5]]  # means over seeds
     assert list(lines["_dense"].get_ydata()) == [0.5, 0.5]
     [band, *_] = loss.axes[0].collections
     assert {y for _, y in band.get_paths()[0].vertices} == {4.0, 5.0, 2.0, 3.0}
@@ -93,18 +93,18 @@ def test_the_judges_figures(drawn: dict[str, Figure], tmp_path: Path) -> None:
 
 def test_runs_that_diverged_are_counted_at_the_line(drawn: dict[str, Figure], tmp_path: Path) -> None:
     runs = [
-        result("text", 0.01, method, seed, NAN if (method, seed) in {("topk", 0), ("micro", 0), ("micro", 1)} else 1.0)
-        for method in ("topk", "micro", "union_topk")
+        result("text", 0.01, method, seed, NAN if (method, seed) in {("top_k", 0), ("micro", 0), ("micro", 1)} else 1.0)
+        for method in ("top_k", "micro", "union_top_k")
         for seed in (0, 1)
     ]
     points = [point for run in runs if not math.isnan(run.loss) for point in curve(run, [2.0, 1.0])]
     figures.judge_figures(runs, points, tmp_path)
-    assert names(drawn["judge_loss"]) == {"topk, 1 of 2 runs", "union_topk"}
+    assert names(drawn["judge_loss"]) == {"top_k, 1 of 2 runs", "union_top_k"}
     assert drawn["judge_loss"].axes[0].get_xlabel().endswith("no curve, all runs diverged: micro")
 
 
 def test_points_that_were_written_twice_are_drawn_once(drawn: dict[str, Figure], tmp_path: Path) -> None:
-    run = result("text", 0.01, "topk", 0, 1.0)
+    run = result("text", 0.01, "top_k", 0, 1.0)
     points = curve(run, [3.0, 2.0])
     figures.judge_figures([run], [*points[:1], *points], tmp_path)
     [line] = drawn["judge_loss"].axes[0].get_lines()
@@ -123,7 +123,7 @@ def test_the_open_loops_figures(drawn: dict[str, Figure], tmp_path: Path) -> Non
         for stream in ("digits", "heavy_tail")
         for n in (4, 8)
         for density in (0.01, 0.001)
-        for method in ("topk", "micro", "union_topk")
+        for method in ("top_k", "micro", "union_top_k")
     ]
     files = figures.simulate_figures(rows, tmp_path)
     assert {file.stem for file in files} == {f"simulate_{name}" for name in figures.AXES} == set(drawn)
@@ -141,7 +141,7 @@ def test_the_open_loops_figures(drawn: dict[str, Figure], tmp_path: Path) -> Non
         assert legend(figure) == ["4 ranks", "8 ranks"]
         for panel in figure.axes:
             labels = panel.get_yticklabels()
-            assert [label.get_text() for label in labels] == ["topk", "micro", "union_topk"]
+            assert [label.get_text() for label in labels] == ["top_k", "micro", "union_top_k"]
             assert [label.get_fontweight() for label in labels] == ["normal", "normal", "bold"]
 
     def dots(name: str) -> dict[str, list[float]]:
@@ -164,7 +164,7 @@ def test_of_runs_that_are_too_short_to_tell_nothing_is_said_to_be_never(
 ) -> None:
     monkeypatch.setattr(figures, "AXES", {"steps_to_target": figures.AXES["steps_to_target"]})
     rows = [
-        row("digits", 4, 0.1, name, steps_to_target=None)._replace(steps=n) for name, n in (("topk", 9), ("micro", 10))
+        row("digits", 4, 0.1, name, steps_to_target=None)._replace(steps=n) for name, n in (("top_k", 9), ("micro", 10))
     ]
     figures.simulate_figures(rows, tmp_path)
     [line] = [one for one in drawn["simulate_steps_to_target"].axes[0].get_lines() if len(one.get_xdata()) == 2]
@@ -176,7 +176,7 @@ def test_logarithmic_axes_always_have_some_numbers(
     drawn: dict[str, Figure], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: list[float]
 ) -> None:
     monkeypatch.setattr(figures, "AXES", {"bytes_sent": figures.AXES["bytes_sent"]})
-    rows = [row("digits", 4, 0.1, name, bytes_sent=x) for name, x in zip(("topk", "micro"), sent, strict=True)]
+    rows = [row("digits", 4, 0.1, name, bytes_sent=x) for name, x in zip(("top_k", "micro"), sent, strict=True)]
     figures.simulate_figures(rows, tmp_path)
     axis = drawn["simulate_bytes_sent"].axes[0].xaxis
     low, high = axis.get_view_interval()
@@ -186,12 +186,12 @@ def test_logarithmic_axes_always_have_some_numbers(
 
 
 def test_files_are_pictures(tmp_path: Path) -> None:
-    run = result("text", 0.01, "topk", 0, 1.0)
+    run = result("text", 0.01, "top_k", 0, 1.0)
     [file, *_] = figures.judge_figures([run], curve(run, [2.0, 1.0]), tmp_path / "new")
     assert file.parent == tmp_path / "new"
     content = file.read_text()
     assert content.startswith("<?xml")
-    assert ">topk</text>" in content  # letters, not their shapes
+    assert ">top_k</text>" in content  # letters, not their shapes
 
 
 def test_every_method_has_a_look_of_its_own() -> None:

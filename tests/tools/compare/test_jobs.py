@@ -23,15 +23,21 @@ def small_digits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_plan_has_dense_once_for_each_task_and_seed() -> None:
     jobs = plan(
-        tasks=["digits"], ranks=2, densities=[0.1, 0.01, 0.1], methods=["topk", "dense"], seeds=[1, 0], steps=9, every=4
+        tasks=["digits"],
+        ranks=2,
+        densities=[0.1, 0.01, 0.1],
+        methods=["top_k", "dense"],
+        seeds=[1, 0],
+        steps=9,
+        every=4,
     )
     assert [(job.seed, job.density, job.method) for job in jobs] == [
         (1, 1.0, "dense"),
-        (1, 0.1, "topk"),
-        (1, 0.01, "topk"),
+        (1, 0.1, "top_k"),
+        (1, 0.01, "top_k"),
         (0, 1.0, "dense"),
-        (0, 0.1, "topk"),
-        (0, 0.01, "topk"),
+        (0, 0.1, "top_k"),
+        (0, 0.01, "top_k"),
     ]
     assert {(job.ranks, job.steps, job.every, job.text) for job in jobs} == {(2, 9, 4, None)}
 
@@ -41,7 +47,7 @@ def test_without_names_all_methods_are_planned() -> None:
     assert [job.method for job in jobs] == ["dense", *(method.name for method in choose(None))]
 
 
-GOOD = {"tasks": ["digits"], "ranks": 2, "densities": [0.1], "methods": ["topk"], "seeds": [0], "steps": 5}
+GOOD = {"tasks": ["digits"], "ranks": 2, "densities": [0.1], "methods": ["top_k"], "seeds": [0], "steps": 5}
 
 
 @pytest.mark.parametrize(
@@ -51,7 +57,7 @@ GOOD = {"tasks": ["digits"], "ranks": 2, "densities": [0.1], "methods": ["topk"]
             {"tasks": ["digit", "heavy_tail"]},
             r"Unknown task 'digit'\. Did you mean 'digits'\? Known names: digits, text",
         ),
-        ({"methods": ["tpok"]}, r"Unknown method 'tpok'\. Did you mean 'topk'"),
+        ({"methods": ["tpok"]}, r"Unknown method 'tpok'\. Did you mean 'top_k'"),
         ({"ranks": 1}, r"Expected ranks to be at least 2, but got 1\."),
         ({"ranks": 1000}, r"Expected at least 16000 examples to train on"),
         ({"steps": 0}, r"Expected steps to be at least 1, but got 0\."),
@@ -70,14 +76,14 @@ def test_impossible_plans_are_refused(settings: dict, message: str) -> None:
 
 @pytest.mark.usefixtures("small_digits")
 def test_a_result_is_the_end_of_its_curve() -> None:
-    job = Job("digits", 2, 0.05, "topk", 3, 6, every=4)
+    job = Job("digits", 2, 0.05, "top_k", 3, 6, every=4)
     result, points = execute(job)
     assert result.key == job.key
     assert [point.step for point in points] == [4, 6]
     assert {point[:6] for point in points} == {job.key}
     assert (result.megabytes, result.loss, result.quality) == points[-1][-3:]
     numel = tasks.make("digits", ranks=2).numel
-    assert result.given_density == choose(["topk"])[0].equal_density(0.05, 2, numel)
+    assert result.given_density == choose(["top_k"])[0].equal_density(0.05, 2, numel)
     assert result.quality_name == "accuracy"
     assert execute(job) == (result, points)
     other, _ = execute(job._replace(seed=4))
@@ -85,8 +91,8 @@ def test_a_result_is_the_end_of_its_curve() -> None:
 
 
 def test_the_label_of_a_text_is_part_of_the_key() -> None:
-    job = Job("text", 2, 0.05, "topk", 0, 6, 4, text="some/wiki.txt")
-    assert job.key == ("text:wiki", 2, 0.05, "topk", 0, 6)
+    job = Job("text", 2, 0.05, "top_k", 0, 6, 4, text="some/wiki.txt")
+    assert job.key == ("text:wiki", 2, 0.05, "top_k", 0, 6)
 
 
 def test_a_memory_with_momentum_gets_an_optimizer_without(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,18 +103,18 @@ def test_a_memory_with_momentum_gets_an_optimizer_without(monkeypatch: pytest.Mo
         raise FloatingPointError
 
     monkeypatch.setattr(training, "train", train)
-    for method in choose(["topk", "dgc", "union_topk", "union_topk+momentum", "dense"]):
+    for method in choose(["top_k", "dgc", "union_top_k", "union_top_k+momentum", "dense"]):
         execute(Job("digits", 2, 0.05, method.name, 0, 6, every=4))
-    assert seen == {"topk": 0.9, "dgc": 0.0, "union_topk": 0.9, "union_topk+momentum": 0.0, "dense": 0.9}
+    assert seen == {"top_k": 0.9, "dgc": 0.0, "union_top_k": 0.9, "union_top_k+momentum": 0.0, "dense": 0.9}
 
 
 def test_a_run_that_diverges_is_a_result_without_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     explosive = partial(tasks.digits, width=2, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e30))
     monkeypatch.setitem(tasks.TASKS, "digits", explosive)
-    result, points = execute(Job("digits", 2, 0.1, "topk", 0, 10, every=1))
+    result, points = execute(Job("digits", 2, 0.1, "top_k", 0, 10, every=1))
     assert points == []
-    assert result.key == ("digits", 2, 0.1, "topk", 0, 10)
-    assert result.given_density == choose(["topk"])[0].equal_density(0.1, 2, tasks.make("digits", ranks=2).numel)
+    assert result.key == ("digits", 2, 0.1, "top_k", 0, 10)
+    assert result.given_density == choose(["top_k"])[0].equal_density(0.1, 2, tasks.make("digits", ranks=2).numel)
     assert all(math.isnan(x) for x in (result.actual_density, result.megabytes, result.loss, result.quality))
 
 
@@ -117,9 +123,9 @@ def test_one_process_gives_its_threads_back() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        jobs = [Job("digits", 2, 0.1, name, 0, 2, every=1) for name in ("topk", "micro")]
+        jobs = [Job("digits", 2, 0.1, name, 0, 2, every=1) for name in ("top_k", "micro")]
         seen = [(result.method, torch.get_num_threads()) for result, _ in execute_all(jobs, 1)]
-        assert seen == [("topk", 1), ("micro", 1)]
+        assert seen == [("top_k", 1), ("micro", 1)]
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
@@ -134,7 +140,7 @@ def test_at_least_one_process_is_needed() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("warm_spawn")
 def test_two_processes_find_what_one_finds() -> None:
-    jobs = [Job("text", 2, 0.01, name, seed, 3, every=2) for name in ("topk", "micro") for seed in (0, 1)]
+    jobs = [Job("text", 2, 0.01, name, seed, 3, every=2) for name in ("top_k", "micro") for seed in (0, 1)]
 
     def by_key(processes: int) -> dict:
         return {result.key: (result, points) for result, points in execute_all(jobs, processes)}

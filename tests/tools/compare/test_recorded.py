@@ -14,8 +14,8 @@ from tests.covering import by_default
 from tests.lockstep import Ranks
 from tests.reference import measures
 
-TOGETHER = {"random_k", "clt_k", "micro", "exdyna", "exdyna+early", "striped_topk", "dense"} | {
-    name for name in (method.name for method in METHODS) if name.startswith(("shared_topk", "union_topk"))
+TOGETHER = {"random_k", "clt_k", "micro", "exdyna", "exdyna+early", "striped_top_k", "dense"} | {
+    name for name in (method.name for method in METHODS) if name.startswith(("shared_top_k", "union_top_k"))
 }
 """k is the number of coordinates in the update; for the others each rank picks k."""
 
@@ -75,27 +75,27 @@ def test_measures_are_those_of_the_definitions(method: Method) -> None:
 def test_gradients_are_left_alone() -> None:
     gradients = tail(2, 100, 4)
     before = [rows.clone() for rows in gradients]
-    recorded.compare(gradients, choose(["topk"])[0], 0.1)
+    recorded.compare(gradients, choose(["top_k"])[0], 0.1)
     assert all(map(torch.equal, gradients, before))
 
 
 def test_bytes_of_topk_and_dense_by_hand() -> None:
     gradients = tail(4, 300, 3)
     # A count and 30 pairs of words to three others; a ring all-reduce of 300 words.
-    assert recorded.compare(gradients, choose(["topk"])[0], 0.1)["bytes_sent"] == 3 * (4 + 30 * 8)
+    assert recorded.compare(gradients, choose(["top_k"])[0], 0.1)["bytes_sent"] == 3 * (4 + 30 * 8)
     assert recorded.compare(gradients, DENSE, 1.0)["bytes_sent"] == 2 * 3 / 4 * 1200
 
 
 def test_build_up_and_captured_energy_by_hand() -> None:
     # Each rank picks its own 4; together they hold 4, 4 and, best of all, 2 * 3 = 6 at the last coordinate.
     rows = torch.tensor([[4.0, 0.0, 3.0], [0.0, 4.0, 3.0]])
-    found = recorded.compare([rows], choose(["topk"])[0], 1 / 3)
+    found = recorded.compare([rows], choose(["top_k"])[0], 1 / 3)
     assert (found["build_up"], found["relative_density_error"], found["padding_ratio"]) == (2.0, 100.0, 1.0)
     assert found["captured"] == pytest.approx((16 + 16) / 36)
 
 
 def test_nothing_at_all_is_captured_completely() -> None:
-    assert recorded.compare([torch.zeros(2, 10)] * 3, choose(["topk"])[0], 0.1)["captured"] == 1.0
+    assert recorded.compare([torch.zeros(2, 10)] * 3, choose(["top_k"])[0], 0.1)["captured"] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -141,15 +141,15 @@ def test_without_gradients_there_is_nothing_to_compare() -> None:
 
 def test_a_plan_has_every_combination_once() -> None:
     jobs = recorded.plan(
-        streams=["heavy_tail"], ranks=[2, 4, 2], densities=[0.1, 0.01], methods=["topk", "dense"], steps=5, seed=3
+        streams=["heavy_tail"], ranks=[2, 4, 2], densities=[0.1, 0.01], methods=["top_k", "dense"], steps=5, seed=3
     )
     assert [(job.ranks, job.density, job.method) for job in jobs] == [
-        (2, 0.1, "topk"),
+        (2, 0.1, "top_k"),
         (2, 1.0, "dense"),
-        (2, 0.01, "topk"),
-        (4, 0.1, "topk"),
+        (2, 0.01, "top_k"),
+        (4, 0.1, "top_k"),
         (4, 1.0, "dense"),
-        (4, 0.01, "topk"),
+        (4, 0.01, "top_k"),
     ]
     assert {(job.source, job.steps, job.seed) for job in jobs} == {("heavy_tail", 5, 3)}
 
@@ -160,7 +160,7 @@ def test_methods_that_differ_in_memory_only_are_compared_once() -> None:
     assert names == [method.name for method in METHODS if not method.name.endswith(("+momentum", "+early"))]
 
 
-GOOD = {"streams": ["heavy_tail"], "ranks": [2], "densities": [0.1], "methods": ["topk"], "steps": 5}
+GOOD = {"streams": ["heavy_tail"], "ranks": [2], "densities": [0.1], "methods": ["top_k"], "steps": 5}
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ GOOD = {"streams": ["heavy_tail"], "ranks": [2], "densities": [0.1], "methods": 
         ),
         (
             {"methods": ["tpok"]},
-            r"Unknown method 'tpok'\. Did you mean 'topk' or .* Known names: clt_k, dense, dgc, ",
+            r"Unknown method 'tpok'\. Did you mean 'top_k' or .* Known names: clt_k, dense, dgc, ",
         ),
         ({"ranks": [4, 0]}, r"Expected ranks to be at least 1, but got 0\."),
         ({"steps": 0}, r"Expected steps to be at least 1, but got 0\."),
@@ -195,7 +195,7 @@ def test_a_stream_that_is_not_there_is_refused() -> None:
 
 
 def test_rows_are_measures_of_the_streams_they_name() -> None:
-    jobs = recorded.plan(streams=["heavy_tail"], ranks=[1, 2], densities=[0.01], methods=["topk", "micro"], steps=3)
+    jobs = recorded.plan(streams=["heavy_tail"], ranks=[1, 2], densities=[0.01], methods=["top_k", "micro"], steps=3)
     rows = list(recorded.execute_all(jobs))
     assert [row.key for row in rows] == [job.key for job in jobs]
     for row in rows:

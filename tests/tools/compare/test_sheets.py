@@ -18,7 +18,7 @@ class Line(NamedTuple):
     step: int | None
 
 
-LINES = [Line("topk", 4, 0.1 + 0.2, 3), Line('a, "b"', 8, 1e-300, None), Line("ünion", 16, float("inf"), 0)]
+LINES = [Line("top_k", 4, 0.1 + 0.2, 3), Line('a, "b"', 8, 1e-300, None), Line("ünion", 16, float("inf"), 0)]
 
 
 def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
@@ -29,13 +29,13 @@ def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
     assert sheet.read() == Sheet(sheet.path, Line).read() == LINES
     assert sheet.path.read_text(encoding="utf-8").splitlines()[:2] == [
         "name,ranks,loss,step",
-        "topk,4,0.30000000000000004,3",
+        "top_k,4,0.30000000000000004,3",
     ]
 
 
 def test_a_loss_that_is_no_number_comes_back_as_such(tmp_path: Path) -> None:
     sheet = Sheet(tmp_path / "x.csv", Line)
-    sheet.append([Line("topk", 4, float("nan"), None)])
+    sheet.append([Line("top_k", 4, float("nan"), None)])
     assert math.isnan(sheet.read()[0].loss)
 
 
@@ -61,8 +61,8 @@ def test_nothing_to_append_still_says_which_columns_there_are(tmp_path: Path) ->
 
 def test_files_from_editors_with_other_line_ends_are_read(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
-    path.write_bytes(b"name,ranks,loss,step\r\ntopk,4,0.5,\r\n")
-    assert Sheet(path, Line).read() == [Line("topk", 4, 0.5, None)]
+    path.write_bytes(b"name,ranks,loss,step\r\ntop_k,4,0.5,\r\n")
+    assert Sheet(path, Line).read() == [Line("top_k", 4, 0.5, None)]
 
 
 @pytest.mark.parametrize("content", ["name,ranks\nx,1\n", "my shopping list", "\n", "name,ranks,loss,steps"])
@@ -76,6 +76,6 @@ def test_other_files_are_refused_and_kept(tmp_path: Path, content: str) -> None:
 
 def test_what_is_no_number_is_named(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
-    path.write_text("name,ranks,loss,step\ntopk,four,0.5,1\n")
-    with pytest.raises(ValueError, match=r"Expected numbers in .*x\.csv, but got the line 'topk,four,0\.5,1'\."):
+    path.write_text("name,ranks,loss,step\ntop_k,four,0.5,1\n")
+    with pytest.raises(ValueError, match=r"Expected numbers in .*x\.csv, but got the line 'top_k,four,0\.5,1'\."):
         Sheet(path, Line).read()

@@ -18,17 +18,17 @@ def result(method: str, seed: int, loss: float, *, density: float = 0.01, task: 
 
 
 def test_a_table_is_markdown() -> None:
-    table = Table("Title", ["method", "loss"], [["topk", "1.0"], ["micro", "diverged"]])
+    table = Table("Title", ["method", "loss"], [["top_k", "1.0"], ["micro", "diverged"]])
     assert table.markdown() == (
-        "### Title\n\n| method | loss |\n| --- | ---: |\n| topk | 1.0 |\n| micro | diverged |\n"
+        "### Title\n\n| method | loss |\n| --- | ---: |\n| top_k | 1.0 |\n| micro | diverged |\n"
     )
 
 
 def test_the_judges_table_has_the_best_mean_first_and_dense_last() -> None:
     results = [
         result("dense", 0, 0.5, density=1.0, megabytes=1234.5),
-        result("topk", 1, 2.0, quality=20.0),
-        result("topk", 0, 1.0, quality=10.0, given_density=0.00123456),
+        result("top_k", 1, 2.0, quality=20.0),
+        result("top_k", 0, 1.0, quality=10.0, given_density=0.00123456),
         result("random_k", 0, 3.0),
         result("random_k", 1, NAN, megabytes=NAN, quality=NAN),
         result("micro", 0, 1.25),
@@ -40,7 +40,7 @@ def test_the_judges_table_has_the_best_mean_first_and_dense_last() -> None:
         "| method | density given | MB sent | training loss | loss, seed 0 | loss, seed 1 | perplexity |\n"
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |\n"
         "| micro | 0.01 | 1.25 | 1.2500 | 1.2500 | 1.2500 | 50.0 |\n"
-        "| topk | 0.00123 | 1.25 | 1.5000 | 1.0000 | 2.0000 | 15.0 |\n"
+        "| top_k | 0.00123 | 1.25 | 1.5000 | 1.0000 | 2.0000 | 15.0 |\n"
         "| random_k | 0.01 | diverged | diverged | 3.0000 | diverged | diverged |\n"
         "| dense | 1 | 1.23e+03 | 0.5000 | 0.5000 |  | 50.0 |\n"
     )
@@ -52,12 +52,12 @@ def test_a_perplexity_beyond_all_measure_is_short() -> None:
 
 
 def test_one_seed_needs_no_column_of_its_own() -> None:
-    [table] = judge_tables([result("topk", 7, 1.0)])
+    [table] = judge_tables([result("top_k", 7, 1.0)])
     assert table.header == ["method", "density given", "MB sent", "training loss", "perplexity"]
 
 
 def test_contests_share_their_dense_runs() -> None:
-    text = [result("topk", 0, 1.0, density=d) for d in (0.001, 0.01)]
+    text = [result("top_k", 0, 1.0, density=d) for d in (0.001, 0.01)]
     dense = result("dense", 0, 1.0, density=1.0)
     digits = result("dense", 0, 1.0, density=1.0, task="digits")
     assert contests([*text, dense, digits]) == [[digits], [text[1], dense], [text[0], dense]]
@@ -65,13 +65,15 @@ def test_contests_share_their_dense_runs() -> None:
 
 
 def test_runs_of_a_method_are_in_order_of_seeds() -> None:
-    runs = [result("topk", seed, 1.0) for seed in (2, 0, 1)]
-    assert [run.seed for run in by_method(runs)["topk"]] == [0, 1, 2]
+    runs = [result("top_k", seed, 1.0) for seed in (2, 0, 1)]
+    assert [run.seed for run in by_method(runs)["top_k"]] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("steps", "said"), [(9, "-"), (10, "never")])
 def test_runs_too_short_to_stay_near_the_target_do_not_say_never(steps: int, said: str) -> None:
-    [table] = simulate_tables([Row("text", 8, 0.01, "topk", steps, 0, 12.34, None, 1.5, 2.3, 0.9, 0.5, 1.0, 0.9, 12.0)])
+    [table] = simulate_tables(
+        [Row("text", 8, 0.01, "top_k", steps, 0, 12.34, None, 1.5, 2.3, 0.9, 0.5, 1.0, 0.9, 12.0)]
+    )
     assert table.rows[0][2] == said
 
 
@@ -80,10 +82,10 @@ def test_the_open_loops_tables() -> None:
         return Row(stream, n, density, method, 120, 0, 12.34, steps, 1.5, 2.345, 0.98765, 0.5, NAN, 0.98765, 12345.6)
 
     rows = [
-        row("text", 8, 0.001, "topk", 0),
-        row("text", 8, 0.01, "topk", None),
+        row("text", 8, 0.001, "top_k", 0),
+        row("text", 8, 0.01, "top_k", None),
         row("text", 8, 0.01, "micro", 17),
-        row("text", 4, 0.01, "topk", 3),
+        row("text", 4, 0.01, "top_k", 3),
     ]
     tables = simulate_tables(rows)
     assert [table.title for table in tables] == [
@@ -96,6 +98,6 @@ def test_the_open_loops_tables() -> None:
         "| method | density error / % | steps to target | f(t) | build-up | estimate | 5 % | 95 % | captured |"
         " kB sent |\n"
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n"
-        "| topk | 12.3 | never | 1.50 | 2.35 | 0.99 | 0.50 | diverged | 0.988 | 12.3 |\n"
+        "| top_k | 12.3 | never | 1.50 | 2.35 | 0.99 | 0.50 | diverged | 0.988 | 12.3 |\n"
         "| micro | 12.3 | 17 | 1.50 | 2.35 | 0.99 | 0.50 | diverged | 0.988 | 12.3 |\n"
     )

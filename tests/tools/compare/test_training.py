@@ -55,17 +55,17 @@ def test_dense_is_plain_training_on_the_batches_of_all_ranks(name: str, lr: floa
 
 
 def test_density_one_is_dense() -> None:
-    dense, topk = small("digits"), small("digits")
+    dense, top_k = small("digits"), small("digits")
     train(dense, DENSE, 1.0, steps=STEPS)
-    train(topk, choose(["topk"])[0], 1.0, steps=STEPS)
-    torch.testing.assert_close(topk.flat, dense.flat, rtol=1e-5, atol=1e-7)
+    train(top_k, choose(["top_k"])[0], 1.0, steps=STEPS)
+    torch.testing.assert_close(top_k.flat, dense.flat, rtol=1e-5, atol=1e-7)
 
 
 def test_points_and_traffic_by_hand() -> None:
     task = small("digits")
     k = ls.methods.density.count(0.01, task.numel)
-    run = train(task, choose(["topk"])[0], 0.01, steps=7, every=3)
-    assert (run.method, run.density) == ("topk", 0.01)
+    run = train(task, choose(["top_k"])[0], 0.01, steps=7, every=3)
+    assert (run.method, run.density) == ("top_k", 0.01)
     assert [point.step for point in run.points] == [3, 6, 7]
     # A count and k pairs of words to two others in each step.
     assert [point.megabytes for point in run.points] == pytest.approx(
@@ -93,8 +93,8 @@ def test_the_loss_is_a_mean_over_the_latest_steps_only(monkeypatch: pytest.Monke
 
 
 def test_the_memory_takes_part() -> None:
-    [plain] = choose(["topk"])
-    forgetful = Method("forgetful", plain.sparsifier, plain.words, memory=ls.NoMemory())
+    [plain] = choose(["top_k"])
+    forgetful = Method("forgetful", plain.sparsifier, plain.words, memory=ls.memories.NoMemory())
     one, other = small("digits"), small("digits")
     train(one, plain, 0.01, steps=3)
     train(other, forgetful, 0.01, steps=3)
@@ -104,14 +104,14 @@ def test_the_memory_takes_part() -> None:
 @pytest.mark.thorough
 def test_momentum_is_spent_early_where_the_method_says_so() -> None:
     losses = {}
-    for name in ("topk", "topk+early"):
+    for name in ("top_k", "top_k+early"):
         losses[name] = train(small("digits"), choose([name])[0], 0.01, steps=150).last.loss
-    assert losses["topk+early"] < 0.7 * losses["topk"], losses
+    assert losses["top_k+early"] < 0.7 * losses["top_k"], losses
 
 
 def test_without_momentum_there_is_nothing_to_spend() -> None:
     runs = [
-        train(small("digits", momentum=0.0), choose([name])[0], 0.01, steps=STEPS) for name in ("topk", "topk+early")
+        train(small("digits", momentum=0.0), choose([name])[0], 0.01, steps=STEPS) for name in ("top_k", "top_k+early")
     ]
     assert runs[0].points == runs[1].points
 
@@ -124,5 +124,5 @@ def test_sparse_training_learns() -> None:
 
 def test_a_run_that_diverges_says_so() -> None:
     task = small("digits", optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e30))
-    with pytest.raises(FloatingPointError, match=r"topk diverged at step \d\."):
-        train(task, choose(["topk"])[0], 0.1, steps=8)
+    with pytest.raises(FloatingPointError, match=r"top_k diverged at step \d\."):
+        train(task, choose(["top_k"])[0], 0.1, steps=8)

@@ -12,7 +12,7 @@ DENSE_STEP_MB = 0.25
 
 
 def rows(
-    steps: int = 300, seed: int = 0, sparsifier: str = "union_topk", density: float = 0.01
+    steps: int = 300, seed: int = 0, sparsifier: str = "union_top_k", density: float = 0.01
 ) -> list[dict[str, float]]:
     """What `SparsityMonitor` and a model log every tenth step; a dense run logs its results only."""
     rng = np.random.default_rng(seed)
@@ -50,7 +50,7 @@ def sparse(step: int, density: float, rng: np.random.Generator) -> dict[str, flo
         "time/exchange_ms": 4 + rng.random(),
         "time/exposed_ms": 3 + rng.random(),
         "time/total_s": 0.02 * (step + 1),
-        "steps/void": float(step > 150),
+        "steps/skipped": float(step > 150),
         "steps/direct": 0.0,
     }
     return {f"sparse/{name}": value for name, value in names.items()}
@@ -73,7 +73,7 @@ def write_csv(folder: Path, logged: list[dict[str, float]], **settings: object) 
 def compared(folder: Path) -> list[Path]:
     """Dense, UnionTopK and Top-k training of one model."""
     found = []
-    for seed, name in enumerate(("dense", "union_topk", "topk")):
+    for seed, name in enumerate(("dense", "union_top_k", "top_k")):
         settings = {} if name == "dense" else {"sparse_ddp": {"sparsifier": name, "density": 0.01}}
         found.append(write_csv(folder / name, rows(seed=seed, sparsifier=name), lr=0.05, **settings))
     return found

@@ -55,9 +55,9 @@ def test_a_dense_run_is_placed_only_where_the_others_agree_on_dense_traffic(runs
     "settings",
     [
         {"sparse_ddp/density": "0.01"},
-        {"trainer/strategy": "sparse_ddp_topk"},
+        {"trainer/strategy": "sparse_ddp_top_k"},
         {"trainer/strategy/class_path": "lightning_sparse.SparseDDPStrategy"},
-        {"sparsifier": "union_topk"},
+        {"sparsifier": "union_top_k"},
         {"sparsifier/class": "UnionTopK"},
     ],
 )
@@ -237,12 +237,12 @@ def test_the_first_and_the_last_points_are_within_the_frame(runs: list[Run]) -> 
 
 
 def test_sparsifiers_that_look_on_are_lines_of_their_own() -> None:
-    looked = {f"sparse/shadow/{name}/density": [0.01, 0.02] for name in ("topk", "exdyna")}
+    looked = {f"sparse/shadow/{name}/density": [0.01, 0.02] for name in ("top_k", "exdyna")}
     [part, others] = parts_of([run("dense", **looked, **{"sparse/residual/norm": [1.0, 2.0]})])
     assert part.title == "Sparsifiers that looked on"
     [density] = part.panels
     assert isinstance(density, Panel)
-    assert [(curve.name, curve.run, curve.look) for curve in density.curves] == [("topk", 0, 0), ("exdyna", 0, 1)]
+    assert [(curve.name, curve.run, curve.look) for curve in density.curves] == [("top_k", 0, 0), ("exdyna", 0, 1)]
     assert [one.title for one in others.panels] == ["sparse/residual/norm"]
 
 

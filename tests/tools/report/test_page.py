@@ -87,7 +87,7 @@ def test_every_figure_has_data_and_nothing_is_fetched(few: list[Run], chromium: 
 
 def test_the_page_says_what_matters(few: list[Run], tmp_path: Path) -> None:
     text = write_page(few, tmp_path / "report.html").read_text()
-    assert "<li>topk sent 1.72 MB a rank in 300 steps; dense all-reduces would have sent 75 MB, 43.5 times" in text
+    assert "<li>top_k sent 1.72 MB a rank in 300 steps; dense all-reduces would have sent 75 MB, 43.5 times" in text
     assert "<li>val/accuracy ended at 0.9681 in all runs.</li>" in text
     assert (
         "<li>Settings that differ: sparse_ddp/sparsifier.</li><li>1 setting is there in some of the runs only" in text
@@ -134,7 +134,7 @@ def test_figures_as_files(few: list[Run], tmp_path: Path) -> None:
         "selection_ms",
     }
     loss = next(file for file in figures if file.stem == "train_loss_against_steps").read_text()
-    assert ">topk</text>" in loss and ">union_topk</text>" in loss
+    assert ">top_k</text>" in loss and ">union_top_k</text>" in loss
 
 
 def test_names_in_figures_are_texts_and_files_do_not_collide(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def test_csv_with_settings(tmp_path: Path) -> None:
 
 def test_a_folder_above_holds_several_runs_named_by_what_differs(tmp_path: Path) -> None:
     compared(tmp_path / "logs")
-    assert [run.name for run in read_runs([tmp_path])] == ["dense", "topk", "union_topk"]
+    assert [run.name for run in read_runs([tmp_path])] == ["dense", "top_k", "union_top_k"]
     for name in ("a", "b"):
         write_csv(tmp_path / "more" / name / "lightning_logs" / "version_0", rows(50))
     assert [run.name for run in read_runs([tmp_path / "more" / name for name in "ba"])] == ["b", "a"]

@@ -91,13 +91,13 @@ def test_both_take_turns_and_the_faster_one_stays(
     assert turns == ["sparse", "dense", "sparse", "dense", *(["sparse"] if wins == "sparse" else [])]
     assert modes[-TURN:] == [wins] * TURN
     assert training.fallback.seconds == {"sparse": sparse, "dense": dense}
-    assert training.engine.direct == (wins == "dense")
+    assert training.engine._direct == (wins == "dense")
     assert training.engine.plan == make_plan(
         SIZES, *(["layer", EVERYTHING_SPARSE] if wins == "sparse" else ["bucket", ls.Rules(["*"])])
     )
     told = capsys.readouterr().out
     assert told.count("training goes on") == 1
-    assert f"training goes on {wins} (fallback='dense')" in told
+    assert f"training goes on {wins} (fallback=True)" in told
     assert f"dense steps take {1e3 * dense:.4g} ms and sparse ones {1e3 * sparse:.4g} ms" in told
 
 
@@ -148,7 +148,7 @@ def test_both_are_measured_again_when_the_step_time_has_changed(
 def test_engines_that_do_not_go_direct_are_asked_in_every_dense_step(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training(monkeypatch, willing=False)
     modes = training.run(7 * TURN, either(2.0, 1.0))
-    assert not training.engine.direct
+    assert not training.engine._direct
     dense = modes.count("dense")
     assert dense - 2 <= training.engine.asked <= dense  # not in the first step of a turn
 
@@ -194,15 +194,15 @@ NAP = 0.06
 """Seconds; other steps take a few milliseconds."""
 
 
-class Slow(ls.Sparsifier):
+class Slow(ls.sparsifiers.Sparsifier):
     """Top-k, after a nap."""
 
-    agreement = ls.TopK.agreement
+    agreement = ls.sparsifiers.TopK.agreement
     exchange = "gather_pairs"
 
     def select(self, acc: Tensor, state: Any, ctx: Any) -> Any:
         time.sleep(NAP)
-        return ls.TopK().select(acc, state, ctx)
+        return ls.sparsifiers.TopK().select(acc, state, ctx)
 
     def __repr__(self) -> str:
         return "Slow()"
@@ -218,7 +218,7 @@ def with_naps(sparsifier: Any, dense_nap: float) -> tuple[list[str], list[bool],
             return start(self, x, wait)
 
         patch.setattr(TorchCollective, "start_average", slow_start)
-        options = {"sparsifier": sparsifier, "density": 0.05, "grouping": "model", "fallback": "dense"}
+        options = {"sparsifier": sparsifier, "density": 0.05, "grouping": "model", "fallback": True}
         model, engine = wrapped(options, {"bucket_cap_mb": 25})
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         modes, direct = [], []
@@ -227,7 +227,7 @@ def with_naps(sparsifier: Any, dense_nap: float) -> tuple[list[str], list[bool],
             model(batch).square().mean().backward()
             optimizer.step()
             modes.append(fallback_of(engine).mode)
-            direct.append(engine.direct)
+            direct.append(engine._direct)
         seconds = fallback_of(engine).seconds
         engine.close()
     return modes, direct, seconds, flat(model)
@@ -246,7 +246,7 @@ def test_a_slow_sparsifier_ends_dense(two_ranks: Ranks) -> None:
 
 
 def test_a_slow_dense_network_ends_sparse(two_ranks: Ranks) -> None:
-    first, second = two_ranks(with_naps, "topk", NAP)
+    first, second = two_ranks(with_naps, "top_k", NAP)
     assert first[0] == second[0]
     assert torch.equal(first[3], second[3])
     modes, direct, seconds, _ = first
@@ -261,12 +261,12 @@ def balance(options: dict[str, Any], rigged: tuple[float, float]) -> list[tuple[
     """After each step: mode, whether direct, all residuals, and what was given without being applied."""
     clock = Rigged(*rigged)
     with shortened(clock):
-        model, engine = wrapped({**options, "fallback": "dense"}, dtype=torch.float64)
+        model, engine = wrapped({**options, "fallback": True}, dtype=torch.float64)
         clock.watch(engine)
         books, seen = Balance(model), []
         for batch in batches(26, torch.float64):
             books.step(batch)
-            seen.append((clock.fallback.mode, engine.direct, residuals(model, engine), books.missing.clone()))
+            seen.append((clock.fallback.mode, engine._direct, residuals(model, engine), books.missing.clone()))
         engine.close()
     return seen
 
@@ -279,7 +279,7 @@ EXECUTORS = ["inline", "thread"]
     ("sparsifier", "rigged", "executor"),
     by_default(
         covering(
-            product(["topk", "union_topk", "exdyna"], RIGGED, EXECUTORS),
+            product(["top_k", "union_top_k", "exdyna"], RIGGED, EXECUTORS),
             together=1,
             seen_as=lambda sparsifier, rigged, executor: (sparsifier, (rigged, executor)),
         ),
@@ -316,7 +316,7 @@ def train(
     """Parameters after 24 steps, gradients and directness of each."""
     clock = Rigged(*rigged)
     with shortened(clock):
-        model, engine = wrapped(None if options is None else {**options, "fallback": "dense"}, ddp)
+        model, engine = wrapped(None if options is None else {**options, "fallback": True}, ddp)
         if engine is not None:
             clock.watch(engine)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -326,7 +326,7 @@ def train(
             (model(batch, uses[index // accumulate % len(uses)]).square().mean() / accumulate).backward()
             if model.require_backward_grad_sync:
                 averages.append(grads(model))
-                direct.append(engine is not None and engine.direct)
+                direct.append(engine is not None and engine._direct)
                 optimizer.step()
                 optimizer.zero_grad()
         if engine is not None:
@@ -361,7 +361,7 @@ def test_density_1_trains_like_plain_ddp(
     # Bit for bit, see tests/engine/test_engine.py; in all modes and at all changes between them.
     ddp = LAYOUTS[layout]
     plain = two_ranks(train, None, ddp)
-    options = {"sparsifier": "union_topk", "density": 1.0, "grouping": "layer", "executor": executor}
+    options = {"sparsifier": "union_top_k", "density": 1.0, "grouping": "layer", "executor": executor}
     for (found, _, direct), (expected, *_) in zip(two_ranks(train, options, ddp, rigged), plain, strict=True):
         assert torch.equal(found, expected)
         assert 4 <= sum(direct) < 24
@@ -369,7 +369,7 @@ def test_density_1_trains_like_plain_ddp(
 
 def test_accumulated_gradients_are_exchanged_once(two_ranks: Ranks) -> None:
     plain = two_ranks(train, None, None, (2.0, 1.0), 3)
-    options = {"sparsifier": "topk", "density": 1.0}
+    options = {"sparsifier": "top_k", "density": 1.0}
     for (found, _, direct), (expected, *_) in zip(two_ranks(train, options, None, (2.0, 1.0), 3), plain, strict=True):
         assert torch.equal(found, expected)
         assert any(direct)
@@ -379,7 +379,7 @@ def test_unused_parameters_are_treated_as_by_plain_ddp(two_ranks: Ranks) -> None
     # A pattern of three steps, so that every branch is left out in sparse, in dense and in direct steps.
     uses, ddp = ("both", "right", "left"), {"find_unused_parameters": True}
     plain = two_ranks(train, None, ddp, (2.0, 1.0), 1, uses)
-    options = {"sparsifier": "topk", "density": 1.0, "grouping": "layer"}
+    options = {"sparsifier": "top_k", "density": 1.0, "grouping": "layer"}
     for (found, averages, direct), (expected, others, _) in zip(
         two_ranks(train, options, ddp, (2.0, 1.0), 1, uses), plain, strict=True
     ):
@@ -396,7 +396,7 @@ def unused_while_dense(cap: float) -> list[tuple[str, bool, Tensor, Tensor, Tens
     """The left branch is used before the first dense step, and again in sparse ones at the end."""
     clock = Rigged(2.0, 1.0)
     with shortened(clock):
-        options = {"sparsifier": "topk", "density": 0.05, "grouping": "layer", "fallback": "dense"}
+        options = {"sparsifier": "top_k", "density": 0.05, "grouping": "layer", "fallback": True}
         model, engine = wrapped(options, {"find_unused_parameters": True, "bucket_cap_mb": cap}, torch.float64)
         clock.watch(engine)
         books, seen = Balance(model), []
@@ -407,7 +407,7 @@ def unused_while_dense(cap: float) -> list[tuple[str, bool, Tensor, Tensor, Tens
             left = engine.residual("left.weight")
             assert left is not None
             held = residuals(model, engine)
-            seen.append((clock.fallback.mode, engine.direct, left.clone(), held, books.missing.clone()))
+            seen.append((clock.fallback.mode, engine._direct, left.clone(), held, books.missing.clone()))
         engine.close()
     return seen
 
@@ -431,7 +431,7 @@ def poisoned() -> list[tuple[str, bool, bool, Tensor, Tensor]]:
     """In the first dense step, a number is bad on rank 1."""
     clock = Rigged(2.0, 1.0)
     with shortened(clock):
-        options = {"sparsifier": "topk", "density": 0.05, "grouping": "layer", "fallback": "dense"}
+        options = {"sparsifier": "top_k", "density": 0.05, "grouping": "layer", "fallback": True}
         model, engine = wrapped(options, dtype=torch.float64)
         clock.watch(engine)
         books, seen = Balance(model), []
@@ -441,7 +441,7 @@ def poisoned() -> list[tuple[str, bool, bool, Tensor, Tensor]]:
                 batch[0, 0] = float("nan")
             books.step(batch)
             bad = bool(grads(model).isnan().all())
-            seen.append((clock.fallback.mode, engine.direct, bad, residuals(model, engine), books.missing.clone()))
+            seen.append((clock.fallback.mode, engine._direct, bad, residuals(model, engine), books.missing.clone()))
         engine.close()
     return seen
 
@@ -458,8 +458,8 @@ def test_a_bad_number_in_the_first_dense_step_leaves_the_residual_to_the_next(tw
             torch.testing.assert_close(held, missing, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("memory", [ls.MomentumCorrection(0.5), ls.AdamCorrection(0.5)], ids=repr)
-def test_memories_with_momentum_never_leave_ddp_alone(two_ranks: Ranks, memory: ls.Memory) -> None:
+@pytest.mark.parametrize("memory", [ls.memories.MomentumCorrection(0.5), ls.memories.AdamCorrection(0.5)], ids=repr)
+def test_memories_with_momentum_never_leave_ddp_alone(two_ranks: Ranks, memory: ls.memories.Memory) -> None:
     # Everything is sent, so that momenta alone decide: without a loss of them, modes do not matter.
     options = {"sparsifier": "everything", "memory": memory}
     steady = two_ranks(train_steadily, options)
@@ -483,7 +483,7 @@ def changing() -> tuple[list[str], dict[str, float]]:
     """Dense is faster at first; after 30 steps, both take longer, and sparse is faster."""
     clock = Rigged(2.0, 1.0)
     with shortened(clock):
-        options = {"sparsifier": "topk", "density": 0.05, "fallback": "dense"}
+        options = {"sparsifier": "top_k", "density": 0.05, "fallback": True}
         model, engine = wrapped(options)
         clock.watch(engine)
         modes = []
@@ -508,13 +508,13 @@ def test_ranks_compare_again_together(two_ranks: Ranks) -> None:
 def summaries() -> list[tuple[bool, dict[str, float], dict[str, Any]]]:
     clock = Rigged(2.0, 1.0)
     with shortened(clock):
-        model, engine = wrapped({"sparsifier": "topk", "density": 0.05, "grouping": "layer", "fallback": "dense"})
+        model, engine = wrapped({"sparsifier": "top_k", "density": 0.05, "grouping": "layer", "fallback": True})
         clock.watch(engine)
         seen = []
         for batch in batches(11):
             model.zero_grad()
             model(batch).square().mean().backward()
-            seen.append((engine.direct, engine.summary(), engine.group_summaries()))
+            seen.append((engine._direct, engine.summary(), engine.group_summaries()))
         engine.close()
     return seen
 
@@ -538,7 +538,7 @@ def merged(rigged: tuple[float, float]) -> tuple[list[list[str]], list[str]]:
     clock = Rigged(*rigged)
     with shortened(clock) as patch:
         fix_costs(patch, Line(1e-9, 1.0))  # what is ready first travels at once
-        options = {"density": 0.05, "grouping": ls.OptimalMerge(warmup=1, steps=2), "fallback": "dense"}
+        options = {"density": 0.05, "grouping": ls.tuning.OptimalMerge(warmup=1, steps=2), "fallback": True}
         model, engine = wrapped(options)
         clock.watch(engine)
         plans, modes = [], []
@@ -567,7 +567,7 @@ def test_the_groups_of_a_profile_come_back(two_ranks: Ranks) -> None:
 
 def saved_and_resumed(folder: str) -> tuple[list[list[str]], bool]:
     """Modes of a run that is saved in a dense step and of one that is resumed there, and whether ranks are equal."""
-    options = {**SPARSE, "sparsifier": "exdyna", "fallback": "dense", "strict_resume": True}
+    options = {**SPARSE, "sparsifier": "exdyna", "fallback": True, "strict_resume": True}
     modes: list[list[str]] = []
     found = []
     for resumed in (False, True):

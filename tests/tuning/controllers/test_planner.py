@@ -77,7 +77,12 @@ def train(
 @pytest.mark.parametrize("rule", ["optimal", "published"])
 @pytest.mark.parametrize("executor", by_default(["thread", "inline"]))
 def test_groups_follow_the_profile(two_ranks: Ranks, rule: Any, executor: str) -> None:
-    options = {"density": 0.05, "grouping": ls.OptimalMerge(rule, **SOON), "executor": executor, "dense": ["left.bias"]}
+    options = {
+        "density": 0.05,
+        "grouping": ls.tuning.OptimalMerge(rule, **SOON),
+        "executor": executor,
+        "dense": ["left.bias"],
+    }
     first, second = two_ranks(train, options)
     for key in ("plans", "saved"):
         assert first[key] == second[key]
@@ -86,7 +91,7 @@ def test_groups_follow_the_profile(two_ranks: Ranks, rule: Any, executor: str) -
     assert plans[:3] == [make_plan(sizes, "model", EVERYTHING_SPARSE.also_dense(["left.bias"]))] * 3
     profile = Profile.from_dict(first["saved"])
     rules = EVERYTHING_SPARSE.also_dense(["left.bias"])
-    assert plans[3:] == [make_plan(sizes, ls.OptimalMerge(rule), rules, 0.001, profile, 0.05)] * 3
+    assert plans[3:] == [make_plan(sizes, ls.tuning.OptimalMerge(rule), rules, 0.001, profile, 0.05)] * 3
     # In the order of backward, which is not that of registration.
     layers = [layer.name for layer in profile.layers]
     assert (layers[0], layers[-1]) == ("head", "trunk")
@@ -135,9 +140,9 @@ def collectives_of(options: dict[str, Any], fixed: Line) -> tuple[str, int, Coun
     return *found, seen
 
 
-@pytest.mark.parametrize("grouping", ["layer", ls.OptimalMerge(**SOON)], ids=repr)
+@pytest.mark.parametrize("grouping", ["layer", ls.tuning.OptimalMerge(**SOON)], ids=repr)
 def test_what_travels_together_follows_the_profile(two_ranks: Ranks, grouping: Any) -> None:
-    schedule = ls.TimeBudget(0.05, 0.05, 1 - 1e-12) if grouping == "layer" else 0.05
+    schedule = ls.tuning.TimeBudget(0.05, 0.05, 1 - 1e-12) if grouping == "layer" else 0.05
     options = {"density": schedule, "grouping": grouping, "executor": "thread"}
     run = shortened_collectives if grouping == "layer" else collectives_of
     # Layers are left open, and what is merged is told, too.
@@ -152,12 +157,17 @@ def test_what_travels_together_follows_the_profile(two_ranks: Ranks, grouping: A
 
 def shortened_collectives(options: dict[str, Any], fixed: Line) -> tuple[str, int, Counter[str]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ls.Grouping, "profiled_steps", (1, 2))
+        patch.setattr(ls.grouping.Grouping, "profiled_steps", (1, 2))
         return collectives_of(options, fixed)
 
 
 def test_what_is_measured_without_help_is_a_profile(two_ranks: Ranks) -> None:
-    options = {"sparsifier": "exdyna", "density": 0.05, "grouping": ls.OptimalMerge(**SOON), "executor": "thread"}
+    options = {
+        "sparsifier": "exdyna",
+        "density": 0.05,
+        "grouping": ls.tuning.OptimalMerge(**SOON),
+        "executor": "thread",
+    }
     first, second = two_ranks(train, options, None, None)
     assert first["saved"] == second["saved"]
     profile = Profile.from_dict(first["saved"])
@@ -184,7 +194,7 @@ LAYOUTS: list[tuple[dict[str, Any], int]] = [
     by_default(
         [
             # Each sparsifier meets two layouts.
-            ("optimal", "inline", ["union_topk", "topk"]),
+            ("optimal", "inline", ["union_top_k", "top_k"]),
             *((rule, executor, None) for rule in ("optimal", "published") for executor in ("inline", "thread")),
         ]
     ),
@@ -195,19 +205,21 @@ def test_density_1_trains_like_plain_ddp(
     # Bit for bit: with two ranks a sum has one order, and halving is exact.
     for number, (ddp, accumulate) in enumerate(LAYOUTS):
         plain = two_ranks(train, None, ddp, None, accumulate)
-        for sparsifier in ("union_topk", "topk") if sparsifiers is None else [sparsifiers[number % 2]]:
+        for sparsifier in ("union_top_k", "top_k") if sparsifiers is None else [sparsifiers[number % 2]]:
             options = {"sparsifier": sparsifier, "density": 1.0, "executor": executor}
-            options["grouping"] = ls.OptimalMerge(rule, **SOON)
+            options["grouping"] = ls.tuning.OptimalMerge(rule, **SOON)
             for found, expected in zip(two_ranks(train, options, ddp, APART, accumulate), plain, strict=True):
                 assert torch.equal(found["parameters"], expected["parameters"]), (ddp, sparsifier)
                 assert found["plans"][2] != found["plans"][3]
                 assert len(found["plans"]) == 6
 
 
-@pytest.mark.parametrize("density", [ls.HiddenDensity(1.0, 1.0), ls.TimeBudget(1.0, 1.0, 0.999)], ids=repr)
-def test_schedules_of_density_1_train_like_plain_ddp(two_ranks: Ranks, density: ls.DensitySchedule) -> None:
+@pytest.mark.parametrize(
+    "density", [ls.tuning.HiddenDensity(1.0, 1.0), ls.tuning.TimeBudget(1.0, 1.0, 0.999)], ids=repr
+)
+def test_schedules_of_density_1_train_like_plain_ddp(two_ranks: Ranks, density: ls.density.DensitySchedule) -> None:
     plain = two_ranks(train, None)[0]["parameters"]
-    with_default_steps = {"density": density, "grouping": ls.OptimalMerge(**SOON)}
+    with_default_steps = {"density": density, "grouping": ls.tuning.OptimalMerge(**SOON)}
     for found in two_ranks(train, with_default_steps, None, Line(1e-6, 1e-12)):
         assert torch.equal(found["parameters"], plain)
         assert {group.density for group in found["plans"][-1]} == {1.0}
@@ -229,10 +241,15 @@ def balance(options: dict[str, Any]) -> tuple[int, list[tuple[Tensor, Tensor]]]:
 
 @pytest.mark.parametrize(
     ("executor", "sparsifier"),
-    by_default(product(["thread", "inline"], ["union_topk", "exdyna", "topk", "sidco_e"]), 2),
+    by_default(product(["thread", "inline"], ["union_top_k", "exdyna", "top_k", "sidco_e"]), 2),
 )
 def test_no_residual_is_lost_when_the_plan_comes(two_ranks: Ranks, executor: str, sparsifier: str) -> None:
-    options = {"sparsifier": sparsifier, "density": 0.05, "grouping": ls.OptimalMerge(**SOON), "executor": executor}
+    options = {
+        "sparsifier": sparsifier,
+        "density": 0.05,
+        "grouping": ls.tuning.OptimalMerge(**SOON),
+        "executor": executor,
+    }
     for groups, seen in two_ranks(balance, options):
         assert groups > 1 or executor == "inline"
         for held, missing in seen:
@@ -257,7 +274,7 @@ def attached(options: dict[str, Any], profile: Any, extra: bool, cap: float, sai
 
 
 def test_a_saved_profile_is_used_at_once(two_ranks: Ranks) -> None:
-    options = {"density": 0.05, "grouping": ls.OptimalMerge(**SOON), "executor": "thread"}
+    options = {"density": 0.05, "grouping": ls.tuning.OptimalMerge(**SOON), "executor": "thread"}
     trained = two_ranks(train, options)[0]
     saved, plan = trained["saved"], trained["plans"][-1]
     for ranks in ((0, 1), (0,)):  # what rank 0 knows is enough
@@ -274,7 +291,7 @@ def test_a_saved_profile_is_used_at_once(two_ranks: Ranks) -> None:
         assert [group.name for group in found] == ["head..trunk"]
     # Another grouping and another density in time need nothing else than the same profile.
     for found, timed, _ in two_ranks(
-        attached, options | {"grouping": ls.OptimalMerge("published")}, saved, False, 25, (0,)
+        attached, options | {"grouping": ls.tuning.OptimalMerge("published")}, saved, False, 25, (0,)
     ):
         assert not timed
         assert [p.name for group in found for p in group.parameters] == [p.name for g in plan for p in g.parameters]
@@ -286,8 +303,8 @@ def test_a_saved_profile_is_used_at_once(two_ranks: Ranks) -> None:
         ({}, True, (0, 1)),
         ({"density": 0.06}, False, (0, 1)),
         ({"executor": "inline"}, False, (0, 1)),
-        ({"sparsifier": "topk"}, False, (0, 1)),
-        ({"memory": ls.NoMemory()}, False, (0, 1)),
+        ({"sparsifier": "top_k"}, False, (0, 1)),
+        ({"memory": ls.memories.NoMemory()}, False, (0, 1)),
         ({}, False, (1,)),
         ({}, False, ()),
     ],
@@ -295,7 +312,7 @@ def test_a_saved_profile_is_used_at_once(two_ranks: Ranks) -> None:
 def test_another_profile_is_not_used(
     two_ranks: Ranks, change: dict[str, Any], extra: bool, said_by: tuple[int, ...]
 ) -> None:
-    options = {"density": 0.05, "grouping": ls.OptimalMerge(**SOON), "executor": "thread"}
+    options = {"density": 0.05, "grouping": ls.tuning.OptimalMerge(**SOON), "executor": "thread"}
     saved = known_profile(two_ranks)
     for found, timed, profile in two_ranks(attached, options | change, saved, extra, 0.001, said_by):
         assert [group.name for group in found] == ["model"]
@@ -308,13 +325,13 @@ KNOWN: list[dict[str, Any]] = []
 
 def known_profile(two_ranks: Ranks) -> dict[str, Any]:
     if not KNOWN:
-        options = {"density": 0.05, "grouping": ls.OptimalMerge(**SOON), "executor": "thread"}
+        options = {"density": 0.05, "grouping": ls.tuning.OptimalMerge(**SOON), "executor": "thread"}
         KNOWN.append(two_ranks(train, options)[0]["saved"])
     return KNOWN[0]
 
 
 def test_a_profile_of_more_ranks_is_not_used(three_ranks: Ranks, two_ranks: Ranks) -> None:
-    options = {"density": 0.05, "grouping": ls.OptimalMerge(**SOON), "executor": "thread"}
+    options = {"density": 0.05, "grouping": ls.tuning.OptimalMerge(**SOON), "executor": "thread"}
     for found, timed, _ in three_ranks(attached, options, known_profile(two_ranks), False, 0.001, (0, 1, 2)):
         assert [group.name for group in found] == ["model"]
         assert timed
@@ -333,7 +350,7 @@ def refused(options: dict[str, Any], profile: Any = None, renamed: bool = False)
 
 
 def test_profiles_and_models_that_do_not_fit_are_refused_on_all_ranks(two_ranks: Ranks) -> None:
-    options = {"density": 0.05, "grouping": ls.OptimalMerge(**SOON), "executor": "thread"}
+    options = {"density": 0.05, "grouping": ls.tuning.OptimalMerge(**SOON), "executor": "thread"}
     saved = known_profile(two_ranks)
     layers = [
         [name, [p.replace("trunk", "stem") for p in parameters], *rest] for name, parameters, *rest in saved["layers"]
@@ -346,7 +363,7 @@ def test_profiles_and_models_that_do_not_fit_are_refused_on_all_ranks(two_ranks:
         assert told.startswith("RuntimeError: The ranks disagree: rank(s) [1] have other settings or other parameters")
     # A budget that no profile of this machine keeps is known before the first step.
     costs = [cost | {"transfer": {"alpha": 10.0, "beta": 0.0}} for cost in saved["costs"]]
-    budget = options | {"density": ls.TimeBudget(1.0, 1.0, 1e-9)}
+    budget = options | {"density": ls.tuning.TimeBudget(1.0, 1.0, 1e-9)}
     fitting = [profile for _, _, profile in two_ranks(attached, budget, None, False, 0.001, ())]
     assert fitting == [None, None]
     told = two_ranks(impossible_from_the_start, budget, saved | {"costs": costs})
@@ -378,10 +395,10 @@ def densities(options: dict[str, Any], low: Line, high: Line | None) -> tuple[li
     return seen
 
 
-@pytest.mark.parametrize("grouping", ["layer", ls.OptimalMerge(**SOON)], ids=repr)
+@pytest.mark.parametrize("grouping", ["layer", ls.tuning.OptimalMerge(**SOON)], ids=repr)
 def test_groups_send_what_hides(two_ranks: Ranks, grouping: Any) -> None:
-    schedule = ls.HiddenDensity(0.05, 0.5)
-    options = {"sparsifier": "striped_topk", "density": schedule, "grouping": grouping, "dense": ["left.bias"]}
+    schedule = ls.tuning.HiddenDensity(0.05, 0.5)
+    options = {"sparsifier": "striped_top_k", "density": schedule, "grouping": grouping, "dense": ["left.bias"]}
     with_short_warmup = two_ranks(shortened, options | {"executor": "thread"}, Line(0.0, 0.0), Line(1e-12, 0.0))
     for plan, saved, summary in with_short_warmup:
         profile = Profile.from_dict(saved)
@@ -409,17 +426,17 @@ def test_groups_send_what_hides(two_ranks: Ranks, grouping: Any) -> None:
 @pytest.mark.parametrize(
     ("grouping", "schedule"),
     [
-        ("layer", ls.HiddenDensity(0.05, 0.5)),
-        pytest.param("layer", ls.TimeBudget(0.05, 0.5), marks=pytest.mark.thorough),
-        pytest.param(ls.OptimalMerge(**SOON), ls.HiddenDensity(0.05, 0.5), marks=pytest.mark.thorough),
-        (ls.OptimalMerge(**SOON), ls.TimeBudget(0.05, 0.5)),
-        (ls.OptimalMerge(**SOON), 0.1),
+        ("layer", ls.tuning.HiddenDensity(0.05, 0.5)),
+        pytest.param("layer", ls.tuning.TimeBudget(0.05, 0.5), marks=pytest.mark.thorough),
+        pytest.param(ls.tuning.OptimalMerge(**SOON), ls.tuning.HiddenDensity(0.05, 0.5), marks=pytest.mark.thorough),
+        (ls.tuning.OptimalMerge(**SOON), ls.tuning.TimeBudget(0.05, 0.5)),
+        (ls.tuning.OptimalMerge(**SOON), 0.1),
     ],
     ids=repr,
 )
 def test_densities_of_their_own_are_kept(two_ranks: Ranks, grouping: Any, schedule: Any) -> None:
     own = {"trunk.*": 0.9, "head.weight": 0.001}
-    options = {"sparsifier": "striped_topk", "density": schedule, "grouping": grouping, "executor": "thread"}
+    options = {"sparsifier": "striped_top_k", "density": schedule, "grouping": grouping, "executor": "thread"}
     options["rules"] = ls.Rules(["left.bias"], densities=own)
     for plan, saved, _ in two_ranks(shortened, options, Line(0.0, 0.0), None):
         tried = [0.1] if schedule == 0.1 else [0.05, math.sqrt(0.025), 0.5]
@@ -435,7 +452,7 @@ def test_densities_of_their_own_are_kept(two_ranks: Ranks, grouping: Any, schedu
 
 
 @dataclass(frozen=True)
-class InHalves(ls.Grouping):
+class InHalves(ls.grouping.Grouping):
     """The layers of the first half of backward, and the others."""
 
     needs_profile = True
@@ -457,7 +474,7 @@ class InHalves(ls.Grouping):
 
 
 @dataclass(frozen=True)
-class ByBackward(ls.DensitySchedule):
+class ByBackward(ls.density.DensitySchedule):
     """0.5 for the group that is complete last, 0.05 for the others."""
 
     needs_profile = True
@@ -473,7 +490,7 @@ class ByBackward(ls.DensitySchedule):
 
 
 def test_groupings_and_densities_of_ones_own_can_follow_from_a_profile(two_ranks: Ranks) -> None:
-    options = {"sparsifier": "striped_topk", "grouping": InHalves(), "executor": "thread"}
+    options = {"sparsifier": "striped_top_k", "grouping": InHalves(), "executor": "thread"}
     for plan, saved, _ in two_ranks(densities, {**options, "density": 0.05}, Line(0.0, 0.0), None):
         assert [group.name for group in plan] == ["early", "late at 0.05"]
         assert sum(len(group.parameters) for group in plan) == sum(len(layer[1]) for layer in saved["layers"])
@@ -485,15 +502,15 @@ def test_groupings_and_densities_of_ones_own_can_follow_from_a_profile(two_ranks
 def shortened(options: dict[str, Any], low: Line, high: Line | None) -> Any:
     """With a profile after three steps, whatever the grouping says."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ls.Grouping, "profiled_steps", (1, 2))
+        patch.setattr(ls.grouping.Grouping, "profiled_steps", (1, 2))
         return densities(options, low, high)
 
 
 @pytest.mark.parametrize("executor", by_default(["thread", "inline"]))
 def test_a_time_budget_sets_one_density_for_all(two_ranks: Ranks, executor: str) -> None:
-    for merge in (ls.OptimalMerge(**SOON), "layer"):
-        schedule = ls.TimeBudget(1e-9, 0.5, 0.4)
-        options = {"sparsifier": "topk", "density": schedule, "grouping": merge, "executor": executor}
+    for merge in (ls.tuning.OptimalMerge(**SOON), "layer"):
+        schedule = ls.tuning.TimeBudget(1e-9, 0.5, 0.4)
+        options = {"sparsifier": "top_k", "density": schedule, "grouping": merge, "executor": executor}
         # Free: nothing stands in the way of the cap.
         results = two_ranks(shortened, options, Line(0.0, 0.0), None)
         assert {group.density for plan, _, _ in results for group in plan} == {0.5}
@@ -509,8 +526,8 @@ def test_a_time_budget_sets_one_density_for_all(two_ranks: Ranks, executor: str)
 
 
 def test_before_the_profile_schedules_stay_at_their_floor(two_ranks: Ranks) -> None:
-    for schedule in (ls.HiddenDensity(0.02, 0.5), ls.TimeBudget(0.02, 0.5)):
-        for density, plan in two_ranks(first_step, {"sparsifier": "striped_topk", "density": schedule}):
+    for schedule in (ls.tuning.HiddenDensity(0.02, 0.5), ls.tuning.TimeBudget(0.02, 0.5)):
+        for density, plan in two_ranks(first_step, {"sparsifier": "striped_top_k", "density": schedule}):
             assert density == pytest.approx(0.02, rel=0.02)
             assert {group.density for group in plan} == {None}
 
@@ -528,8 +545,8 @@ def impossible(executor: str) -> list[str]:
     told = []
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
         fix_costs(patch, Line(1.0, 0.0))
-        for schedule in (ls.TimeBudget(1.0, 1.0, 1e-9), ls.TimeBudget(0.01, 0.1, 1e-9)):
-            options = {"density": schedule, "grouping": ls.OptimalMerge(**SOON), "executor": executor}
+        for schedule in (ls.tuning.TimeBudget(1.0, 1.0, 1e-9), ls.tuning.TimeBudget(0.01, 0.1, 1e-9)):
+            options = {"density": schedule, "grouping": ls.tuning.OptimalMerge(**SOON), "executor": executor}
             model, engine = wrapped(options)
             try:
                 for batch in batches(6):
@@ -556,7 +573,7 @@ def test_an_impossible_budget_ends_training_on_all_ranks() -> None:
 
 def closed_early() -> list[bool]:
     with contextlib.redirect_stdout(io.StringIO()):
-        model, engine = wrapped({"grouping": ls.OptimalMerge(**SOON)})
+        model, engine = wrapped({"grouping": ls.tuning.OptimalMerge(**SOON)})
         model(batches(1)[0]).square().mean().backward()
         before = bool(model._forward_hooks)
         engine.close()
@@ -570,7 +587,7 @@ def test_a_closed_engine_watches_nothing(two_ranks: Ranks) -> None:
 def unused() -> tuple[list[Group], dict[str, Any], bool]:
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
         fix_costs(patch, APART)
-        options = {"sparsifier": "topk", "density": 0.05, "grouping": ls.OptimalMerge(**SOON)}
+        options = {"sparsifier": "top_k", "density": 0.05, "grouping": ls.tuning.OptimalMerge(**SOON)}
         model, engine = wrapped(options, {"find_unused_parameters": True})
         for batch in batches(5):
             model.zero_grad()
@@ -594,15 +611,15 @@ def delivered(cap: float | None) -> tuple[list[float], list[int]]:
     with contextlib.redirect_stdout(io.StringIO()):
         module = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(14)))
         model = DistributedDataParallel(module, **({} if cap is None else {"bucket_cap_mb": cap}))
-        engine = ls.attach(model, sparsifier="topk", grouping=ls.OptimalMerge(**SOON), executor="inline")
+        engine = ls.attach(model, sparsifier="top_k", grouping=ls.tuning.OptimalMerge(**SOON), executor="inline")
         seen: list[int] = []
-        receive = engine.receive
+        receive = engine._receive
 
         def note(bucket: Any) -> Any:
             seen.append(bucket.buffer().numel())
             return receive(bucket)
 
-        engine.receive = note
+        engine._receive = note
         for _ in range(5):
             seen.clear()
             model(torch.ones(2, 256)).sum().backward()
@@ -624,8 +641,8 @@ def everything_dense() -> list[str]:
     told = []
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
         fix_network(patch)
-        for density in (0.01, ls.HiddenDensity(), ls.TimeBudget()):
-            options = {"density": density, "grouping": ls.OptimalMerge(**SOON), "dense": ["*"]}
+        for density in (0.01, ls.tuning.HiddenDensity(), ls.tuning.TimeBudget()):
+            options = {"density": density, "grouping": ls.tuning.OptimalMerge(**SOON), "dense": ["*"]}
             model, engine = wrapped(options)
             for batch in batches(5):
                 model(batch).square().mean().backward()
@@ -663,7 +680,7 @@ def test_a_thread_needs_a_processor(two_ranks: Ranks, executor: str, processors:
 def test_one_rank_plans_for_itself(tmp_path: Any) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        settings = {"density": 0.05, "grouping": ls.OptimalMerge(**SOON), "single_device": "sparse"}
+        settings = {"density": 0.05, "grouping": ls.tuning.OptimalMerge(**SOON), "single_device": "sparse"}
         seen = train(settings, None, None)
     finally:
         dist.destroy_process_group()
@@ -680,19 +697,19 @@ def test_one_rank_plans_for_itself(tmp_path: Any) -> None:
     ("grouping", "density", "expected"),
     [
         ("layer", 0.1, False),
-        (ls.OptimalMerge(), 0.1, True),
+        (ls.tuning.OptimalMerge(), 0.1, True),
         ("optimal_merge", 0.1, True),
-        ("layer", ls.HiddenDensity(), True),
-        ("layer", ls.TimeBudget(), True),
+        ("layer", ls.tuning.HiddenDensity(), True),
+        ("layer", ls.tuning.TimeBudget(), True),
         ("layer", ls.Warmup(0.1, 0.01, 5), False),
     ],
 )
 def test_only_those_who_need_a_profile_make_one(grouping: Any, density: Any, expected: bool) -> None:
-    settings = ls.SparsificationConfig(sparsifier="topk", density=density, grouping=grouping)
+    settings = ls.engine.config.SparsificationConfig(sparsifier="top_k", density=density, grouping=grouping)
     assert Planner.wanted(settings) == expected
 
 
-@pytest.mark.parametrize("schedule", [ls.HiddenDensity, ls.TimeBudget])
+@pytest.mark.parametrize("schedule", [ls.tuning.HiddenDensity, ls.tuning.TimeBudget])
 def test_schedules_that_need_a_profile_refuse_bad_settings(schedule: Any) -> None:
     for name in ("floor", "cap"):
         for value in (0, 1.1, -0.1, math.nan, True, "much"):
@@ -702,7 +719,7 @@ def test_schedules_that_need_a_profile_refuse_bad_settings(schedule: Any) -> Non
         schedule(0.2, 0.1)
     for value in (0, 1, -0.1, math.nan, True, "much"):
         with pytest.raises(ValueError, match=r"Expected exposed to be a share of the step in \(0, 1\), but got"):
-            ls.TimeBudget(exposed=value)
+            ls.tuning.TimeBudget(exposed=value)
     for floor, cap in ((0.001, 0.1), (0.3, 0.3), (1.0, 1.0)):
         tried = schedule(floor, cap).tried
         assert (tried[0], tried[-1]) == (floor, cap)

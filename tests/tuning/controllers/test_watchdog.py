@@ -30,8 +30,8 @@ from tests.trainers import make_data, make_module, make_trainer
 SHAPES = {"a": (20, 30), "b": (30, 20), "c": (40, 15)}
 NUMEL = 600
 ALL_SPARSE = ls.Rules(dense_ndim=0, dense_numel=0)
-SPARSIFIERS = [name for name, _ in ls.SPARSIFIERS.items()]
-QUICK = ("union_topk", "exdyna", "sidco_e", "hard_threshold")
+SPARSIFIERS = [name for name, _ in ls.sparsifiers.SPARSIFIERS.items()]
+QUICK = ("union_top_k", "exdyna", "sidco_e", "hard_threshold")
 
 Gradients = dict[str, Tensor]
 
@@ -63,7 +63,7 @@ class Training:
 
     def __init__(self, ddp: dict[str, Any] | None = None, dtype: torch.dtype = torch.float32, **options: Any) -> None:
         self.model = DistributedDataParallel(Given().to(dtype), **ddp or {})
-        chosen = {"rules": ALL_SPARSE, "sparsifier": "topk", "density": 0.1, "single_device": "sparse", **options}
+        chosen = {"rules": ALL_SPARSE, "sparsifier": "top_k", "density": 0.1, "single_device": "sparse", **options}
         self.engine = ls.attach(self.model, **chosen)
         self.done = 0
 
@@ -180,7 +180,7 @@ def starving(options: dict[str, Any], scale: dict[str, float]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("sparsifier", "executor"), covering(in_turns(["topk", "union_topk"], ["inline", "thread"]), together=1)
+    ("sparsifier", "executor"), covering(in_turns(["top_k", "union_top_k"], ["inline", "thread"]), together=1)
 )
 def test_a_parameter_that_gets_nothing_is_noticed(two_ranks: Ranks, sparsifier: str, executor: str) -> None:
     options = {"sparsifier": sparsifier, "executor": executor, "watch": ls.Watch(every=5)}
@@ -220,7 +220,9 @@ def test_a_parameter_that_is_not_used_is_no_starving_one(two_ranks: Ranks) -> No
         assert waiting > 0
 
 
-def selecting(sparsifier: ls.Sparsifier, executor: str, scale: float, memory: ls.Memory | None = None) -> list[str]:
+def selecting(
+    sparsifier: ls.sparsifiers.Sparsifier, executor: str, scale: float, memory: ls.memories.Memory | None = None
+) -> list[str]:
     training = Training(sparsifier=sparsifier, executor=executor, memory=memory, watch=ls.Watch(every=5))
     seen = training.run(30, noise(scale))
     training.engine.close()
@@ -229,35 +231,37 @@ def selecting(sparsifier: ls.Sparsifier, executor: str, scale: float, memory: ls
 
 @pytest.mark.parametrize("executor", by_default(["thread", "inline"]))
 def test_a_threshold_that_nothing_reaches_is_noticed(two_ranks: Ranks, executor: str) -> None:
-    message = one_warning(two_ranks(selecting, ls.HardThreshold(1e9), executor, 1.0))
+    message = one_warning(two_ranks(selecting, ls.sparsifiers.HardThreshold(1e9), executor, 1.0))
     assert "at step 10: nothing was selected in group 'bucket0' at 3 checks in a row" in message
     assert "180 coordinates are wanted; the threshold is 1e+09" in message
 
 
 def test_nothing_is_selected_where_there_is_nothing(two_ranks: Ranks) -> None:
-    assert two_ranks(selecting, ls.HardThreshold(1e9), "inline", 0.0) == [[], []]
+    assert two_ranks(selecting, ls.sparsifiers.HardThreshold(1e9), "inline", 0.0) == [[], []]
 
 
 @pytest.mark.parametrize("executor", by_default(["inline", "thread"]))
 def test_far_more_than_the_density_is_noticed(two_ranks: Ranks, executor: str) -> None:
-    message = one_warning(two_ranks(selecting, ls.HardThreshold(1e-3), executor, 1.0))
+    message = one_warning(two_ranks(selecting, ls.sparsifiers.HardThreshold(1e-3), executor, 1.0))
     assert "at step 10: in group 'bucket0', 1" in message  # 1798 of 1800, or so
     assert "selected by a single rank, where a density of 0.1 stands for 180;" in message
-    message = one_warning(two_ranks(selecting, ls.MiCRO(variant="published"), executor, 100.0))
+    message = one_warning(two_ranks(selecting, ls.sparsifiers.MiCRO(variant="published"), executor, 100.0))
     assert "selected by all ranks together, where a density of 0.1 stands for 180;" in message
 
 
 @pytest.mark.parametrize("executor", by_default(["thread", "inline"]))
 def test_far_less_than_the_density_is_noticed(two_ranks: Ranks, executor: str) -> None:
     # What is not sent is nearly forgotten, so that about 1 % of the coordinates reach the threshold at every step.
-    message = one_warning(two_ranks(selecting, ls.HardThreshold(2.5), executor, 1.0, ls.Residual(decay=0.01)))
+    message = one_warning(
+        two_ranks(selecting, ls.sparsifiers.HardThreshold(2.5), executor, 1.0, ls.memories.Residual(decay=0.01))
+    )
     assert "at step 10: in group 'bucket0', only " in message
     assert "selected by a single rank, where a density of 0.1 stands for 180; less than a share of 1/3" in message
 
 
-def failing(pattern: str, voids: int) -> list[str]:
+def failing(pattern: str, skips: int) -> list[str]:
     """A letter a step: n is not finite on rank 1."""
-    training = Training(watch=ls.Watch(every=1000, voids=voids))
+    training = Training(watch=ls.Watch(every=1000, skips=skips))
     gradients = noise()
 
     def spoilt(step: int) -> Gradients:
@@ -271,9 +275,9 @@ def failing(pattern: str, voids: int) -> list[str]:
     return seen
 
 
-def test_void_steps_in_a_row_are_noticed(two_ranks: Ranks) -> None:
+def test_skipped_steps_in_a_row_are_noticed(two_ranks: Ranks) -> None:
     message = one_warning(two_ranks(failing, "..." + 11 * "n" + "." + 11 * "n", 8))
-    assert "at step 3: each of the latest 8 steps was void" in message
+    assert "at step 3: each of the latest 8 steps was skipped" in message
     assert two_ranks(failing, 3 * (7 * "n" + "."), 8) == [[], []]
 
 
@@ -281,7 +285,7 @@ def direct() -> tuple[bool, list[str]]:
     training = Training(dense=["*"], watch=ls.Watch(every=3))
     gradients = noise()
     seen = training.run(2, gradients)
-    went = training.engine.go_direct()
+    went = training.engine._go_direct()
     seen += training.run(2, gradients)
     if dist.get_rank() == 1:
         training.parameter("c")[0, 0] += 1
@@ -297,7 +301,7 @@ def test_ranks_that_drift_apart_are_noticed_in_dense_steps(two_ranks: Ranks) -> 
 
 
 def regrouping(every: int | None) -> list[str]:
-    training = Training(sparsifier=ls.HardThreshold(1e9), watch=ls.Watch(every=5))
+    training = Training(sparsifier=ls.sparsifiers.HardThreshold(1e9), watch=ls.Watch(every=5))
     gradients, seen, sizes = noise(), [], [p for group in training.engine.plan for p in group.parameters][::-1]
     for number in range(4):
         seen += training.run(7, gradients)
@@ -372,7 +376,7 @@ def healthy(sparsifier: str, executor: str, steps: int) -> list[str]:
     if sparsifier == "hard_threshold":
         # It holds a density only where its threshold happens to fit: 0.1 is reached about every 100 steps.
         scale = 0.1 / 9
-        chosen = ls.HardThreshold(0.1)
+        chosen = ls.sparsifiers.HardThreshold(0.1)
     training = Training(sparsifier=chosen, executor=executor, density=0.01, watch=ls.Watch(every=10))
     seen = training.run(steps, noise(scale))
     training.engine.close()
@@ -383,7 +387,7 @@ def healthy(sparsifier: str, executor: str, steps: int) -> list[str]:
     ("sparsifier", "steps"),
     by_default(
         [
-            ("union_topk", 60),
+            ("union_top_k", 60),
             *((s, 100) for s in QUICK),
             *(pytest.param(s, 200, marks=pytest.mark.thorough) for s in SPARSIFIERS),
         ]
@@ -394,7 +398,8 @@ def test_nothing_is_wrong_with_random_gradients(two_ranks: Ranks, sparsifier: st
 
 
 @pytest.mark.parametrize(
-    ("sparsifier", "steps"), by_default([("union_topk", 40), ("union_topk", 100), ("ok_topk", 100), ("redsync", 100)])
+    ("sparsifier", "steps"),
+    by_default([("union_top_k", 40), ("union_top_k", 100), ("ok_top_k", 100), ("redsync", 100)]),
 )
 def test_nothing_is_wrong_on_a_thread(two_ranks: Ranks, sparsifier: str, steps: int) -> None:
     assert two_ranks(healthy, sparsifier, "thread", steps) == [[], []]
@@ -420,11 +425,13 @@ def alone() -> Iterator[None]:
 
 
 def test_one_rank_is_watched_too(alone: None) -> None:
-    assert "nothing was selected" in one_warning([selecting(ls.HardThreshold(1e9), "auto", 1.0)])
+    assert "nothing was selected" in one_warning([selecting(ls.sparsifiers.HardThreshold(1e9), "auto", 1.0)])
 
 
 def test_memories_without_a_residual_are_watched_as_far_as_that_goes(alone: None) -> None:
-    training = Training(memory=ls.NoMemory(), sparsifier=ls.HardThreshold(1e-3), watch=ls.Watch(every=5))
+    training = Training(
+        memory=ls.memories.NoMemory(), sparsifier=ls.sparsifiers.HardThreshold(1e-3), watch=ls.Watch(every=5)
+    )
     assert "selected by a single rank" in one_warning([training.run(30, noise())])
     training.engine.close()
 
@@ -433,9 +440,9 @@ def test_what_was_sent_in_full_is_not_judged(alone: None) -> None:
     training = Training(watch=ls.Watch(every=1))
     gradients = noise()
     for _ in range(6):
-        training.engine.flush_next_step()
+        training.engine._flush_next_step()
         assert training.run(1, gradients) == []
-        assert not training.engine.void
+        assert not training.engine.skipped
         assert training.engine.summary()["density"] == 1  # ten times the target
     training.engine.close()
 
@@ -458,7 +465,7 @@ def test_a_parameter_without_an_optimizer_is_noticed(alone: None, shown: bool) -
 @pytest.mark.parametrize("why", ["steps late", "found by the engine", "not in the graph"])
 def test_parameters_that_an_optimizer_will_step_or_nobody_uses_are_not_told_of(alone: None, why: str) -> None:
     ddp = {"find_unused_parameters": True}
-    training = Training(ddp, sparsifier="union_topk", watch=ls.Watch(every=3))
+    training = Training(ddp, sparsifier="union_top_k", watch=ls.Watch(every=3))
     a, b, c = (training.model.module.get_parameter(name) for name in "abc")
     first = torch.optim.SGD([a, c], lr=0.0)
     kind = ls.AdamW if why == "found by the engine" else torch.optim.SGD
@@ -475,7 +482,7 @@ def test_parameters_that_an_optimizer_will_step_or_nobody_uses_are_not_told_of(a
 
 
 def test_none_looks_at_nothing(alone: None) -> None:
-    training = Training(sparsifier=ls.HardThreshold(1e9), watch=None)
+    training = Training(sparsifier=ls.sparsifiers.HardThreshold(1e9), watch=None)
     assert not any(isinstance(observer, Watchdog) for observer in training.engine.observers)
     assert training.run(30, noise()) == []
     training.engine.close()
@@ -506,7 +513,7 @@ def test_the_strategy_passes_it_on(two_ranks: Ranks) -> None:
         ({"growth": math.nan}, "growth to be a finite number"),
         ({"missed": -1}, "missed to be a positive integer"),
         ({"excess": math.inf}, "excess to be a finite number"),
-        ({"voids": "20"}, "voids to be a positive integer"),
+        ({"skips": "20"}, "skips to be a positive integer"),
     ],
     ids=repr,
 )
@@ -526,7 +533,7 @@ def test_what_is_no_watch_is_refused(watch: Any) -> None:
     [
         ([], ls.Watch()),
         (["--trainer.strategy.watch.every=7"], ls.Watch(every=7)),
-        (["--trainer.strategy.watch={growth: 3.0, voids: 5}"], ls.Watch(growth=3.0, voids=5)),
+        (["--trainer.strategy.watch={growth: 3.0, skips: 5}"], ls.Watch(growth=3.0, skips=5)),
         (["--trainer.strategy.watch=null"], None),
     ],
     ids=repr,
@@ -621,7 +628,7 @@ def test_ranks_whose_parameters_are_permuted_or_flipped_are_noticed(two_ranks: R
 
 
 def growing_early(start: int, factor: float, steps: int) -> list[str]:
-    training = Training(density=0.01, sparsifier="union_topk", grouping="layer", watch=ls.Watch())
+    training = Training(density=0.01, sparsifier="union_top_k", grouping="layer", watch=ls.Watch())
     seen = training.run(start, noise())
     seen += training.run(steps - start, noise(factor))
     training.engine.close()

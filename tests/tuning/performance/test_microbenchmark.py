@@ -26,11 +26,12 @@ CPU = torch.device("cpu")
 SIZES = [6000, 18_000, 60_000]
 DENSITY = 0.02
 """Counts are divisible by two and by three."""
-SPARSIFIERS: dict[str, ls.Sparsifier] = {
-    name: ls.HardThreshold(40.0) if name == "hard_threshold" else cls() for name, cls in ls.SPARSIFIERS.items()
+SPARSIFIERS: dict[str, ls.sparsifiers.Sparsifier] = {
+    name: ls.sparsifiers.HardThreshold(40.0) if name == "hard_threshold" else cls()
+    for name, cls in ls.sparsifiers.SPARSIFIERS.items()
 }
 OPERATIONS = {"all_gather", "all_reduce", "broadcast", "all_to_all", "send_recv"}
-EXACT = {"topk", "shared_topk", "clt_k", "random_k", "gtop_k", "everything"}
+EXACT = {"top_k", "shared_top_k", "clt_k", "random_k", "gtop_k", "everything"}
 """Counts and messages are a straight line of the number of coordinates."""
 
 
@@ -71,7 +72,7 @@ def ring_bytes(cost: GroupCost, numel: int, n: int) -> float:
     return sum(factors[part.operation](part.calls) * part.nbytes(numel) for part in cost.traffic)
 
 
-SOME = ["topk", "union_topk", "clt_k", "gtop_k", "ok_topk", "micro"]
+SOME = ["top_k", "union_top_k", "clt_k", "gtop_k", "ok_top_k", "micro"]
 """With all operations of the network, counts that are exact and others, and a question before picks."""
 
 
@@ -105,7 +106,7 @@ def test_transfers_are_lines_of_the_bytes_that_travel(monkeypatch: pytest.Monkey
     comm = Priced(monkeypatch, all_reduce=Line(7e-3, 5e-7), all_gather=Line(3e-3, 1e-6))
     expected = {
         "everything": (7e-3, 4 * 5e-7),
-        "topk": (3e-3 + 4e-6, DENSITY * 8 * 1e-6),  # a count, and an index and a value each
+        "top_k": (3e-3 + 4e-6, DENSITY * 8 * 1e-6),  # a count, and an index and a value each
         "random_k": (7e-3, DENSITY * 4 * 5e-7),
     }
     for name, (alpha, beta) in expected.items():
@@ -151,16 +152,18 @@ def test_microbenchmarks_stop_in_time(monkeypatch: pytest.MonkeyPatch, alpha: fl
 
 
 def test_one_rank_computes_and_sends_nothing_worth_mentioning() -> None:
-    cost = measured("topk", TorchCollective())
+    cost = measured("top_k", TorchCollective())
     assert cost.select(50_000) > 0
     assert cost.process(50_000) > 0
     assert cost.transfer(50_000) < cost.compute(50_000)
     assert cost.on(Network(NOTHING, NOTHING, 1)).transfer == NOTHING
 
 
-@pytest.mark.parametrize("memory", [ls.MomentumCorrection(), ls.AdamCorrection(), ls.NoMemory()], ids=repr)
-def test_any_memory_can_be_measured(memory: ls.Memory) -> None:
-    cost = measured("union_topk", TorchCollective(), memory=memory, dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    "memory", [ls.memories.MomentumCorrection(), ls.memories.AdamCorrection(), ls.memories.NoMemory()], ids=repr
+)
+def test_any_memory_can_be_measured(memory: ls.memories.Memory) -> None:
+    cost = measured("union_top_k", TorchCollective(), memory=memory, dtype=torch.bfloat16)
     assert cost.compute(10_000) > 0
 
 

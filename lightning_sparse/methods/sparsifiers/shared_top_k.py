@@ -33,7 +33,7 @@ class SharedTopK(Sparsifier):
     Example:
         >>> import torch, lightning_sparse as ls
         >>> grads = torch.tensor([[[4.0, 0.0, -1.0, 2.0], [1.0, 8.0, 1.0, 2.0]]])     # one step, two ranks
-        >>> step = next(ls.simulate(grads, sparsifier="shared_topk", density=0.5))
+        >>> step = next(ls.simulate(grads, sparsifier="shared_top_k", density=0.5))
         >>> step.counts.tolist(), step.indices.tolist(), step.update.tolist()
         ([1, 1], [0, 1], [2.5, 4.0, 0.0, 0.0])
 
@@ -41,7 +41,7 @@ class SharedTopK(Sparsifier):
         Ours.
     """
 
-    name: ClassVar[str] = "shared_topk"
+    name: ClassVar[str] = "shared_top_k"
     agreement: ClassVar[Agreement] = Agreement.SHARED
     exchange: ClassVar[str] = "reduce_union"
 

@@ -34,7 +34,7 @@ def test_every_step_is_that_of_the_reference(
     if grain:
         stream = np.round(stream * grain) / grain  # many equal magnitudes: the lower coordinate goes first
     stream = stream.astype(dtype)
-    traces = ls.simulate(torch.from_numpy(stream), sparsifier="topk", density=density, exchange=RELEASES[release])
+    traces = ls.simulate(torch.from_numpy(stream), sparsifier="top_k", density=density, exchange=RELEASES[release])
     for trace, record in zip(traces, reference_top_k(iter(stream), density, release=release), strict=True):
         assert trace.counts.tolist() == record.counts
         assert trace.indices.tolist() == record.indices
@@ -50,7 +50,7 @@ def test_every_step_is_that_of_the_reference(
 def test_a_small_group_sends_one_coordinate_a_rank_with_either_release(release: str) -> None:
     # The published code of the union release rounds 0.2 picks to none and never sends anything.
     rows = torch.tensor([[1.0, 2.0, 3.0, 4.0], [4.0, 3.0, 2.0, 1.0]])
-    trace = next(ls.simulate([rows], sparsifier="topk", density=0.05, exchange=RELEASES[release]))
+    trace = next(ls.simulate([rows], sparsifier="top_k", density=0.05, exchange=RELEASES[release]))
     assert trace.counts.tolist() == [1, 1]
     assert trace.indices.tolist() == [0, 3]
 
@@ -59,7 +59,7 @@ def test_the_union_grows_with_the_ranks_and_never_beyond_their_sum() -> None:
     generator = torch.Generator().manual_seed(0)
     for n in (1, 2, 4, 8):
         rows = torch.randn(n, 5000, generator=generator)
-        trace = next(ls.simulate([rows], sparsifier="topk", density=0.01))
+        trace = next(ls.simulate([rows], sparsifier="top_k", density=0.01))
         assert trace.counts.tolist() == [50] * n
         assert 50 <= trace.indices.numel() <= 50 * n
         assert trace.build_up == trace.indices.numel() / 50
@@ -71,7 +71,7 @@ def test_permuting_the_ranks_permutes_nothing_but_the_counts() -> None:
     stream = (torch.randn(20, 4, 200, generator=generator) * 64).round() / 64  # sums are exact in any order
     for exchange in RELEASES.values():
         plain, turned = (
-            [t.update for t in ls.simulate(s, sparsifier="topk", density=0.05, exchange=exchange)]
+            [t.update for t in ls.simulate(s, sparsifier="top_k", density=0.05, exchange=exchange)]
             for s in (stream, stream[:, [2, 0, 3, 1]])
         )
         assert torch.equal(torch.stack(plain), torch.stack(turned))

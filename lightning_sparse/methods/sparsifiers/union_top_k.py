@@ -82,9 +82,9 @@ class UnionTopK(Sparsifier):
         >>> import torch, lightning_sparse as ls
         >>> g = torch.Generator().manual_seed(0)
         >>> stream = 4 * torch.randn(20, 1, 10_000, generator=g) + torch.randn(20, 4, 10_000, generator=g)
-        >>> for shared in ls.simulate(stream, sparsifier="shared_topk", density=0.01):
+        >>> for shared in ls.simulate(stream, sparsifier="shared_top_k", density=0.01):
         ...     pass
-        >>> for union in ls.simulate(stream, sparsifier="union_topk", density=0.01):
+        >>> for union in ls.simulate(stream, sparsifier="union_top_k", density=0.01):
         ...     pass
         >>> shared.density < 0.0095 < union.density == 0.01
         True
@@ -95,7 +95,7 @@ class UnionTopK(Sparsifier):
 
     max_factor: float = 2.0
 
-    name: ClassVar[str] = "union_topk"
+    name: ClassVar[str] = "union_top_k"
     agreement: ClassVar[Agreement] = Agreement.SHARED
     exchange: ClassVar[str] = "packed_union"
 

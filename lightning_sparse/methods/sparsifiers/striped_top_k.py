@@ -37,7 +37,7 @@ class StripedTopK(Sparsifier):
     Example:
         >>> import torch, lightning_sparse as ls
         >>> stream = torch.randn(3, 4, 10_000, generator=torch.Generator().manual_seed(0))
-        >>> steps = list(ls.simulate(stream, sparsifier="striped_topk", density=0.01))
+        >>> steps = list(ls.simulate(stream, sparsifier="striped_top_k", density=0.01))
         >>> [(step.density, step.padding_ratio) for step in steps]
         [(0.01, 1.0), (0.01, 1.0), (0.01, 1.0)]
 
@@ -47,7 +47,7 @@ class StripedTopK(Sparsifier):
 
     block: int = 256
 
-    name: ClassVar[str] = "striped_topk"
+    name: ClassVar[str] = "striped_top_k"
     agreement: ClassVar[Agreement] = Agreement.DISJOINT
     exchange: ClassVar[str] = "reduce_union"
 

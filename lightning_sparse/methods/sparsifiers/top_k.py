@@ -30,7 +30,7 @@ class TopK(Sparsifier):
     Example:
         >>> import torch, lightning_sparse as ls
         >>> grads = torch.tensor([[[4.0, 0.0, -1.0, 2.0], [0.0, 8.0, 1.0, 2.0]]])     # one step, two ranks
-        >>> step = next(ls.simulate(grads, sparsifier=ls.TopK(), density=0.25))
+        >>> step = next(ls.simulate(grads, sparsifier=ls.sparsifiers.TopK(), density=0.25))
         >>> step.indices.tolist(), step.update.tolist(), step.build_up
         ([0, 1], [2.0, 4.0, 0.0, 0.0], 2.0)
 
@@ -38,7 +38,7 @@ class TopK(Sparsifier):
         Aji, Heafield, Sparse Communication for Distributed Gradient Descent, EMNLP 2017, arXiv 1704.05021, section 3.
     """
 
-    name: ClassVar[str] = "topk"
+    name: ClassVar[str] = "top_k"
     agreement: ClassVar[Agreement] = Agreement.INDEPENDENT
     exchange: ClassVar[str] = "gather_pairs"
 

@@ -60,7 +60,7 @@ class OkTopK(Sparsifier):
     Example:
         >>> import torch, lightning_sparse as ls
         >>> stream = torch.randn(20, 4, 10_000, generator=torch.Generator().manual_seed(0))
-        >>> steps = list(ls.simulate(stream, sparsifier=ls.OkTopK(), density=0.01))
+        >>> steps = list(ls.simulate(stream, sparsifier=ls.sparsifiers.OkTopK(), density=0.01))
         >>> [(step.density, step.counts.tolist()) for step in (steps[0], steps[19])]
         [(0.01, [100, 100, 100, 100]), (0.01, [168, 102, 164, 168])]
 
@@ -72,7 +72,7 @@ class OkTopK(Sparsifier):
     interval: int = 32
     gain: float = 1.012
 
-    name: ClassVar[str] = "ok_topk"
+    name: ClassVar[str] = "ok_top_k"
     agreement: ClassVar[Agreement] = Agreement.INDEPENDENT
     exchange: ClassVar[str] = "balanced"
 

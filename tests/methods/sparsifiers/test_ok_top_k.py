@@ -15,11 +15,11 @@ import lightning_sparse as ls
 from lightning_sparse import ops
 from lightning_sparse.core.step import Context
 from tests.covering import covering, in_one_test
-from tests.reference.merged import reference_ok_topk
+from tests.reference.merged import reference_ok_top_k
 
 
 @dataclass(frozen=True)
-class Listed(ls.DensitySchedule):
+class Listed(ls.density.DensitySchedule):
     """A density for each step."""
 
     densities: Sequence[float]
@@ -46,9 +46,9 @@ def layered(steps: int, n: int, numel: int, seed: int = 0) -> np.ndarray:
 def test_every_step_is_that_of_the_reference(n: int, rule: tuple[int, float], dtype: type) -> None:
     interval, gain = rule
     stream = layered(25, n, 203, seed=n).astype(dtype)
-    sparsifier = ls.OkTopK(interval=interval, gain=gain)
+    sparsifier = ls.sparsifiers.OkTopK(interval=interval, gain=gain)
     traces = ls.simulate(torch.from_numpy(stream), sparsifier=sparsifier, density=0.1)
-    for trace, record in zip(traces, reference_ok_topk(iter(stream), 0.1, interval=interval, gain=gain), strict=True):
+    for trace, record in zip(traces, reference_ok_top_k(iter(stream), 0.1, interval=interval, gain=gain), strict=True):
         assert trace.threshold.tolist() == record.thresholds
         assert trace.counts.tolist() == record.counts
         assert trace.indices.tolist() == record.indices
@@ -65,7 +65,7 @@ def test_the_update_is_the_top_k_of_the_sum_of_the_picks(n: int, crowded: bool) 
     rows = torch.randn(n, numel, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
     if crowded:
         rows[:, : numel // 10] *= 10
-    trace = next(ls.simulate([rows], sparsifier="ok_topk", density=k / numel))
+    trace = next(ls.simulate([rows], sparsifier="ok_top_k", density=k / numel))
     total = torch.zeros(numel, dtype=torch.float64)
     for row in rows:
         own = row.abs().topk(k).indices
@@ -78,7 +78,7 @@ def test_the_update_is_the_top_k_of_the_sum_of_the_picks(n: int, crowded: bool) 
 
 def test_between_estimates_the_threshold_follows_the_count() -> None:
     # Rank and group alone. 10 of 100 are wanted.
-    sparsifier, k = ls.OkTopK(interval=10, gain=1.5), 10
+    sparsifier, k = ls.sparsifiers.OkTopK(interval=10, gain=1.5), 10
     ctx = Context(step=0, density=0.1, rank=0, world_size=1)
     ramp = torch.arange(1.0, 101.0)
     selection, state = sparsifier.select(ramp, sparsifier.init(100, 1, 0.1, ramp.device), ctx)
@@ -106,7 +106,7 @@ def test_between_estimates_the_threshold_follows_the_count() -> None:
 
 def test_a_step_that_is_due_has_exactly_k_picks() -> None:
     stream = torch.randn(13, 3, 5000, generator=torch.Generator().manual_seed(0))
-    traces = list(ls.simulate(stream, sparsifier=ls.OkTopK(interval=4), density=0.02))
+    traces = list(ls.simulate(stream, sparsifier=ls.sparsifiers.OkTopK(interval=4), density=0.02))
     assert all(trace.counts.tolist() == [100] * 3 for trace in traces[::4])
     assert any(trace.counts.tolist() != [100] * 3 for trace in traces)
     assert len({float(trace.threshold[rank]) for trace in traces[:1] for rank in range(3)}) == 3  # each its own
@@ -115,7 +115,7 @@ def test_a_step_that_is_due_has_exactly_k_picks() -> None:
 def test_few_values_that_are_not_zero_are_all_picked_and_zeros_are_not() -> None:
     acc = torch.zeros(100)
     acc[[3, 70]] = torch.tensor([1e-30, -5.0])
-    sparsifier, ctx = ls.OkTopK(), Context(step=0, density=0.1, rank=0, world_size=1)
+    sparsifier, ctx = ls.sparsifiers.OkTopK(), Context(step=0, density=0.1, rank=0, world_size=1)
     selection, state = sparsifier.select(acc, sparsifier.init(100, 1, 0.1, acc.device), ctx)
     assert selection.indices.tolist() == [3, 70]
     # No threshold came of that: the next step looks for one though none is due.
@@ -124,8 +124,8 @@ def test_few_values_that_are_not_zero_are_all_picked_and_zeros_are_not() -> None
 
 
 def test_a_device_without_a_threshold_looks_at_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = __import__("lightning_sparse.methods.sparsifiers.ok_topk", fromlist=["SAMPLE"])
-    sparsifier, ctx = ls.OkTopK(), Context(step=1, density=0.05, rank=0, world_size=1)
+    module = __import__("lightning_sparse.methods.sparsifiers.ok_top_k", fromlist=["SAMPLE"])
+    sparsifier, ctx = ls.sparsifiers.OkTopK(), Context(step=1, density=0.05, rank=0, world_size=1)
     acc = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
     state = sparsifier.init(100_000, 1, 0.05, acc.device)
     exact, _ = sparsifier.select(acc, state, ctx)
@@ -145,7 +145,7 @@ def test_a_device_without_a_threshold_looks_at_a_sample(monkeypatch: pytest.Monk
 )
 def test_settings_that_make_no_sense_are_refused(setting: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"Expected {next(iter(setting))}"):
-        ls.OkTopK(**setting)
+        ls.sparsifiers.OkTopK(**setting)
 
 
 def test_steps_in_which_everything_is_sent_cost_one_short_step_and_no_more() -> None:
@@ -153,7 +153,7 @@ def test_steps_in_which_everything_is_sent_cost_one_short_step_and_no_more() -> 
     # Residuals have filled, so that the threshold is several times a gradient's; then all of them are sent.
     densities = [k / numel] * 60 + [1.0] + [k / numel] * 2
     stream = torch.randn(len(densities), n, numel, generator=torch.Generator().manual_seed(0))
-    traces = ls.simulate(stream, sparsifier=ls.OkTopK(interval=1000), density=Listed(densities))
+    traces = ls.simulate(stream, sparsifier=ls.sparsifiers.OkTopK(interval=1000), density=Listed(densities))
     counts = [trace.counts for trace in traces]
     assert counts[60].tolist() == [numel] * n
     assert counts[61].max() < k / 2
