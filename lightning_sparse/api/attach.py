@@ -25,7 +25,7 @@ from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.sources.comm_hook import AllRanksDivide, register
 from lightning_sparse.engine.state.state import Shard
 from lightning_sparse.methods.grouping import Group, ParameterSize, Rules, dense_plan, make_plan
-from lightning_sparse.methods.grouping.groupings import CUDA_BUCKET_MB, MIB
+from lightning_sparse.methods.grouping.groupings import CUDA_BUCKET_MB, LARGEST_GROUP, MIB
 from lightning_sparse.methods.sparsifiers import Everything
 from lightning_sparse.tuning.controllers import DenseFallback, Planner, StayDense
 from lightning_sparse.tuning.controllers.announcer import Announcer
@@ -137,6 +137,7 @@ def attach_config(
     check_equal_on_ranks(facts, ranks, device)
     if ranks.rank == 0 and not stays_dense:
         warn_if_nothing_is_left(plan, config)
+        warn_of_slow_groups(plan, device)
     with ExitStack() as undo:
         within, shards = None, dict[str, Shard]()
         if in_parts:
@@ -260,6 +261,17 @@ def warn_if_nothing_is_left(plan: Sequence[Group], config: SparsificationConfig)
         warnings.warn(
             f"Nothing is sparsified: all {len(parameters)} parameters stay dense ({rules.reasons()}). Set "
             "rules=Rules(dense_ndim=0, dense_numel=0) to sparsify small parameters, too.",
+            stacklevel=4,
+        )
+
+
+def warn_of_slow_groups(plan: Sequence[Group], device: torch.device) -> None:
+    """Warn of groups that kernels in Triton do not take: :func:`make_plan` cannot cut a single parameter."""
+    large = [group.parameters[0].name for group in plan if not group.dense and group.numel > LARGEST_GROUP]
+    if large and device.type == "cuda":
+        warnings.warn(
+            f"Kernels in Triton take at most 2**30 - 1 coordinates, and {', '.join(large)} has more: operations of "
+            "torch take their place there, which are slower and need more memory.",
             stacklevel=4,
         )
 

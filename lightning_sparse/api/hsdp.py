@@ -22,6 +22,7 @@ from lightning_sparse.api.attach import (
     refuse_two_orders,
     trained_and_frozen,
     warn_if_nothing_is_left,
+    warn_of_slow_groups,
 )
 from lightning_sparse.core.checks import expect
 from lightning_sparse.core.layout import own
@@ -181,6 +182,7 @@ def attach_hsdp_config(
         check_equal_on_ranks({**facts, "parts of the parameters": shards}, replicas, device)
     if replicas.rank == parts.rank == 0 and not stays_dense:
         warn_if_nothing_is_left(plan, config)
+        warn_of_slow_groups([group.resized({n: s.length for n, s in shards.items()}) for group in plan], device)
     if before is not None:
         before.release()
     with ExitStack() as undo:

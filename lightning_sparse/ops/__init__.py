@@ -4,7 +4,7 @@ Two formulations, chosen by device and equal in what they return up to padding:
 
 - :mod:`~lightning_sparse.ops.host` (CPU): operations of torch, passes in cache-sized chunks, results of exactly the
   size that was found. numpy does, on zero-copy views, what takes torch several times as long: comparing with a bound,
-  listing what is set, sums in a fixed order, roots. For float32, functions in C take their place where they have been
+  listing what is set, roots. For float32, functions in C take their place where they have been
   compiled (:mod:`~lightning_sparse.ops.c.native`).
 - :mod:`~lightning_sparse.ops.reference` (CUDA and everything else): torch operations of fixed output size, so that
   the host never waits for the device. Slots without a pick hold the padding index. On CUDA, kernels in Triton take
@@ -30,9 +30,19 @@ from lightning_sparse.core.layout import Span
 from lightning_sparse.core.step import Candidates, Found
 from lightning_sparse.ops import host, on_device, reference
 from lightning_sparse.ops.c import native
-from lightning_sparse.ops.c.native import Native
+from lightning_sparse.ops.c.native import Native, compiled_on
 from lightning_sparse.ops.host import places_of, put_in_runs_, under, unite
-from lightning_sparse.ops.reference import Weights, advance_, all_finite, scatter_, spread, static_shapes, united
+from lightning_sparse.ops.reference import (
+    Weights,
+    advance_,
+    all_finite,
+    mean_and_maximum,
+    moments,
+    scatter_,
+    spread,
+    static_shapes,
+    united,
+)
 
 __all__ = [
     "Span", "Weights", "compiled", "static_shapes", "zeros",
@@ -238,16 +248,6 @@ def above(
     return indices, torch.tensor(indices.numel(), device="cpu")
 
 
-def moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of (numel,) finite values, () float64 each; infinite or NaN where sums overflow."""
-    return on_device.summed(reference.moments, x) if static_shapes(x.device) else host.moments(x)
-
-
-def mean_and_maximum(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and maximum of magnitudes of (numel,) finite values, () float64 each."""
-    return on_device.summed(reference.mean_and_maximum, x) if static_shapes(x.device) else host.mean_and_maximum(x)
-
-
 def tail(x: Tensor, threshold: Tensor | float) -> Tensor:
     """Something shorter than x that has the same :func:`.reference.excess` over this threshold and higher ones.
 
@@ -303,8 +303,9 @@ def add_up(parts: Sequence[tuple[Tensor, Tensor]], padding: int) -> tuple[Tensor
     """
     if static_shapes(parts[0][0].device):
         return reference.add_up(parts, padding)
-    union, totals = host.add_up(parts, padding)
-    return union, totals, torch.tensor(union.numel(), device="cpu")
+    spare = torch.full((1,), padding, device="cpu"), parts[0][1].new_zeros(1)  # the reference needs a slot
+    union, totals, count = reference.add_up([*parts, spare], padding)
+    return union[:count], totals[:count], count
 
 
 def take(x: Tensor, indices: Tensor) -> Tensor:
@@ -384,8 +385,10 @@ def summed(x: Tensor, threshold: Any, logarithms: bool) -> tuple[Any, Any, Any, 
     if static_shapes(x.device):
         number, total, squares = on_device.summed(reference.excess, x, threshold)
         return number, total, squares, on_device.summed(reference.log_sum, x) if logarithms else total
-    found = host.sums(x, "logarithms" if logarithms else "beyond" if threshold else "magnitudes", level=threshold)
-    return found.number, found.total, found.squares, found.logarithms if logarithms else 0.0
+    if library := compiled_on(x):
+        return library.sums(x, threshold, host.lowest(x, threshold), logarithms)
+    beyond = map(float, reference.excess(x, tensor(threshold)))
+    return (*beyond, float(reference.log_sum(x)) if logarithms else 0.0)  # type: ignore[return-value]  # of four
 
 
 def leaders(x: Tensor, k: int, span: Span | None = None, candidates: Candidates | None = None) -> Found:

@@ -26,7 +26,7 @@ def takes(tensors: Sequence[Tensor], *numbers: Any) -> bool:
     """Return whether a kernel can work on tensors of a parameter, and on others beside them in one launch.
 
     Args:
-        tensors: of one shape; they have to lie alike and without gaps, on the current device.
+        tensors: of one shape; they have to lie alike and without gaps, on CUDA.
         numbers: those that are tensors have to be there, too.
     """
     first = tensors[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:  # the compiler is told the numbers below where torch is not imported
@@ -13,6 +15,10 @@ MOST_BITS = 28
 ALIGNED = 4
 """Words of which messages are multiples: NCCL gathers what does not begin at multiples of 16 bytes byte by byte."""
 
+MARKS = 2
+"""Where marks begin: behind the number of picks and the level of the largest."""
+CODE_ZERO = 128
+"""Code of the power of two 1."""
 CLASSES, CLASS_BITS = 8, 3
 """Classes of magnitude of a rank's picks, each 2**3 times smaller than the one before."""
 LOWEST = -1100
@@ -29,7 +35,8 @@ NARROW_RANKS = 16
 """Up to so many ranks, a value and a second value share 16 bits."""
 
 
-class Form(NamedTuple):
+@dataclass(frozen=True)
+class Form:
     """Of the messages of all ranks for one group in one step.
 
     Picks ascend. Of the coordinate j of pick i, the lowest :attr:`bits` are told as they are, ``low = j mod 2**bits``,
@@ -48,58 +55,59 @@ class Form(NamedTuple):
     """True if there is a byte for the second value of each pick."""
 
     @classmethod
+    @lru_cache(maxsize=1024)
     def of(cls, numel: int, slots: int, codes: bool = False) -> Form:
-        """The shortest one.
+        """Return the shortest one; groups ask for the same in each step.
 
         Example:
             >>> form = Form.of(14_000_000, 70_000)
             >>> form.filled, form.width
             (30149, 30152)
-            >>> form.bits, round(32 * (form.classes - form.marks) / 70_000, 2)  # a coordinate
+            >>> form.bits, round(32 * (form.classes - MARKS) / 70_000, 2)  # a coordinate
             (8, 9.78)
         """
         forms = [cls(numel, slots, bits, codes) for bits in range(OCTET, MOST_BITS + 1, NIBBLE)]
         return min(forms, key=lambda form: form.filled)
 
-    @property
+    @cached_property
     def planes(self) -> int:
         """Of four bits each, beyond the lowest eight."""
         return (self.bits - OCTET) // NIBBLE
 
-    @property
-    def marks(self) -> int:
-        """Where marks begin: behind the number of picks and the level of the largest."""
-        return 2
-
-    @property
+    @cached_property
     def octets(self) -> int:
         """Where the lowest eight bits of coordinates begin, four of these a word."""
-        return self.marks + _words((self.numel >> self.bits) + self.slots, 32)
+        return MARKS + _words((self.numel >> self.bits) + self.slots, 32)
 
-    @property
+    @cached_property
     def nibbles(self) -> int:
         """Where further bits of coordinates begin, plane by plane, eight of these a word."""
         return self.octets + _words(self.slots, 4)
 
-    @property
+    @cached_property
     def classes(self) -> int:
         """Where four bits for each pick begin: a class of magnitude, and whether it is a spare one."""
         return self.nibbles + self.planes * _words(self.slots, 8)
 
-    @property
+    @cached_property
     def seconds(self) -> int:
         """Where codes of second values begin."""
         return self.classes + _words(self.slots, 8)
 
-    @property
+    @cached_property
     def filled(self) -> int:
         """Words that say something; zeros follow."""
         return self.seconds + self.codes * _words(self.slots, 4)
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Of a message."""
         return ALIGNED * _words(self.filled, ALIGNED)
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """What C knows of it, see ``told.h``."""
+        return self.numel, self.slots, self.octets, self.nibbles, self.classes, self.seconds, self.planes
 
 
 class Lanes(NamedTuple):

@@ -8,11 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_sparse.core.step import Candidates, Found
@@ -27,15 +25,6 @@ LINE = 64
 """Bytes of a line of the cache."""
 MARGIN = 0.9
 """The next step's threshold is expected above this multiple of this one's."""
-Array = NDArray[Any]
-Summed = Literal["values", "magnitudes", "logarithms", "beyond"]
-"""Terms of the sums over a vector, next to their squares: values; magnitudes; magnitudes and their logarithms; or the
-excess of magnitudes over a level."""
-SUMMED: tuple[Summed, ...] = get_args(Summed)
-SUM_CHUNK = 1 << 16
-"""Elements that are added up at once; compiled code has the same."""
-LANES = 1 << 8
-"""Sums are formed in as many parts: part j is that of elements j, j + LANES, ... of a chunk, in float64."""
 NEXT = 1.5
 """The factor over its need up to which a step lets the next one collect."""
 SAMPLE = 1 << 13
@@ -150,92 +139,6 @@ def lowest(x: Tensor, threshold: float) -> float:
 def _number(x: Tensor, threshold: float) -> float:
     """Round to the precision of a vector."""
     return float(torch.tensor(threshold, dtype=x.dtype, device="cpu"))
-
-
-class Sums(NamedTuple):
-    """Sums over a vector, in float64."""
-
-    number: float
-    """Number of magnitudes that reach the bound, by default the smallest normal number; unused for values."""
-    total: float
-    squares: float
-    """Sum of squares."""
-    largest: float
-    """Largest magnitude; unused for values."""
-    mantissa: float
-    """Mantissa of the product of the counted magnitudes; for logarithms only."""
-    exponent: float
-    """The product is ``mantissa * 2 ** exponent``."""
-
-    @property
-    def logarithms(self) -> float:
-        """Sum of the logarithms of the counted magnitudes."""
-        return math.log(self.mantissa) + self.exponent * math.log(2)
-
-
-@np.errstate(over="ignore", invalid="ignore", under="ignore")
-def sums(x: Tensor, summed: Summed, *, level: float = 0.0) -> Sums:
-    """Return sums over a vector; counted are magnitudes that reach a level and are not zero.
-
-    Args:
-        x: (numel,) finite values.
-        summed: of what.
-        level: what magnitudes have beyond it is summed up for ``"beyond"``.
-    """
-    bound = lowest(x, level)
-    if compiled := compiled_on(x):
-        return Sums(*compiled.sums(x, SUMMED.index(summed) + 1, level, bound))
-    totals, product, exponent, number, largest = np.zeros((2, LANES)), np.ones(LANES), 0, 0, 0.0
-    for chunk in torch.split(x, SUM_CHUNK):
-        wide = chunk.numpy().astype(np.float64)
-        if summed != "values":
-            wide = np.abs(wide)
-            counted = wide >= bound
-            number, largest = number + int(np.count_nonzero(counted)), max(largest, wide.max(initial=0.0))
-        if summed == "logarithms":
-            mantissas, exponents = np.frexp(np.where(counted, wide, 1.0))
-            product, more = np.frexp(_lanes(product, mantissas, np.multiply))
-            exponent += exponents.sum() + more.sum()
-        elif summed == "beyond":
-            wide = np.maximum(wide - level, 0.0)
-        totals = np.stack([_lanes(*each, np.add) for each in zip(totals, (wide, wide * wide), strict=True)])
-    while product.size > 1:
-        totals = np.add(*np.split(totals, 2, axis=1))
-        product, more = np.frexp(np.multiply(*np.split(product, 2)))
-        exponent += more.sum()
-    total, squares = totals.ravel().tolist()
-    return Sums(number, total, squares, float(largest), float(product[0]), float(exponent))
-
-
-def moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation, from sums in float64."""
-    made, count = sums(x, "values"), x.numel()
-    mean = made.total / count
-    variance = (made.squares - made.total * mean) / (count - 1) if count > 1 else math.nan
-    deviation = variance if math.isnan(variance) else math.sqrt(max(variance, 0.0))
-    return _scalar(mean), _scalar(deviation)
-
-
-def mean_and_maximum(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both of magnitudes, from a sum in float64."""
-    made = sums(x, "magnitudes")
-    return _scalar(min(made.total / x.numel(), made.largest)), _scalar(made.largest)  # also where the sum overflows
-
-
-def _scalar(x: float) -> Tensor:
-    return torch.tensor(x, dtype=torch.float64, device="cpu")
-
-
-def _lanes(made: Array, values: Array, two: np.ufunc) -> Array:
-    """Form of each lane what has been made, and of at most a chunk of further values, row after row.
-
-    In numpy, which goes row by row; sums of torch take an order of their own, and cumulative ones six times as long.
-    """
-    whole = len(values) // LANES * LANES
-    if whole:
-        made = two(made, two.reduce(values[:whole].reshape(-1, LANES), axis=0))
-    rest = values[whole:]
-    return np.concatenate([two(made[: rest.size], rest), made[rest.size :]])
 
 
 def top_k(x: Tensor, k: int, candidates: Candidates | None = None) -> Tensor:
@@ -574,12 +477,3 @@ def unite(
             stay.index_fill_(0, places.index_select(0, ordinals.sub_(1)), True)
         kept = kept.index_select(0, places_of(stay))
     return coordinates.index_select(0, kept), keys.index_select(0, kept) >> 1 & 0xFFFFF, named
-
-
-def add_up(parts: Sequence[tuple[Tensor, Tensor]], padding: int) -> tuple[Tensor, Tensor]:
-    """Return ascending different coordinates below ``padding``, and sums of their values in the order of the parts."""
-    if compiled_on(parts[0][1]) and native.library and (made := native.library.add_up(parts, padding)):
-        return made
-    one = torch.full((1,), padding, device="cpu"), parts[0][1].new_zeros(1)  # the reference needs a slot
-    union, totals, count = reference.add_up([*parts, one], padding)
-    return union[:count], totals[:count]

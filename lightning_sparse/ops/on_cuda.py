@@ -68,14 +68,8 @@ class OnCuda:
         self._tried: set[Any] = set()
 
     def takes(self, x: Tensor) -> bool:
-        """Return whether kernels in Triton may run on a tensor.
-
-        Not where it has no content, as while something is traced, nor on a device other than the current one, whose
-        stream kernels are launched on.
-        """
-        if self.trouble is not None or not x.is_cuda or type(x) not in (Tensor, Parameter):
-            return False
-        return x.get_device() == torch.cuda.current_device()
+        """Return whether kernels in Triton may run on a tensor; not where it has no content, as under tracing."""
+        return self.trouble is None and x.is_cuda and type(x) in (Tensor, Parameter)
 
     @property
     def problems(self) -> str:

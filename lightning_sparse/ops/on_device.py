@@ -7,8 +7,9 @@ differ in their last bits, and which only a rank's own thresholds see; of equal 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +22,6 @@ from lightning_sparse.ops.on_cuda import compare, on_cuda
 from lightning_sparse.ops.reference import Weights
 
 T = TypeVar("T")
-Op = TypeVar("Op", bound=Callable[..., Any])
 MOST_NUMEL = (1 << 31) - (1 << 13)
 """Longest vector: indices of a tile behind the end must fit into 31 bits."""
 MOST_COUNTED = (1 << 30) - 1
@@ -34,41 +34,199 @@ FEW = 4099
 """Values on which kernels are tried."""
 
 
+class Twins(NamedTuple):
+    """A kernel and operations of torch that compute the same, and on what both are tried before the first use."""
+
+    name: str
+    kernel: Callable[..., Any]
+    plain: Callable[..., Any]
+    examples: Callable[..., list[tuple[Any, ...]]]
+    """Makes arguments for both from such that are given."""
+    most: int = MOST_COUNTED
+    """Longest first vector."""
+    rtol: float = 0.0
+    """See :func:`.compare`."""
+    doubles: bool = False
+    """Whether the kernel takes float64, too."""
+
+    def best(self, vectors: Sequence[Tensor], given: Sequence[Any], *what: Any) -> Callable[..., Any]:
+        """Return the kernel if it takes some vectors and has computed the same as operations of torch; else these.
+
+        Args:
+            vectors: of the op, the one that it is about first.
+            given: its arguments, of which examples are made.
+            what: for what else the kernel is compiled.
+        """
+        first = vectors[0]
+        wide = any(x.dtype == torch.float64 for x in vectors)
+        fits = (self.doubles or not wide) and 1 < first.numel() <= self.most and all(map(Tensor.is_contiguous, vectors))
+        if not fits or not on_cuda.takes(first):
+            return self.plain
+        what = self.name, *what, first.device
+        return self.kernel if on_cuda.tried(what, partial(self._try, given, what)) else self.plain
+
+    def _try(self, given: Sequence[Any], what: Any) -> None:
+        for example in self.examples(*given):
+            made = []
+            for form in (self.kernel, self.plain):
+                own = [x.clone() if isinstance(x, Tensor) else x for x in example]
+                result = form(*own)
+                own += result if isinstance(result, tuple) else [result]
+                made.append({f"tensor {number}": x for number, x in enumerate(own) if isinstance(x, Tensor)})
+            compare(made[0], made[1], self.rtol, what=what)
+
+
+def _kernel(file: str, name: str) -> Callable[..., Any]:
+    """Return a function of a file in ``ops/triton``, which is imported when the function is called."""
+    return lambda *given: getattr(import_module(f"lightning_sparse.ops.triton.{file}"), name)(*given)
+
+
+# ---- Kernels that are called otherwise than the op, and what they are tried against.
+
+
+def _search_of(candidates: Candidates, x: Tensor) -> Any:
+    """Return the buffers of a group's kernels, made in its first step. What they say holds until the next pass."""
+    if candidates.on_device is None or candidates.on_device.numel != x.numel():
+        candidates.on_device = _kernel("select", "Scratch")(x.numel(), x.device)
+    return candidates.on_device
+
+
+def _accumulate(acc: Tensor, grad: Tensor, decay: float, candidates: Candidates) -> Tensor:
+    search = _search_of(candidates, acc)
+    _kernel("dense", "accumulate_")(acc, grad, decay, *search.begin())
+    candidates.note(acc, [grad], search)
+    finite: Tensor = search.finite
+    return finite
+
+
+def _accumulate_and_pick(acc: Tensor, grad: Tensor, decay: float, candidates: Candidates) -> tuple[Tensor, Tensor]:
+    """Search among what has been noted, too."""
+    return _accumulate(acc, grad, decay, candidates), _pick(acc, 50, candidates.take(acc))
+
+
+def _accumulate_and_pick_in_torch(acc: Tensor, grad: Tensor, decay: float, _: Candidates) -> tuple[Tensor, Tensor]:
+    finite = reference.accumulate_(acc, [grad], decay)
+    grad.zero_()
+    return finite, reference.top_k(acc, 50)
+
+
+def _weigh(acc: Tensor, second: Tensor, grad: Tensor, score: Tensor, by: Weights, candidates: Candidates) -> Tensor:
+    search = _search_of(candidates, acc)
+    _kernel("dense", "weigh_")(acc, second, score, grad, by, *search.begin())
+    candidates.note(score, [], search)
+    finite: Tensor = search.finite
+    return finite
+
+
+def _weigh_in_place(acc: Tensor, second: Tensor, grad: Tensor, score: Tensor, *others: Any) -> Tensor:
+    """Put scores into the gradient's place, if they fit."""
+    return _weigh(acc, second, grad, grad if grad.dtype == score.dtype else score, *others)
+
+
+def _weigh_in_torch(acc: Tensor, second: Tensor, grad: Tensor, score: Tensor, by: Weights, _: Candidates) -> Tensor:
+    return reference.weigh_(acc, second, grad if grad.dtype == score.dtype else score, [grad], by)
+
+
+def _pick(x: Tensor, k: int, search: Any = None) -> Tensor:
+    indices: Tensor = _kernel("select", "pick")(x, search, k, k).indices
+    return indices
+
+
+def _pick_with_stripe(x: Tensor, share: int, spare: Tensor, turn: int, n: int, slots: int, search: Any = None) -> Any:
+    return tuple(_kernel("select", "pick")(x, search, share, slots, spare, turn, n))
+
+
+# ---- Examples.
+
+
+def different(x: Tensor) -> Tensor:
+    """Return (FEW,) values of different magnitudes, from 1 on."""
+    places = torch.arange(FEW, device=x.device)
+    return ((1 + places * 1103 % FEW) * (1 - 2 * (places % 2))).float()
+
+
+def _with_infinity(x: Tensor, grad: Tensor) -> Tensor:
+    """Return values as a gradient that is not finite everywhere."""
+    given = x.to(grad.dtype, copy=True)
+    given[7] = torch.inf
+    return given
+
+
+def _accumulated(acc: Tensor, grad: Tensor) -> list[tuple[Any, ...]]:
+    places, hints = torch.arange(FEW, device=acc.device), Candidates()
+    x, given = places.float() / 8, _with_infinity(places * 1103 % FEW / 64, grad)
+    largest = torch.add(x / 2, given).nan_to_num(posinf=0.0).topk(200).values
+    _search_of(hints, x).bound.copy_(largest[-1])
+    return [(x, given, 0.5, hints)]
+
+
+def _weighed(acc: Tensor, grad: Tensor, by: Weights) -> list[tuple[Any, ...]]:
+    x, units = different(acc) / 512, by.units.new_tensor([0.5, 0.75, 0.75 * 0.75 * by.beta2])
+    numbers = by._replace(units=units, power=torch.full_like(by.power, 0.5))
+    return [(x / 3, x.square() / 7, _with_infinity(x, grad), torch.zeros_like(x), numbers, Candidates())]
+
+
+def _divided(second: Tensor, values: Tensor, power: Tensor, eps: float, damping: float) -> list[tuple[Any, ...]]:
+    x = different(values) / 512
+    return [(x.square(), x / 8, torch.full_like(power, 0.5), eps, damping)]
+
+
+def _handed_over(grad: Tensor, average: Tensor, scale: Tensor | None) -> list[tuple[Any, ...]]:
+    x = grad.new_zeros(FEW)
+    places = torch.cat([torch.arange(0, FEW, 7, device=x.device), torch.full((3,), FEW, device=x.device)])
+    values = different(average)[: len(places)] / 3 * (places < FEW)
+    given = None if scale is None else torch.full_like(scale, 2.0)
+    return [(x, places, values, given, True), (x + 1, places, values.masked_fill(places == 7, torch.nan), given, False)]
+
+
+def _striped(x: Tensor, spare: Tensor) -> list[tuple[Any, ...]]:
+    return [(different(x), 9, torch.full_like(spare, 5), 1, 3, 20)]
+
+
+def _subtracted(x: Tensor, indices: Tensor, values: Tensor | None, skipped: Tensor | None) -> list[tuple[Any, ...]]:
+    vector = x.new_tensor([1.5, -2.0, 3.25, 0.0, 5.0, 0.0])
+    taken = None if values is None else x.new_tensor([0.5, 3.0, 3.0, 7.0, 0.0])
+    flags = [None] if skipped is None else [torch.full_like(skipped, flag) for flag in (False, True)]
+    return [(vector, indices.new_tensor([0, 2, 2, 5, 5]), taken, flag) for flag in flags]
+
+
+def _picked(x: Tensor, k: int) -> list[tuple[Any, ...]]:
+    return [(different(x), min(k, FEW))]
+
+
+def _reaching(x: Tensor, threshold: Tensor) -> list[tuple[Any, ...]]:
+    return [(different(x), torch.full_like(threshold, FEW / 2), None, FEW // 4, 7)]
+
+
+def _summed(x: Tensor, *more: Tensor) -> list[tuple[Any, ...]]:
+    return [(different(x).to(x.dtype), *more)]
+
+
+ACCUMULATE = Twins("accumulate_", _accumulate_and_pick, _accumulate_and_pick_in_torch, _accumulated)
+WEIGH = Twins("weigh_", _weigh_in_place, _weigh_in_torch, _weighed, rtol=1e-6)
+DIVISORS = Twins("divisors", _kernel("dense", "divisors"), reference.divisors, _divided, MOST_NUMEL)
+HAND_OVER = Twins("hand_over_", _kernel("values", "hand_over_"), reference.hand_over_, _handed_over, MOST_NUMEL)
+STRIPE = Twins("top_k_and_stripe", _pick_with_stripe, reference.top_k_and_stripe, _striped)
+SUBTRACT = Twins(
+    "subtract_at_", _kernel("values", "subtract_at_"), reference.subtract_at_, _subtracted, MOST_NUMEL, doubles=True
+)
+TOP_K = Twins("top_k", _pick, reference.top_k, _picked)
+ABOVE = Twins("above", _kernel("union", "above"), reference.above, _reaching)
+SUMS: dict[Any, Twins] = {
+    plain: Twins(plain.__name__, _kernel("sums", plain.__name__), plain, _summed, rtol=1e-5)
+    for plain in (reference.excess, reference.log_sum, reference.norm)
+}
+
+
+# ---- Ops.
+
+
 def accumulate_(acc: Tensor, runs: Sequence[Tensor], decay: float, candidates: Candidates | None) -> Tensor:
     """Do the work of :func:`lightning_sparse.ops.accumulate_`; a kernel takes one run, with candidates."""
-
-    def kernel(acc: Tensor, grad: Tensor, decay: float, candidates: Candidates) -> Tensor:
-        search = _search_of(candidates, acc)
-        _kernel("dense", "accumulate_")(acc, grad, decay, *search.begin())
-        candidates.note(acc, [grad], search)
-        finite: Tensor = search.finite
-        return finite
-
-    def plain(acc: Tensor, grad: Tensor, decay: float, candidates: Candidates) -> Tensor:
-        finite = reference.accumulate_(acc, [grad], decay)
-        grad.zero_()
-        return finite
-
-    def found(acc: Tensor, *others: Any) -> tuple[Tensor, Tensor]:  # by a search among what has been noted
-        finite, hints = kernel(acc, *others), others[-1]
-        return finite, _kernel("select", "pick")(acc, hints.take(acc), 50, 50).indices
-
-    def expected(acc: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-        finite = plain(acc, *others)
-        return finite, reference.top_k(acc, 50)
-
-    def few() -> list[Any]:
-        places, hints = torch.arange(FEW, device=acc.device), Candidates()
-        x, given = places.float() / 8, _with_infinity(places * 1103 % FEW / 64, grad)
-        largest = torch.add(x / 2, given).nan_to_num(posinf=0.0).topk(200).values
-        _search_of(hints, x).bound.copy_(largest[-1])
-        return [(x, given, 0.5, hints)]
-
-    grad = runs[0]
-    alone = candidates is not None and len(runs) == 1
-    if alone and _works(("accumulate_", grad.dtype), found, expected, few, acc, grad, most=MOST_COUNTED):
-        assert candidates is not None
-        return kernel(acc, grad, decay, candidates)
+    if candidates is not None and len(runs) == 1:
+        vectors = acc, runs[0]
+        if ACCUMULATE.best(vectors, vectors, runs[0].dtype) is ACCUMULATE.kernel:
+            return _accumulate(acc, runs[0], decay, candidates)
     return reference.accumulate_(acc, runs, decay)
 
 
@@ -76,48 +234,19 @@ def weigh_(
     acc: Tensor, second: Tensor, score: Tensor, runs: Sequence[Tensor], by: Weights, candidates: Candidates | None
 ) -> Tensor:
     """Do the work of :func:`lightning_sparse.ops.weigh_`; a kernel takes one run, with candidates."""
-
-    def kernel(acc: Tensor, second: Tensor, score: Tensor, grad: Tensor, by: Weights, hints: Candidates) -> Tensor:
-        search = _search_of(hints, acc)
-        _kernel("dense", "weigh_")(acc, second, score, grad, by, *search.begin())
-        hints.note(score, [], search)
-        finite: Tensor = search.finite
-        return finite
-
-    def plain(acc: Tensor, second: Tensor, score: Tensor, grad: Tensor, by: Weights, _: Candidates) -> Tensor:
-        return reference.weigh_(acc, second, score, [grad], by)
-
-    def in_place(form: Callable[..., Tensor]) -> Callable[..., Tensor]:  # scores take the gradient's place, if they fit
-        def tried(acc: Tensor, second: Tensor, grad: Tensor, score: Tensor, *others: Any) -> Tensor:
-            return form(acc, second, grad if grad.dtype == score.dtype else score, grad, *others)
-
-        return tried
-
-    def few() -> list[Any]:
-        x, units = different(acc) / 512, by.units.new_tensor([0.5, 0.75, 0.75 * 0.75 * by.beta2])
-        numbers = by._replace(units=units, power=torch.full_like(by.power, 0.5))
-        return [(x / 3, x.square() / 7, _with_infinity(x, grad), torch.zeros_like(x), numbers, Candidates())]
-
     grad = runs[0]
-    what, vectors = ("weigh_", grad.dtype, by.eps), (acc, second, score, grad)
-    if (
-        candidates is not None
-        and len(runs) == 1
-        and _works(what, in_place(kernel), in_place(plain), few, *vectors, most=MOST_COUNTED, rtol=1e-6)
-    ):
-        return kernel(*vectors, by, candidates)
+    if candidates is not None and len(runs) == 1:
+        best = WEIGH.best((acc, second, score, grad), (acc, grad, by), grad.dtype, by.eps)
+        if best is WEIGH.kernel:
+            return _weigh(acc, second, grad, score, by, candidates)
     return reference.weigh_(acc, second, score, runs, by)
 
 
 def divisors(second: Tensor, values: Tensor, power: Tensor, eps: float, damping: float) -> Tensor:
     """Do the work of :func:`lightning_sparse.ops.divisors`."""
-
-    def few() -> list[Any]:
-        x = different(values) / 512
-        return [(x.square(), x / 8, torch.full_like(power, 0.5), eps, damping)]
-
-    best = _best(("divisors", eps), _kernel("dense", "divisors"), reference.divisors, few, second, values)
-    return best(second, values, power, eps, damping)
+    given = second, values, power, eps, damping
+    found: Tensor = DIVISORS.best((second, values), given, eps)(*given)
+    return found
 
 
 def hand_over_(
@@ -136,57 +265,84 @@ def hand_over_(
         (u,) what the gradient got, without the scale; (u,) what its dtype has lost of it, None: nothing; and () bool,
         whether the average is not finite.
     """
-
-    def few() -> list[Any]:
-        x = grad.new_zeros(FEW)
-        places = torch.cat([torch.arange(0, FEW, 7, device=x.device), torch.full((3,), FEW, device=x.device)])
-        values = different(average)[: len(places)] / 3 * (places < FEW)
-        given = None if scale is None else torch.full_like(scale, 2.0)
-        return [
-            (x, places, values, given, True),
-            (x + 1, places, values.masked_fill(places == 7, torch.nan), given, False),
-        ]
-
-    what = "hand_over_", grad.dtype, scale is None
     scale = None if scale is None else scale.to(grad.device, torch.float32)
-    if indices is None or grad.dtype not in GRADIENTS or average.dtype != torch.float32:
-        return reference.hand_over_(grad, indices, average, scale, cleared)
-    best = _best(what, _kernel("values", "hand_over_"), reference.hand_over_, few, average, grad, indices)
-    return best(grad, indices, average, scale, cleared)
+    best: Any = reference.hand_over_
+    if indices is not None and grad.dtype in GRADIENTS and average.dtype == torch.float32:
+        best = HAND_OVER.best((average, grad, indices), (grad, average, scale), grad.dtype, scale is None)
+    found: tuple[Tensor, Tensor | None, Tensor] = best(grad, indices, average, scale, cleared)
+    return found
 
 
 def top_k_and_stripe(
     x: Tensor, share: int, spare: Tensor, turn: int, n: int, candidates: Candidates | None, slots: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Do the work of :func:`lightning_sparse.ops.top_k_and_stripe`; spare ones are at most ``slots - share``."""
+    best, given = STRIPE.best([x], (x, spare)), (x, share, spare, turn, n, slots)
+    found: tuple[Tensor, Tensor, Tensor] = best(*given, *_noted(best, STRIPE, candidates, x))
+    return found
 
-    def kernel(x: Tensor, share: int, spare: Tensor, turn: int, n: int, slots: int, search: Any = None) -> Any:
-        return _kernel("select", "pick")(x, search, share, slots, spare, turn, n)
 
-    def few() -> list[Any]:
-        return [(different(x), 9, torch.full_like(spare, 5), 1, 3, 20)]
+def top_k(x: Tensor, k: int, candidates: Candidates | None = None) -> Tensor:
+    """Do the work of :func:`lightning_sparse.ops.top_k`."""
+    best = TOP_K.best([x], (x, k))
+    found: Tensor = best(x, k, *_noted(best, TOP_K, candidates, x))
+    return found
 
-    if _works(("top_k_and_stripe",), kernel, reference.top_k_and_stripe, few, x, most=MOST_COUNTED):
-        search = None if candidates is None else candidates.take(x)
-        indices, spares, count = kernel(x, share, spare, turn, n, slots, search)
-        return indices, spares, count
-    return reference.top_k_and_stripe(x, share, spare, turn, n, slots)
+
+def _noted(best: Any, twins: Twins, candidates: Candidates | None, x: Tensor) -> list[Any]:
+    """Return what a kernel takes beyond the arguments of the op: what a pass has noted, if anything."""
+    return [candidates.take(x)] if best is twins.kernel and candidates is not None else []
+
+
+def above(x: Tensor, threshold: Tensor, span: Span | None, capacity: int, phase: int) -> tuple[Tensor, Tensor]:
+    """Do the work of :func:`lightning_sparse.ops.above`; ranges are left to torch."""
+    best = ABOVE.best([x], (x, threshold)) if span is None else ABOVE.plain
+    found: tuple[Tensor, Tensor] = best(x, threshold, span, capacity, phase)
+    return found
+
+
+def summed(plain: Callable[..., T], x: Tensor, *more: Tensor) -> T:
+    """Do the work of an op that forms sums over a vector, one of :data:`SUMS`."""
+    found: T = SUMS[plain].best([x], (x, *more), x.dtype)(x, *more)
+    return found
+
+
+def subtract_at_(x: Tensor, indices: Tensor, values: Tensor | None, skipped: Tensor | None) -> None:
+    """Do the work of :func:`lightning_sparse.ops.subtract_at_`; coordinates may be int32, too.
+
+    Values at the padding index count for nothing, and where the flag is set, values may be NaN.
+
+    Example:
+        >>> x = torch.tensor([5.0, 6.0, 7.0, 0.0])
+        >>> subtract_at_(x, torch.tensor([0, 2, 3]), torch.tensor([1.0, 2.0, 9.0]), None)
+        >>> subtract_at_(x, torch.tensor([0, 2, 3]), None, torch.tensor(True))
+        >>> x
+        tensor([4., 6., 5., 0.])
+    """
+    given, best = (x, indices, values, skipped), SUBTRACT.plain
+    if 0 < indices.numel() < 1 << 31 and (values is None or values.dtype == x.dtype):
+        vectors = [x, indices] if values is None else [x, indices, values]
+        best = SUBTRACT.best(vectors, given, x.dtype, indices.dtype, values is None, skipped is None)
+    best(*given)
 
 
 def need(plain: Callable[..., Any], state: Sequence[Tensor], union: Tensor | None, *facts: float) -> Any:
     """Do the work of :func:`.union_top_k._followed`, which is ``plain``."""
-
-    def attempt() -> None:
-        given = [torch.full_like(x, by) for x, by in zip(state, (0.5, 40.0, 0.25, 0.125, 63.0), strict=True)]
-        for named in (30, 50, -1):
-            before = None if union is None else torch.full_like(union, named)
-            made = [form(given, before, 40, 1, 3, *facts[3:]) for form in (kernel, plain)]
-            found, expected = ({str(i): x for i, x in enumerate((*after, own))} for after, own in made)
-            compare(found, expected, what="need", union=named)
-
     kernel, what = _kernel("numbers", "follow"), ("need", state[0].device, union is None, *facts[3:])
+    attempt = partial(_rehearse_need, (kernel, plain), state, union, facts[3:])
     works = on_cuda.takes(state[0]) and on_cuda.tried(what, attempt)
     return (kernel if works else plain)(state, union, *facts)
+
+
+def _rehearse_need(
+    forms: Sequence[Callable[..., Any]], state: Sequence[Tensor], union: Tensor | None, facts: Sequence[float]
+) -> None:
+    given = [torch.full_like(x, by) for x, by in zip(state, (0.5, 40.0, 0.25, 0.125, 63.0), strict=True)]
+    for named in (30, 50, -1):
+        before = None if union is None else torch.full_like(union, named)
+        made = [form(given, before, 40, 1, 3, *facts) for form in forms]
+        found, expected = ({str(i): x for i, x in enumerate((*after, own))} for after, own in made)
+        compare(found, expected, what="need", union=named)
 
 
 def packed(acc: Tensor, second: Tensor | None, lanes: Lanes, rehearse: Callable[[Any], None]) -> Any:
@@ -207,70 +363,6 @@ def packed(acc: Tensor, second: Tensor | None, lanes: Lanes, rehearse: Callable[
     return make() if on_cuda.tried(what, lambda: rehearse(make())) else None
 
 
-def subtract_at_(x: Tensor, indices: Tensor, values: Tensor | None, skipped: Tensor | None) -> None:
-    """Do the work of :func:`lightning_sparse.ops.subtract_at_`; coordinates may be int32, too.
-
-    Values at the padding index count for nothing, and where the flag is set, values may be NaN.
-
-    Example:
-        >>> x = torch.tensor([5.0, 6.0, 7.0, 0.0])
-        >>> subtract_at_(x, torch.tensor([0, 2, 3]), torch.tensor([1.0, 2.0, 9.0]), None)
-        >>> subtract_at_(x, torch.tensor([0, 2, 3]), None, torch.tensor(True))
-        >>> x
-        tensor([4., 6., 5., 0.])
-    """
-
-    def few() -> list[Any]:
-        vector = x.new_tensor([1.5, -2.0, 3.25, 0.0, 5.0, 0.0])
-        taken = None if values is None else x.new_tensor([0.5, 3.0, 3.0, 7.0, 0.0])
-        flags = [None] if skipped is None else [torch.full_like(skipped, flag) for flag in (False, True)]
-        return [(vector, indices.new_tensor([0, 2, 2, 5, 5]), taken, flag) for flag in flags]
-
-    what = "subtract_at_", x.dtype, indices.dtype, values is None, skipped is None
-    given = [x, indices] if values is None else [x, indices, values]
-    fits = 0 < indices.numel() < 1 << 31 and (values is None or values.dtype == x.dtype)
-    kernel, plain = _kernel("values", "subtract_at_"), reference.subtract_at_
-    best = _best(what, kernel, plain, few, *given, doubles=True) if fits else plain
-    best(x, indices, values, skipped)
-
-
-def top_k(x: Tensor, k: int, candidates: Candidates | None = None) -> Tensor:
-    """Do the work of :func:`lightning_sparse.ops.top_k`."""
-
-    def kernel(x: Tensor, k: int, search: Any = None) -> Tensor:
-        indices: Tensor = _kernel("select", "pick")(x, search, k, k).indices
-        return indices
-
-    def few() -> list[Any]:
-        return [(different(x), min(k, FEW))]
-
-    if _works(("top_k",), kernel, reference.top_k, few, x, most=MOST_COUNTED):
-        return kernel(x, k, None if candidates is None else candidates.take(x))
-    return reference.top_k(x, k)
-
-
-def above(x: Tensor, threshold: Tensor, span: Span | None, capacity: int, phase: int) -> tuple[Tensor, Tensor]:
-    """Do the work of :func:`lightning_sparse.ops.above`; ranges are left to torch."""
-
-    def few() -> list[Any]:
-        return [(different(x), torch.full_like(threshold, FEW / 2), None, FEW // 4, 7)]
-
-    kernel, plain = _kernel("union", "above"), reference.above
-    best = _best(("above",), kernel, plain, few, x, most=MOST_COUNTED) if span is None else plain
-    return best(x, threshold, span, capacity, phase)
-
-
-def summed(plain: Callable[..., T], x: Tensor, *more: Tensor) -> T:
-    """Do the work of an op that forms sums over a vector, such as :func:`.reference.moments`."""
-
-    def few() -> list[Any]:
-        return [(different(x).to(x.dtype), *more)]
-
-    name = plain.__name__
-    best = _best((name, x.dtype), _kernel("sums", name), plain, few, x, most=MOST_COUNTED, rtol=1e-5)
-    return best(x, *more)
-
-
 def choose(flag: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
     """Choose one tensor of each pair, the first ones if the flag is set; in one launch where all are short."""
     if on_cuda.takes(flag) and pairs and all(_alike(*pair) for pair in pairs):
@@ -284,85 +376,7 @@ def choose(flag: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]
     return [torch.where(flag, yes, no) for yes, no in pairs]
 
 
-def _search_of(candidates: Candidates, x: Tensor) -> Any:
-    """Return the buffers of a group's kernels, made in its first step. What they say holds until the next pass."""
-    if candidates.on_device is None or candidates.on_device.numel != x.numel():
-        candidates.on_device = _kernel("select", "Scratch")(x.numel(), x.device)
-    return candidates.on_device
-
-
-def _kernel(file: str, name: str) -> Callable[..., Any]:
-    """Return a function of a file in ``ops/triton``, which is imported when the function is called."""
-    return lambda *given: getattr(import_module(f"lightning_sparse.ops.triton.{file}"), name)(*given)
-
-
 def _alike(yes: Tensor, no: Tensor) -> bool:
     """Return whether a kernel can choose between two tensors."""
     alike = yes.shape == no.shape and yes.dtype == no.dtype and yes.device == no.device
     return alike and yes.is_contiguous() and no.is_contiguous() and 0 < no.numel() <= MOST_CHOSEN
-
-
-def _best(
-    what: tuple[Any, ...],
-    kernel: Callable[..., Any],
-    plain: Op,
-    few: Callable[[], list[Any]],
-    *vectors: Tensor,
-    **how: Any,
-) -> Op:
-    """Return a kernel if it :func:`_works` for some vectors; else operations of torch."""
-    return cast(Op, kernel) if _works(what, kernel, plain, few, *vectors, **how) else plain
-
-
-def _works(
-    what: tuple[Any, ...],
-    kernel: Callable[..., Any],
-    plain: Callable[..., Any],
-    few: Callable[[], list[Any]],
-    *vectors: Tensor,
-    most: int = MOST_NUMEL,
-    rtol: float = 0.0,
-    doubles: bool = False,
-) -> bool:
-    """Return whether a kernel takes some vectors, and has computed the same as operations of torch.
-
-    Args:
-        what: the name of the op, and what else a kernel is compiled for.
-        kernel: takes the arguments of the op.
-        plain: the same.
-        few: makes such arguments, on which both are tried before the first use.
-        vectors: of the op, the one that it is about first.
-        most: its longest length.
-        rtol: see :func:`.compare`.
-        doubles: whether the kernel takes float64, too.
-    """
-    first = vectors[0]
-    wide = any(x.dtype == torch.float64 for x in vectors)
-    fits = (doubles or not wide) and 1 < first.numel() <= most and all(map(Tensor.is_contiguous, vectors))
-    if not fits or not on_cuda.takes(first):
-        return False
-
-    def attempt() -> None:
-        for given in few():
-            made = []
-            for form in (kernel, plain):
-                own = [x.clone() if isinstance(x, Tensor) else x for x in given]
-                result = form(*own)
-                own += result if isinstance(result, tuple) else [result]
-                made.append({f"tensor {number}": x for number, x in enumerate(own) if isinstance(x, Tensor)})
-            compare(made[0], made[1], rtol, what=what)
-
-    return on_cuda.tried((*what, first.device), attempt)
-
-
-def different(x: Tensor) -> Tensor:
-    """Return (FEW,) values of different magnitudes, from 1 on."""
-    places = torch.arange(FEW, device=x.device)
-    return ((1 + places * 1103 % FEW) * (1 - 2 * (places % 2))).float()
-
-
-def _with_infinity(x: Tensor, grad: Tensor) -> Tensor:
-    """Return values as a gradient that is not finite everywhere."""
-    given = x.to(grad.dtype, copy=True)
-    given[7] = torch.inf
-    return given

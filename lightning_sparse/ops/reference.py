@@ -392,8 +392,14 @@ def sums_at(union: Tensor, indices: Tensor, parts: Sequence[Tensor], padding: in
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation."""
-    return x.mean().double(), x.std().double()
+    """Mean and standard deviation of (numel,) finite values, () float64 each."""
+    wide = _wide(x)
+    return wide.mean().double(), wide.std(correction=min(1, x.numel() - 1)).double()
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Return a copy in float64 on the CPU; on a device there may be no room for one."""
+    return x if static_shapes(x.device) else x.double()
 
 
 def norm(x: Tensor) -> Tensor:
@@ -402,10 +408,10 @@ def norm(x: Tensor) -> Tensor:
 
 
 def mean_and_maximum(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Of magnitudes; rows are summed in x's precision, sums of rows in float64."""
-    whole = x.numel() // ROW * ROW
-    rows = torch.linalg.vector_norm(x[:whole].view(-1, ROW), 1, dim=1)
-    total = rows.double().sum() + torch.linalg.vector_norm(x[whole:], 1).double()
+    """Mean and maximum of magnitudes of (numel,) finite values, () float64 each; sums of rows are added in float64."""
+    wide, whole = _wide(x), x.numel() // ROW * ROW
+    rows = torch.linalg.vector_norm(wide[:whole].view(-1, ROW), 1, dim=1)
+    total = rows.double().sum() + torch.linalg.vector_norm(wide[whole:], 1).double()
     low, high = torch.aminmax(x)
     largest = torch.maximum(-low, high).double()
     return torch.minimum(total / x.numel(), largest), largest  # also where the sum overflows

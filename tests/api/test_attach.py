@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from lightning_sparse.api.attach import refuse_two_orders
+from lightning_sparse.api.attach import refuse_two_orders, warn_of_slow_groups
 from lightning_sparse.engine import failing_together
 from lightning_sparse.engine.network import TorchCollective
+from lightning_sparse.methods.grouping import ParameterSize, make_plan
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE
 
@@ -549,3 +550,12 @@ def test_a_model_on_several_devices_is_refused(one_rank: None) -> None:
     ddp.module[1].to("meta")
     with pytest.raises(ValueError, match=r"one device, but 0.weight is on cpu, 1.weight is on meta"):
         ls.attach(ddp)
+
+
+def test_a_parameter_that_kernels_do_not_take_is_named_at_attach(recwarn: pytest.WarningsRecorder) -> None:
+    plan = make_plan([ParameterSize(name, 2**30 - (name == "fits"), 4, "") for name in ("fits", "huge")], "model")
+    for device in ("cpu", "cuda"):
+        warn_of_slow_groups(plan, torch.device(device))
+        warn_of_slow_groups(plan[1:], torch.device(device))
+    (warning,) = recwarn
+    assert "2**30 - 1 coordinates, and huge has more" in str(warning.message)

@@ -7,6 +7,7 @@ stream is made slow, so that whatever does not wait for it comes too early and c
 from __future__ import annotations
 
 import os
+import pkgutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -36,9 +37,6 @@ from tests.trainers import EVERYTHING_SPARSE
 CYCLES = 20_000_000
 """About 10 ms at 2 GHz: longer than the host takes for what follows."""
 RANKS = 2
-KERNELS = ["adam", "dense", "length", "momentum", "need", "packed"]
-KERNELS += ["sampled", "second", "select", "sums", "union", "values"]
-"""Modules that launch."""
 
 
 def checks(device: torch.device, clock: Clock) -> Iterator[Check]:
@@ -218,6 +216,7 @@ def launches_after(cycles: int) -> Iterator[list[int]]:
     launched = [0]
     with ExitStack() as patches:
         if find_spec("triton") is not None:
+            from lightning_sparse.ops import triton
             from lightning_sparse.ops.triton import launch as triton_launch
 
             launch = triton_launch.launch
@@ -228,8 +227,6 @@ def launches_after(cycles: int) -> Iterator[list[int]]:
                     torch.cuda._sleep(cycles)
                 launch(*args, **options)
 
-            for module in KERNELS:
-                patches.enter_context(
-                    patch.object(import_module(f"lightning_sparse.ops.triton.{module}"), "launch", late)
-                )
+            for found in pkgutil.iter_modules(triton.__path__, f"{triton.__name__}."):
+                patches.enter_context(patch.object(import_module(found.name), "launch", late))
         yield launched

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import pkgutil
 import subprocess
 import sys
 import time
@@ -22,7 +23,7 @@ from lightning_sparse.core.step import Context
 from lightning_sparse.engine import pipeline as group
 from lightning_sparse.engine.pipeline import exchange_group
 from tests.covering import by_default
-from tests.gpu import equality, marked, training
+from tests.gpu import equality, marked, races, training
 from tests.gpu.__main__ import main
 from tests.gpu.checks import Check, Clock, Outcome, SkipError, run
 from tests.gpu.parts import PARTS, ROOT, Part, PartResult, summarize, watch
@@ -233,6 +234,17 @@ def test_a_part_runs_on_a_cpu_at_toy_sizes(name: str) -> None:
     for check, number in next(part.keys for part in PARTS if part.name == name):
         if check in by_name and by_name[check].result == "passed" and number != "launches":  # of kernels
             assert number in by_name[check].numbers
+
+
+def test_all_modules_of_kernels_launch_late_where_a_stream_is_slow() -> None:
+    folder = pytest.importorskip("lightning_sparse.ops.triton")
+    kernel: Any = {(2,): lambda *args, **options: None}
+    with races.launches_after(0) as launched:
+        names = [found.name for found in pkgutil.iter_modules(folder.__path__)]
+        for name in names:
+            importlib.import_module(f"{folder.__name__}.{name}").launch(kernel, 2, torch.zeros(1))
+    assert launched == [len(names)]
+    assert "select" in names
 
 
 def test_other_numbers_are_noticed() -> None:

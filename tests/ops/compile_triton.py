@@ -57,8 +57,7 @@ TYPES = (
 )
 NUMBERS = [
     "numel", "per", "need", "capacity", "turn", "n", "share", "slots", "room", "total", "limit", "phase", "block",
-    "end", "bits", "octets", "most", "apart", "filled", "tiles", "raise_by", "k", "programs",
-    "most_parts",
+    "end", "most", "apart", "filled", "tiles", "raise_by", "k", "programs", "most_parts", *triton_packed.OFFSETS,
 ]  # fmt: skip
 """Arguments that are int32; all others are pointers to int32."""
 
@@ -155,7 +154,7 @@ def kernels(what: list[str]) -> Iterator[tuple[str, Any, dict[str, Any], dict[st
             yield f"follow_{known}", triton_numbers._follow, constants | {"KNOWN": known}, types, 1
     if "sums" in what:
         yield "squares_bf16", triton_sums._parts, tile | {"KIND": 0}, {"x": "*bf16"}, 8
-        for kind in range(4):
+        for kind in range(3):
             yield f"parts_{kind}", triton_sums._parts, tile | {"KIND": kind}, {}, 8
             whole = {"KIND": kind, "PROGRAMS": triton_launch.PROGRAMS}
             yield f"whole_{kind}", triton_sums._whole, whole, {}, 4

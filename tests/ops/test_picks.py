@@ -72,25 +72,6 @@ def test_the_largest_and_those_of_a_stripe_are_those_of_the_reference(
     assert found == [[x.tolist() for x in host.top_k_and_stripe(*case)] for case in cases]
 
 
-def test_sums_are_those_of_the_reference_for_vectors_that_ascend_and_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    numel, generator = 150_000, torch.Generator().manual_seed(0)
-    for size in (0, 1, 4000):
-        parts = []
-        for seed in range(3):
-            indices = torch.randperm(numel, generator=generator)[:size].sort().values
-            x = values(size + 1, "ties" if seed else "zeros", seed)[:size]
-            parts.append((torch.cat([indices, torch.tensor([numel, numel])]), torch.cat([x, x.new_ones(2)])))
-        backwards = [(indices.flip(0), x) for indices, x in parts]
-        for given in (parts, backwards, [parts[0], backwards[1]]):
-            union, total, count = ops.add_up(given, numel)
-            with monkeypatch.context() as patch:
-                uncompiled(patch)
-                expected = ops.add_up(given, numel)
-            assert union.tolist() == expected[0].tolist()
-            assert bits(total) == bits(expected[1])
-            assert int(count) == union.numel()
-
-
 def recorded(steps: Steps[object], messages: list[bytes]) -> Steps[object]:
     answer = None
     while True:

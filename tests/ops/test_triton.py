@@ -139,6 +139,27 @@ def test_the_largest_and_those_of_a_stripe_are_picked(
         assert float(s.bound) <= float(x.abs()[expected].min())
 
 
+@pytest.mark.parametrize("noted", [False, True])
+def test_a_share_of_none_is_found_without_what_a_pass_has_noted(noted: bool) -> None:
+    x, s = values(TILE + 477, "normal"), scratch_for(TILE + 477)
+    before = s.bound.clone()
+    for others in (3, 0):
+        s.begin()[1].zero_()
+        found = triton_select.pick(x, s if noted else None, 0, 4, torch.tensor(others), 1, 8)
+        expected = 1 + 8 * host.top_k(x[1::8].contiguous(), 3)[:others]
+        assert found.indices.tolist() == [*expected.tolist(), *[len(x)] * (4 - others)]
+        assert int(found.number) == others
+    assert not s.bound.isnan()
+    assert (float(s.bound) == float(before)) != noted
+
+
+def test_small_numbers_of_bfloat16_are_what_they_are_in_torch() -> None:
+    grad = (torch.arange(1, 200, dtype=torch.int16) * 3).view(torch.bfloat16)
+    acc, s = torch.zeros(len(grad)), scratch_for(len(grad))
+    triton_dense.accumulate_(acc, grad.clone(), 1.0, *s.begin())
+    assert bits(acc) == bits(grad.float())
+
+
 def test_levels_of_more_ranks_than_a_block_holds_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_packed, "MOST_RANKS", 16)
     numel, n = 40, 20
@@ -199,8 +220,6 @@ def test_passes_of_other_methods_equal_those_of_torch(kind: str, monkeypatch: py
             assert int(count) == int(number)
         level = torch.tensor(0.3, dtype=torch.float64)
         pairs = [
-            (on_device.summed(reference.moments, x), reference.moments(x.double())),
-            (on_device.summed(reference.mean_and_maximum, x), reference.mean_and_maximum(x.double())),
             (on_device.summed(reference.excess, x, level), reference.excess(x, level)),
             ((on_device.summed(reference.log_sum, x),), (reference.log_sum(x.double()),)),
             ((on_device.summed(reference.norm, x),), (reference.norm(x),)),
@@ -209,7 +228,7 @@ def test_passes_of_other_methods_equal_those_of_torch(kind: str, monkeypatch: py
         for ours, theirs in pairs:
             torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-6)
         assert chosen.trouble is None
-        assert len(chosen._tried) == 8
+        assert len(chosen._tried) == 6
 
 
 def test_doubles_are_left_to_torch() -> None:

@@ -38,7 +38,7 @@ def test_kernels_are_compiled_for_hopper(what: list[str]) -> None:
         assert numbers["stack"] <= 8, f"{name} spills registers: {numbers}"  # two registers, by the compiler of 3.9
         assert numbers["registers"] < 256, f"{name}: {numbers}"
         assert not numbers["fences"], f"{name} orders what only the next launch reads"
-        if name != "parts_3":  # logarithms
+        if name != "parts_2":  # logarithms
             assert not numbers["flushes"], f"{name} takes subnormal numbers for zero"
             assert not numbers["fused"], f"{name} rounds a product and a sum together"
         if name.startswith("digit"):

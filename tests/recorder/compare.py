@@ -29,19 +29,18 @@ class Allowed(NamedTuple):
 
 ALLOWED = (
     Allowed(
+        "thresholds from sums",
+        "Sums of torch take the place of those in numpy, of GaussianK and RedSync also of those in C: another order.",
+        composition=r"^(GaussianK|RedSync|SIDCo)",
+        what=r"^logged / threshold",
+        within=1e-6,
+    ),
+    Allowed(
         "norms of clipping",
         "The norm is taken run by run, so that its squares are summed in another order.",
         composition=r"ClipByNorm|\| norm \|",
         what=r"^(gradient|message|weight|state|logged)",
         within=1e-5,
-    ),
-    Allowed(
-        "dense steps of groups with residuals",
-        "A step that is flushed is reduced in the gradient's place: in its dtype, without what is rounded off.",
-        composition=r"float16|bfloat16",
-        what=r"^(gradient|message|weight|state|logged)",
-        since="flush",
-        within=0.05,
     ),
     Allowed(
         "what a skipped step leaves in residuals",

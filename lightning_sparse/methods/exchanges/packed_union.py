@@ -29,8 +29,10 @@ from lightning_sparse.ops.c.native import Native
 from lightning_sparse.ops.form import (
     CLASS_BITS,
     CLASSES,
+    CODE_ZERO,
     LEVELS,
     LOWEST,
+    MARKS,
     NIBBLE,
     OCTET,
     SILENT,
@@ -41,9 +43,6 @@ from lightning_sparse.ops.form import (
     Rounded,
 )
 from lightning_sparse.ops.on_cuda import compare
-
-CODE_ZERO = 128
-"""Code of the power of two 1."""
 
 
 @EXCHANGES.register
@@ -358,7 +357,7 @@ def _tell(acc: Tensor, selection: Selection, most: int, form: Form, ctx: Context
 def _written(indices: Tensor, classes: Tensor, form: Form) -> list[Tensor]:
     """Ascending coordinates, four bits for each, and the zeros at the end of a message, in int32 words."""
     places = (indices >> form.bits) + torch.arange(form.slots, device=indices.device)
-    sizes = [form.octets - form.marks, form.width - form.filled]
+    sizes = [form.octets - MARKS, form.width - form.filled]
     marks, zeros = torch.split(torch.zeros(sum(sizes), dtype=torch.int32, device=indices.device), sizes)
     marks.index_add_(0, places >> 5, (1 << (places & 31)).int())
     nibbles = classes[None]
@@ -375,7 +374,7 @@ def _read(rows: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor]:
         messages have as many marks as slots.
     """
     wide, device = torch.int32 if 2 * form.numel < 2**31 else torch.int64, rows.device
-    octets = rows[:, form.marks : form.octets].contiguous().view(torch.uint8)
+    octets = rows[:, MARKS : form.octets].contiguous().view(torch.uint8)
     slots = torch.arange(form.slots, dtype=torch.int32, device=device)
     if static_shapes(device):
         bits = octets[..., None] >> torch.arange(8, dtype=torch.uint8, device=device) & 1

@@ -36,8 +36,8 @@ DDP_BUCKET_MB = 25
 CUDA_BUCKET_MB = 100
 """Default least size in MiB of groups that are cut by bucket, on CUDA: the host takes more than a millisecond to launch
 the local step of a group of any size, an H200 a third of one for this size (docs/gpu.md)."""
-LARGEST_GROUP = 2**31 - 2
-"""Coordinates: indices travel as 32-bit words, and one word is reserved for padding."""
+LARGEST_GROUP = 2**30 - 1
+"""Coordinates: kernels count twice as many in 31 bits. Only a parameter that is larger is a larger group."""
 
 Cut = list[tuple[str, list[ParameterSize]]]
 """Named runs of parameters."""
@@ -106,9 +106,7 @@ class Bucket(Grouping):
             groups[-1].append(p)
             filled += p.numel * p.element_size
         if few and len(groups) > 1 and filled < most / 2:
-            joined = groups[-2] + groups[-1]
-            if sum(p.numel for p in joined) <= LARGEST_GROUP:
-                groups[-2:] = [joined]
+            groups[-2:] = [groups[-2] + groups[-1]]
         return [(f"bucket{i}", group) for i, group in enumerate(groups)]
 
 

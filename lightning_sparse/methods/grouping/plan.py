@@ -7,12 +7,21 @@ them, so that the first groups are complete while backward still runs.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from lightning_sparse.core.checks import check_positive, expect
 from lightning_sparse.methods.density import check_density, count
-from lightning_sparse.methods.grouping.groupings import DDP_BUCKET_MB, GROUPINGS, MIB, Bucket, Grouping, ParameterSize
+from lightning_sparse.methods.grouping.groupings import (
+    DDP_BUCKET_MB,
+    GROUPINGS,
+    LARGEST_GROUP,
+    MIB,
+    Bucket,
+    Cut,
+    Grouping,
+    ParameterSize,
+)
 from lightning_sparse.methods.grouping.rules import Rules, as_rules
 
 Messages = Literal["group", "step"]
@@ -77,7 +86,8 @@ def make_plan(
 
     Parameters with a density of their own are cut apart from the others, by the same grouping, into groups such as
     ``density0.001.bucket0``; dense ones always by bucket, into groups such as ``dense.bucket0``, which come last.
-    Parameters without elements are in no group.
+    Parameters without elements are in no group. A group of more than ``2**30 - 1`` coordinates is cut between
+    parameters.
 
     Args:
         parameters: in order of registration, as ``named_parameters()`` gives them.
@@ -125,8 +135,19 @@ def make_plan(
             cut = rule.cut(members, bucket_cap_mb)
         else:
             cut = rule.cut_by(profile, own or density, members, bucket_cap_mb)
-        plan += [Group(prefix + name, tuple(group), keep_dense, own) for name, group in cut]
+        plan += [Group(prefix + name, tuple(group), keep_dense, own) for name, group in _in_parts(cut)]
     return _with_names_apart(plan)
+
+
+def _in_parts(cut: Cut) -> Iterator[tuple[str, list[ParameterSize]]]:
+    """Cut groups that are too large between parameters."""
+    for name, group in cut:
+        parts: list[list[ParameterSize]] = [[]]
+        for p in group:
+            if parts[-1] and sum(one.numel for one in parts[-1]) + p.numel > LARGEST_GROUP:
+                parts.append([])
+            parts[-1].append(p)
+        yield from [(name, group)] if len(parts) == 1 else [(f"{name}.part{i}", part) for i, part in enumerate(parts)]
 
 
 def _with_names_apart(plan: Sequence[Group]) -> list[Group]:

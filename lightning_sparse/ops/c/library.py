@@ -25,14 +25,14 @@ SETTING = "LIGHTNING_SPARSE_KERNELS"
 """Environment variable. On CPUs, ``numpy`` leaves the library alone (torch does its work, with numpy
 where that is quicker), ``compiled`` refuses to go on without it, and otherwise it is used where there is one; on CUDA,
 ``torch`` and ``triton`` say the same of the kernels in Triton. One of each kind may be named, with a comma between
-them. Results are the same."""
+them. Results are the same, but for the last bits of sums, from which a rank finds its own threshold."""
 CHOICES = ("numpy", "compiled"), ("torch", "triton")
 """Names that the setting may have, on CPUs and on CUDA."""
 INSTEAD = "numpy, which takes several times as long: "
 """Begins the words on a library that is there and cannot be used."""
 SOURCES = tuple(sorted(Path(__file__).parent.glob("*.[ch]")))
 """All of them, headers, too; none where only the library was installed."""
-CONSTANTS = ("CLASSES", "CLASS_BITS", "SILENT", "LEVELS", "TROUBLE", "LOWEST")
+CONSTANTS = ("CLASSES", "CLASS_BITS", "SILENT", "LEVELS", "TROUBLE", "LOWEST", "MARKS", "CODE_ZERO")
 """Of messages: what C takes from ``form.py``."""
 LIBRARY = Path(__file__).with_name("libhost.so")
 INSTRUCTIONS = {

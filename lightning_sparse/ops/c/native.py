@@ -6,8 +6,9 @@ Which library is used, and whether one is: :mod:`~lightning_sparse.ops.c.library
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -31,17 +32,17 @@ ARGUMENTS = {
 FUNCTIONS = {
     "ls_form": "l: ppp ppl i ip f pp l p",
     "ls_above": "l: pl f pp l",
-    "ls_sums": "i: pl l d f p",
+    "ls_sums": "i: pl i d f p",
     "ls_largest": "l: ppl ll ll l pppp",
     "ls_take": "i: pl pl p",
     "ls_put": "i: pl pl p",
-    "ls_tell": "i: ppl ppl i f l pp",
+    "ls_tell": "i: pppp i f p pp",
     "ls_round": "l: ppl pppl ll fiii f pppp",
     "ls_average": "i: pppl f iii pp",
     "ls_unite": "l: pppp l ll l pppp pp",
-    "ls_meet": "l: p lllll i ll ppppppp",
+    "ls_meet": "l: p ll p i ll ppppppp",
     "ls_reader": "l:",
-    "ls_add_up": "l: pipp ll f pppp",
+    "ls_average_pairs": "l: plp ll pppp",
     "ls_table": "l:",
 }
 """Result and arguments of each function of the library, as letters of :data:`ARGUMENTS`; ``i`` for no result."""
@@ -128,8 +129,8 @@ class Native:
         indices, spare = indices.long().contiguous(), None if spare is None else spare.contiguous()
         words = torch.zeros(form.width, dtype=torch.int32, device="cpu")
         failed = self._library.ls_tell(
-            at(acc), at(second), form.numel, at(indices), at(spare), form.slots, count, most, form.bits,
-            at(words), address("of picks", form.slots, torch.float32),
+            at(acc), at(second), at(indices), at(spare), count, most, _layout(form), at(words),
+            address("of picks", form.slots, torch.float32),
         )  # fmt: skip
         _refuse_outside(failed == 1, acc)
         return None if failed else words
@@ -173,7 +174,7 @@ class Native:
         union, levels, said = _space_for_union(n * form.slots)
         tops = torch.empty(n * form.slots + SLACK, dtype=torch.uint8, device="cpu") if form.codes else None
         size = self._library.ls_meet(
-            at(rows), n, rows.stride(0), form.numel, form.slots, form.bits, spares, _limit(limit), phase,
+            at(rows), n, rows.stride(0), _layout(form), spares, _limit(limit), phase,
             self._table(), address("readers", n * self._library.ls_reader(), torch.uint8), at(union), said, at(tops),
             at(levels), numbers,
         )  # fmt: skip
@@ -184,12 +185,6 @@ class Native:
         return Met(
             union[:size], levels[:size], numbers[1], tops, bool(numbers[2]), rows[:, 0].long(), different, named
         )  # fmt: skip
-
-    def add_up(self, parts: Sequence[tuple[Tensor, Tensor]], padding: int) -> tuple[Tensor, Tensor] | None:
-        """Sums of sparse vectors; None where one does not ascend."""
-        parts = [(places.contiguous(), values.contiguous()) for places, values in parts]
-        starts = [places.data_ptr() for places, _ in parts], [values.data_ptr() for _, values in parts]
-        return self._add_up(*starts, [len(values) for _, values in parts], True, padding, 1)
 
     def average_pairs(self, rows: Tensor, slots: int, padding: int) -> tuple[Tensor, Tensor] | None:
         """The mean of sparse vectors over ranks, summed from zero in their order; None where one does not ascend.
@@ -203,20 +198,14 @@ class Native:
         if not all(0 <= count <= slots for count in counts):
             return None
         places = [rows.data_ptr() + 4 * (rank * rows.stride(0) + 1) for rank in range(n)]
-        return self._add_up(places, [place + 4 * slots for place in places], counts, False, padding, n)
-
-    def _add_up(
-        self, places: Sequence[int], values: Sequence[int], lengths: Sequence[int], wide: bool, padding: int, by: int
-    ) -> tuple[Tensor, Tensor] | None:
-        """Call the function for vectors at addresses."""
-        n, room = len(lengths), sum(lengths) + 1
+        room = sum(counts) + 1
         union = torch.empty(room, dtype=torch.int64, device="cpu")
-        totals = torch.empty(room, dtype=torch.float32, device="cpu")
-        found = self._library.ls_add_up(
-            (ctypes.c_void_p * n)(*places), wide, (ctypes.c_void_p * n)(*values), (ctypes.c_int64 * n)(*lengths), n,
-            padding, by, self._table(), address("at", n, torch.int64), at(union), at(totals),
+        means = torch.empty(room, dtype=torch.float32, device="cpu")
+        found = self._library.ls_average_pairs(
+            (ctypes.c_void_p * n)(*places), slots, (ctypes.c_int64 * n)(*counts), n, padding,
+            self._table(), address("at", n, torch.int64), at(union), at(means),
         )  # fmt: skip
-        return None if found < 0 else (union[:found], totals[:found])
+        return None if found < 0 else (union[:found], means[:found])
 
     def _table(self) -> int:
         """Where a table lies: zero whenever nobody works with it."""
@@ -327,11 +316,12 @@ class Native:
         )
         return count
 
-    def sums(self, x: Tensor, kind: int, level: float, bound: float) -> Iterable[float]:
-        """See :class:`~lightning_sparse.ops.host.Sums`; magnitudes are counted that reach a bound above 0."""
-        out = (ctypes.c_double * 6)()
-        self._library.ls_sums(at(x), x.numel(), kind, level, bound, out)
-        return out
+    def sums(self, x: Tensor, level: float, bound: float, logarithms: bool) -> tuple[float, float, float, float]:
+        """See :func:`~lightning_sparse.ops.summed`; magnitudes are counted that reach a bound above 0."""
+        out = (ctypes.c_double * 5)()
+        self._library.ls_sums(at(x), x.numel(), logarithms, level, bound, out)
+        number, total, squares, mantissa, exponent = out
+        return number, total, squares, math.log(mantissa) + exponent * math.log(2) if logarithms else 0.0
 
     def largest(
         self, found: Found, share: int, spare: int, turn: int, n: int, more: int
@@ -363,6 +353,10 @@ def _refuse_outside(outside: bool, x: Tensor) -> None:
     """Raise if an index was outside of a vector."""
     if outside:
         raise IndexError(f"an index is outside of a vector of {x.numel()}")
+
+
+def _layout(form: Form) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * len(form.offsets))(*form.offsets)
 
 
 def _limit(limit: int | None) -> int:

@@ -2,7 +2,6 @@
 // ops/host.py and packed_union.py for float32, equal bit for bit.
 #include "told.h"
 
-#define CODE_ZERO 128  // as in packed_union.py
 #define PART 1024  // elements that are worked on in the first-level cache
 
 // How the integers of a coordinate share a word, as Lanes in packed_union.py has it.
@@ -134,13 +133,14 @@ INLINE uint8_t code_of(float x) {
 }
 
 // The message of one rank, see packed_union.py; without second values, there are no codes. x has a spare slot behind its
-// last coordinate; words is zero; magnitudes have room for n. 1 where an index is outside, 2 where indices do not ascend.
-EXPORT int32_t ls_tell(const float *x, const float *second, int64_t numel, const int64_t *indices, const uint8_t *spare,
-                       int64_t n, int32_t count, float most, int64_t bits, int32_t *words, float *magnitudes) {
-  const form f = form_of(numel, n, bits);
+// last coordinate; words is zero; magnitudes have room for the slots. 1 where an index is outside, 2 where indices do not ascend.
+EXPORT int32_t ls_tell(const float *x, const float *second, const int64_t *indices, const uint8_t *spare, int32_t count,
+                       float most, const form *layout, int32_t *words, float *magnitudes) {
+  const form f = *layout;
+  const int64_t n = f.slots, bits = 8 + 4 * f.planes;
   uint32_t largest = 0;
   float bounds[CLASSES];
-  if (ls_take(x, numel + 1, indices, n, magnitudes)) return 1;
+  if (ls_take(x, f.numel + 1, indices, n, magnitudes)) return 1;
   for (int64_t i = 0; i < n; i++) {
     magnitudes[i] = fabsf(magnitudes[i]);
     largest = bits_of(magnitudes[i]) > largest ? bits_of(magnitudes[i]) : largest;
@@ -159,7 +159,7 @@ EXPORT int32_t ls_tell(const float *x, const float *second, int64_t numel, const
     words[MARKS + place / 32] |= (int32_t)(1u << place % 32);
   }
   for (int64_t i = 0; i < n; i++) ((uint8_t *)(words + f.octets))[i] = (uint8_t)indices[i];
-  for (int32_t plane = 0; plane < f.planes; plane++) {
+  for (int64_t plane = 0; plane < f.planes; plane++) {
     uint8_t *out = (uint8_t *)(words + f.nibbles + plane * ((n + 7) / 8));
     for (int64_t i = 0; i < n; i++) out[i / 2] |= (uint8_t)((indices[i] >> (8 + 4 * plane) & 15) << 4 * (i % 2));
   }

@@ -1,23 +1,12 @@
-// Messages of picks: where their parts lie, and how coordinates are read; as in form.py.
+// Messages of picks, whose layout and constants come from form.py: how coordinates are read.
 #ifndef TOLD_H
 #define TOLD_H
 #include "common.h"
 
+// As Form.offsets has them: parts by their first word, and planes of four bits of coordinates.
 typedef struct {
-  int64_t numel, slots, octets, nibbles, classes, seconds;  // parts by their first word; marks begin at MARKS
-  int32_t planes;                                           // of four bits of coordinates
+  int64_t numel, slots, octets, nibbles, classes, seconds, planes;
 } form;
-
-#define MARKS 2
-
-INLINE form form_of(int64_t numel, int64_t slots, int64_t bits) {
-  form f = {numel, slots, 0, 0, 0, 0, (int32_t)(bits - 8) / 4};
-  f.octets = MARKS + ((numel >> bits) + slots + 31) / 32;
-  f.nibbles = f.octets + (slots + 3) / 4;
-  f.classes = f.nibbles + f.planes * ((slots + 7) / 8);
-  f.seconds = f.classes + (slots + 7) / 8;
-  return f;
-}
 
 INLINE uint8_t nibble_in(const int32_t *words, int64_t i) { return ((const uint8_t *)words)[i / 2] >> 4 * (i % 2) & 15; }
 
@@ -36,7 +25,7 @@ INLINE void locate(reader *r, const form f) {
   while (!r->rest) r->rest = (uint32_t)r->row[++r->word];
   int64_t high = 32 * (r->word - MARKS) + __builtin_ctz(r->rest) - r->i, low = ((const uint8_t *)(r->row + f.octets))[r->i];
   r->rest &= r->rest - 1;
-  for (int32_t plane = 0; plane < f.planes; plane++)
+  for (int64_t plane = 0; plane < f.planes; plane++)
     low |= (int64_t)nibble_in(r->row + f.nibbles + plane * ((f.slots + 7) / 8), r->i) << (8 + 4 * plane);
   low |= high << (8 + 4 * f.planes);
   r->descends |= low < r->place, r->place = low;

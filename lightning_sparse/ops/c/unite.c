@@ -209,13 +209,14 @@ INLINE int64_t meet(const int32_t *words, int64_t n, int64_t stride, const form 
 // largest code that any of them tells for each, missing where there are none. numbers: how many there were; the largest of
 // all ranks' lowest levels; whether a value is not finite. ranks: n times as many bytes as ls_reader says. -1 - r where
 // ls_tell cannot have written rank r's message.
-EXPORT int64_t ls_meet(const int32_t *words, int64_t n, int64_t stride, int64_t numel, int64_t slots, int64_t bits,
-                       int32_t spares, int64_t limit, int64_t phase, table *t, speaker *ranks, int64_t *united,
-                       uint16_t *said, uint8_t *tops, int32_t *levels, int64_t *numbers) {
-  const form f = form_of(numel, slots, bits), frequent = form_of(numel, slots, 8);
-  if (bits == 8 && tops)
+EXPORT int64_t ls_meet(const int32_t *words, int64_t n, int64_t stride, const form *layout, int32_t spares,
+                       int64_t limit, int64_t phase, table *t, speaker *ranks, int64_t *united, uint16_t *said,
+                       uint8_t *tops, int32_t *levels, int64_t *numbers) {
+  form f = *layout, frequent = f;
+  frequent.planes = 0;
+  if (!f.planes && tops)
     return meet(words, n, stride, frequent, spares, limit, phase, t, ranks, united, said, tops, levels, numbers);
-  if (bits == 8)
+  if (!f.planes)
     return meet(words, n, stride, frequent, spares, limit, phase, t, ranks, united, said, NULL, levels, numbers);
   return meet(words, n, stride, f, spares, limit, phase, t, ranks, united, said, tops, levels, numbers);
 }
@@ -223,33 +224,26 @@ EXPORT int64_t ls_meet(const int32_t *words, int64_t n, int64_t stride, int64_t 
 // Bytes for what is known of a rank while its message is read.
 EXPORT int64_t ls_reader(void) { return (int64_t)sizeof(speaker); }
 
-INLINE int64_t add_up(const void *const *places, const int wide, const float *const *values, const int64_t *lengths,
-                      int64_t n, int64_t padding, float by, table *t, int64_t *at, int64_t *united, float *totals) {
-  int64_t found = 0, place = 0;
-#define PLACE(r, i) (wide ? ((const int64_t *)places[r])[i] : ((const int32_t *)places[r])[i])
+// The means of n vectors, given at coordinates that ascend, below padding, `slots` words before their values: sums from zero
+// in the order of the vectors, divided by n. -1 where some do not ascend.
+EXPORT int64_t ls_average_pairs(const int32_t *const *places, int64_t slots, const int64_t *lengths, int64_t n,
+                                int64_t padding, table *t, int64_t *at, int64_t *united, float *means) {
+  int64_t found = 0;
   memset(at, 0, 8 * (size_t)n);
   for (int64_t start = 0; start < padding; start += OFFSETS) {
     int64_t end = start + OFFSETS < padding ? start + OFFSETS : padding;
     for (int64_t r = 0; r < n; r++) {
-      int64_t i = at[r];
-      for (; i < lengths[r] && (place = PLACE(r, i)) >= start && place < end; i++) {
-        t->of.sums[place - start] += values[r][i];
+      int64_t i = at[r], place;
+      for (; i < lengths[r] && (place = places[r][i]) >= start && place < end; i++) {
+        t->of.sums[place - start] += float_of((uint32_t)places[r][slots + i]);
         name(t, (uint32_t)(place - start));
       }
       at[r] = i;
     }
-    found = sums_in(t, start, found, united, totals, by);
+    found = sums_in(t, start, found, united, means, (float)n);
   }
   for (int64_t r = 0; r < n; r++)
     for (int64_t i = at[r]; i < lengths[r]; i++)
-      if (PLACE(r, i) != padding) return -1;
+      if (places[r][i] != padding) return -1;
   return found;
-}
-
-// Sums of n vectors, given at coordinates that ascend, int64 or int32, below padding, from zero in the order of the
-// vectors, divided by a number. -1 where some do not ascend.
-EXPORT int64_t ls_add_up(const void *const *places, int32_t wide, const float *const *values, const int64_t *lengths,
-                         int64_t n, int64_t padding, float by, table *t, int64_t *at, int64_t *united, float *totals) {
-  return wide ? add_up(places, 1, values, lengths, n, padding, by, t, at, united, totals)
-              : add_up(places, 0, values, lengths, n, padding, by, t, at, united, totals);
 }

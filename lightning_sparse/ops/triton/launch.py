@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 TILE = 2048
 """Elements that a program works on at once: 64 words of 32 bits in a bitmap."""
@@ -50,5 +54,8 @@ def bitmap_words(numel: int) -> int:
 
 
 def launch(kernel: Any, programs: int, *args: Any, warps: int = 8, **constants: Any) -> None:
-    """Run a kernel on this many programs; there is nothing to be done by none."""
-    kernel[(programs,)](*args, **constants, num_warps=warps, **EXACT)
+    """Run a kernel on this many programs, on the device of the first tensor; there is nothing to be done by none."""
+    device = next(x.device for x in args if isinstance(x, Tensor))
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    with torch.cuda.device(device) if elsewhere else nullcontext():
+        kernel[(programs,)](*args, **constants, num_warps=warps, **EXACT)

@@ -12,15 +12,18 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_sparse.core.step import Context, Selection
+from lightning_sparse.ops import form as layout
 from lightning_sparse.ops.form import Form, Lanes, Met, Rounded
 from lightning_sparse.ops.triton.launch import PICKS, PROGRAMS, Share, bitmap_words, launch
 from lightning_sparse.ops.triton.select import _ones
 from lightning_sparse.ops.triton.union import Bitmap, _set, listed, raise_levels_
 
-LOWEST, TROUBLE = tl.constexpr(-1100), tl.constexpr((1 << 20) - 1)
-LEVELS_END = tl.constexpr(1 << 20)
-SILENT = tl.constexpr(0)
-CODE_ZERO = tl.constexpr(128)
+LOWEST, SILENT, TROUBLE = (tl.constexpr(level) for level in (layout.LOWEST, layout.SILENT, layout.TROUBLE))
+LEVELS_END = tl.constexpr(layout.TROUBLE + 1)
+MARKS, CODE_ZERO = tl.constexpr(layout.MARKS), tl.constexpr(layout.CODE_ZERO)
+CLASSES, CLASS_BITS = tl.constexpr(layout.CLASSES), tl.constexpr(layout.CLASS_BITS)
+OFFSETS = ["slots", "bits", "octets", "nibbles", "classes", "seconds"]
+"""Arguments of kernels, of these names in :class:`.Form`."""
 WORDS = 4096
 """Words of marks that a program goes through at once."""
 MOST_RANKS = 512
@@ -81,10 +84,10 @@ def _largest(acc, indices, largest, slots, PICKS: tl.constexpr):
     tl.store(largest + pid, tl.max(most))
 
 
-@triton.jit(do_not_specialize=["parts", "slots", "bits", "octets", "filled", "apart", "most", "numel"])
+@triton.jit(do_not_specialize=["parts", *OFFSETS, "filled", "apart", "most", "numel"])
 def _tell(
     acc, beside, indices, spares, number, largest, finite, message,
-    parts, slots, bits, octets, filled, apart, most, numel,
+    parts, slots, bits, octets, nibbles, classes, seconds, filled, apart, most, numel,
     CODES: tl.constexpr, SPARES: tl.constexpr, PICKS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
@@ -103,7 +106,7 @@ def _tell(
             tl.store(message + word, 0)
     # A mark is set where a pick's upper bits and its number add up to the place, which grows from pick to pick.
     lane = tl.arange(0, 32)
-    for start in range(pid * (PICKS // 32), octets - 2, tl.num_programs(0) * (PICKS // 32)):
+    for start in range(pid * (PICKS // 32), octets - MARKS, tl.num_programs(0) * (PICKS // 32)):
         row = start + tl.arange(0, PICKS // 32)
         mark = row[:, None] * 32 + lane[None, :]
         low = tl.zeros((PICKS // 32, 32), tl.int32)
@@ -118,7 +121,7 @@ def _tell(
             width = width >> 1
         found = low < slots
         found &= (tl.load(indices + low, mask=found, other=0).to(tl.int32) >> bits) + low == mark
-        tl.store(message + 2 + row, tl.sum(found.to(tl.int32) << lane[None, :], axis=1), mask=row < octets - 2)
+        tl.store(message + MARKS + row, tl.sum(found.to(tl.int32) << lane[None, :], axis=1), mask=row < octets - MARKS)
     four = tl.arange(0, 4)
     row = pid * (PICKS // 4) + tl.arange(0, PICKS // 4)
     slot = row[:, None] * 4 + four[None, :]
@@ -129,7 +132,7 @@ def _tell(
     slot = row[:, None] * 8 + eight[None, :]
     inside = slot < slots
     place = tl.load(indices + slot, mask=inside, other=0).to(tl.int32)
-    plane = message + octets + (slots + 3) // 4
+    plane = message + nibbles
     for shift in range(8, bits, 4):
         nibble = (place >> shift) & 15
         tl.store(plane + row, tl.sum(nibble << (4 * eight)[None, :], axis=1), mask=row * 8 < slots)
@@ -137,20 +140,19 @@ def _tell(
     magnitude = tl.abs(tl.load(acc + place, mask=inside, other=0.0))
     exponent, mantissa = _exponent(magnitude)
     halvings = top_exponent - exponent - (mantissa > top_mantissa).to(tl.int32)
-    halvings = tl.where(magnitude > 0, halvings, tl.where(top > 0, 24, 0))
-    told = tl.minimum(tl.maximum(halvings, 0) // 3, 7)
+    halvings = tl.where(magnitude > 0, halvings, tl.where(top > 0, CLASSES * CLASS_BITS, 0))
+    told = tl.minimum(tl.maximum(halvings, 0) // CLASS_BITS, CLASSES - 1)
     if SPARES:
-        told |= (tl.load(spares + slot, mask=inside, other=0) != 0).to(tl.int32) << 3
+        told |= (tl.load(spares + slot, mask=inside, other=0) != 0).to(tl.int32) * CLASSES
     told = tl.where(inside, told, 0)
-    tl.store(plane + row, tl.sum(told << (4 * eight)[None, :], axis=1), mask=row * 8 < slots)
+    tl.store(message + classes + row, tl.sum(told << (4 * eight)[None, :], axis=1), mask=row * 8 < slots)
     if CODES:
         row = pid * (PICKS // 4) + tl.arange(0, PICKS // 4)
         slot = row[:, None] * 4 + four[None, :]
         place = tl.load(indices + slot, mask=slot < slots, other=0)
         code = _code(tl.load(beside + place, mask=slot < slots, other=0.0))
         code = tl.where(slot < slots, code, 0)
-        end = plane + (slots + 7) // 8
-        tl.store(end + row, tl.sum(code << (8 * four)[None, :], axis=1), mask=row * 4 < slots)
+        tl.store(message + seconds + row, tl.sum(code << (8 * four)[None, :], axis=1), mask=row * 4 < slots)
 
 
 @triton.jit(do_not_specialize=["octets", "apart"])
@@ -158,18 +160,18 @@ def _count_marks(rows, until, octets, apart, WORDS: tl.constexpr):
     """Count the marks before each word, by a program for each rank."""
     rank = tl.program_id(0)
     count = 0
-    for start in range(0, octets - 2, WORDS):
+    for start in range(0, octets - MARKS, WORDS):
         word = start + tl.arange(0, WORDS)
-        inside = word < octets - 2
-        ones = _ones(tl.load(rows + rank.to(tl.int64) * apart + 2 + word, mask=inside, other=0))
-        tl.store(until + rank.to(tl.int64) * (octets - 2) + word, count + tl.cumsum(ones) - ones, mask=inside)
+        inside = word < octets - MARKS
+        ones = _ones(tl.load(rows + rank.to(tl.int64) * apart + MARKS + word, mask=inside, other=0))
+        tl.store(until + rank.to(tl.int64) * (octets - MARKS) + word, count + tl.cumsum(ones) - ones, mask=inside)
         count += tl.sum(ones)
 
 
-@triton.jit(do_not_specialize=["slots", "bits", "octets", "apart", "tiles", "block", "numel"])
+@triton.jit(do_not_specialize=[*OFFSETS, "apart", "tiles", "block", "numel"])
 def _hear(
     rows, until, words, counts, first_words, first_counts, lowest, trouble, places, levels, numbers,
-    slots, bits, octets, apart, tiles, block, numel,
+    slots, bits, octets, nibbles, classes, seconds, apart, tiles, block, numel,
     CODES: tl.constexpr, SPARES: tl.constexpr, PICKS: tl.constexpr,
 ):  # fmt: skip
     rank = tl.program_id(0) // tiles
@@ -184,10 +186,10 @@ def _hear(
     slot = tile * PICKS + tl.arange(0, PICKS)
     inside = slot < slots
     # The last word before which there are at most as many marks as slots before this one, and the mark within it.
-    before = until + rank.to(tl.int64) * (octets - 2)
+    before = until + rank.to(tl.int64) * (octets - MARKS)
     low = tl.zeros((PICKS,), tl.int32)
-    high = low + (octets - 3)
-    span = octets - 2
+    high = low + (octets - MARKS - 1)
+    span = octets - MARKS
     while span > 0:
         middle = (low + high + 1) >> 1
         open_ = inside & (low < high)
@@ -195,7 +197,7 @@ def _hear(
         high = tl.where(open_ & (passed == 0), middle - 1, high)
         low = tl.where(passed, middle, low)
         span = span >> 1
-    word = tl.load(own + 2 + low, mask=inside, other=0)
+    word = tl.load(own + MARKS + low, mask=inside, other=0)
     left = slot - tl.load(before + low, mask=inside, other=0)
     bit = tl.zeros((PICKS,), tl.int32)
     for half in tl.static_range(5):
@@ -205,17 +207,17 @@ def _hear(
         bit += tl.where(beyond, 16 >> half, 0)
     place = (low * 32 + bit - slot) << bits
     place |= (tl.load(own + octets + (slot >> 2), mask=inside, other=0) >> (8 * (slot & 3))) & 255
-    plane = own + octets + (slots + 3) // 4
+    plane = own + nibbles
     for shift in range(8, bits, 4):
         place |= ((tl.load(plane + (slot >> 3), mask=inside, other=0) >> (4 * (slot & 7))) & 15) << shift
         plane += (slots + 7) // 8
     place = tl.where((place < 0) | (place > numel), numel, place)
-    told = (tl.load(plane + (slot >> 3), mask=inside, other=0) >> (4 * (slot & 7))) & 15
-    level = tl.maximum(top - (told & 7) * 3, SILENT)
+    told = (tl.load(own + classes + (slot >> 3), mask=inside, other=0) >> (4 * (slot & 7))) & 15
+    level = tl.maximum(top - (told & (CLASSES - 1)) * CLASS_BITS, SILENT)
     tl.store(places + rank * slots + slot, place, mask=inside)
     said = level
     if CODES:
-        codes = tl.load(plane + (slots + 7) // 8 + (slot >> 2), mask=inside, other=0)
+        codes = tl.load(own + seconds + (slot >> 2), mask=inside, other=0)
         said = (level << 8) | ((codes >> (8 * (slot & 3))) & 255)
     tl.store(levels + rank * slots + slot, said, mask=inside)
     reached = tl.min(tl.where(inside & (slot < number), level, top))
@@ -223,7 +225,7 @@ def _hear(
     live = inside & (place < numel)
     _set(words, counts, place, live, block)
     if SPARES:
-        _set(first_words, first_counts, place, live & (told < 8), block)
+        _set(first_words, first_counts, place, live & (told < CLASSES), block)
 
 
 @triton.jit(do_not_specialize=["slots", "most", "raise_by", "n", "most_parts"])
@@ -288,6 +290,10 @@ def _average(
     tl.store(values + slot, tl.where(tl.load(trouble) != 0, float("nan"), value), mask=inside)
 
 
+def _offsets(form: Form) -> list[int]:
+    return [getattr(form, name) for name in OFFSETS]
+
+
 class Packed:
     """The work of ``packed_union`` on a device, in kernels, see :class:`.packed_union.Plain`."""
 
@@ -301,8 +307,8 @@ class Packed:
         launch(_largest, largest.numel(), acc, indices, largest, form.slots, PICKS=PICKS, warps=4)
         launch(
             _tell, tiles, acc, acc if second is None else second, indices, indices if spare is None else spare,
-            selection.count, largest, finite, message, largest.numel(), form.slots, form.bits, form.octets,
-            form.filled, form.width, most, form.numel,
+            selection.count, largest, finite, message, largest.numel(), *_offsets(form), form.filled, form.width, most,
+            form.numel,
             CODES=form.codes, SPARES=spare is not None, PICKS=PICKS, PARTS=PROGRAMS, warps=4,
         )  # fmt: skip
         return message
@@ -316,11 +322,11 @@ class Packed:
         named, first = Bitmap(*marks[:2]), Bitmap(*marks[-2:])
         places, told = rows.new_empty((2, n * form.slots))
         numbers = rows.new_empty(n, dtype=torch.int64)
-        until = rows.new_empty((n, form.octets - form.marks))
+        until = rows.new_empty((n, form.octets - layout.MARKS))
         launch(_count_marks, n, rows, until, form.octets, rows.stride(0), WORDS=WORDS)
         launch(
-            _hear, n * tiles, rows, until, *named, *first, lowest, trouble, places, told, numbers, form.slots,
-            form.bits, form.octets, rows.stride(0), tiles, Share.of(form.numel).block, form.numel,
+            _hear, n * tiles, rows, until, *named, *first, lowest, trouble, places, told, numbers, *_offsets(form),
+            rows.stride(0), tiles, Share.of(form.numel).block, form.numel,
             CODES=form.codes, SPARES=spares, PICKS=PICKS, warps=4,
         )  # fmt: skip
         slots, limit = n * form.slots, selection.limit

@@ -81,7 +81,7 @@ def _collect(
     if pid == 0:
         tl.store(control + FOUND, total)
         tl.store(control + LISTED, listed.to(tl.int32))
-    if listed:
+    if listed & (total > 0):  # where nothing was noted, nobody may have written the words
         at = tl.sum(tl.where(every < pid, count, 0))
         row = tl.arange(0, WORDS)
         own = tl.zeros((WORDS,), tl.int32)
@@ -302,7 +302,7 @@ def _write_picks(
         tl.store(spares + slot, tl.zeros((TILE,), tl.int1), mask=slot < slots)
     if pid == 0:
         tl.store(number, total)
-        if tl.load(control + FINITE) != 0:
+        if (tl.load(control + FINITE) != 0) & (total > 0):
             # The next pass notes what reaches 85 % of the lowest pick, more than that where it has noted very much.
             half = tl.maximum(room // 2, 1)
             noted = tl.maximum(tl.load(control + FOUND), half).to(tl.float32)

@@ -6,8 +6,6 @@ operations of torch add in another order: results differ in their last bits, whi
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -15,8 +13,8 @@ from torch import Tensor
 
 from lightning_sparse.ops.triton.launch import PROGRAMS, TILE, Share, launch
 
-MOMENTS, MAGNITUDES, EXCESS, LOGARITHMS = range(4)
-"""Quantities to add up: values and their squares; magnitudes, and the largest; what is beyond a threshold, as in
+SQUARES, EXCESS, LOGARITHMS = range(3)
+"""Quantities to add up: squares of values; what is beyond a threshold, as in
 :func:`~lightning_sparse.ops.reference.excess`; logarithms of magnitudes."""
 
 
@@ -36,12 +34,8 @@ def _parts(x, threshold, parts, numel, per, KIND: tl.constexpr, TILE: tl.constex
         magnitude = tl.abs(value)
         if KIND == 0:
             wide = value.to(tl.float64)
-            first += wide
             second += wide * wide
         elif KIND == 1:
-            first += magnitude.to(tl.float64)
-            second = tl.maximum(second, magnitude.to(tl.float64))
-        elif KIND == 2:
             level = tl.load(threshold)
             reached = inside & (magnitude >= tl.maximum(level.to(tl.float32), 1.1754943508222875e-38))
             beyond = tl.where(reached, tl.maximum(magnitude.to(tl.float64) - level, 0.0), 0.0)
@@ -52,7 +46,7 @@ def _parts(x, threshold, parts, numel, per, KIND: tl.constexpr, TILE: tl.constex
             counted = tl.where(magnitude < 1.1754943508222875e-38, 1.0, magnitude)
             first += tl.log(counted).to(tl.float64)
     tl.store(parts + 3 * pid, tl.sum(first))
-    tl.store(parts + 3 * pid + 1, tl.max(second) if KIND == 1 else tl.sum(second))
+    tl.store(parts + 3 * pid + 1, tl.sum(second))
     tl.store(parts + 3 * pid + 2, tl.sum(number.to(tl.float64)))
 
 
@@ -62,7 +56,7 @@ def _whole(parts, sums, programs, KIND: tl.constexpr, PROGRAMS: tl.constexpr):
     known = every < programs
     second = tl.load(parts + 3 * every + 1, mask=known, other=0.0)
     tl.store(sums, tl.sum(tl.load(parts + 3 * every, mask=known, other=0.0)))
-    tl.store(sums + 1, tl.max(second) if KIND == 1 else tl.sum(second))
+    tl.store(sums + 1, tl.sum(second))
     tl.store(sums + 2, tl.sum(tl.load(parts + 3 * every + 2, mask=known, other=0.0)))
     if KIND == 0:
         tl.store(sums + 2, tl.sqrt(tl.sum(second)))  # of values, nothing is counted
@@ -80,23 +74,9 @@ def _sums(x: Tensor, kind: int, threshold: Tensor | None = None) -> tuple[Tensor
     return first, second, third
 
 
-def moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Do the work of :func:`lightning_sparse.ops.moments`, of float32."""
-    total, squares, _ = _sums(x, MOMENTS)
-    mean = total / x.numel()
-    spread = (squares - mean * total).clamp_(min=0) / (x.numel() - 1) if x.numel() > 1 else squares * math.nan
-    return mean, spread.sqrt()
-
-
 def norm(x: Tensor) -> Tensor:
     """Do the work of :func:`lightning_sparse.ops.length.norm`, of float32, bfloat16 or float16."""
-    return _sums(x, MOMENTS)[2]
-
-
-def mean_and_maximum(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Do the work of :func:`lightning_sparse.ops.mean_and_maximum`, of float32."""
-    total, largest, _ = _sums(x, MAGNITUDES)
-    return total / x.numel(), largest
+    return _sums(x, SQUARES)[2]
 
 
 def excess(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -24,8 +24,8 @@ from typing import Literal, get_args
 import numpy as np
 
 from lightning_sparse.core.checks import check_integer, check_number, expect, is_integer
-from lightning_sparse.methods.grouping import GROUPINGS, Bucket, Cut, Grouping, Model, ParameterSize
-from lightning_sparse.methods.grouping.groupings import LARGEST_GROUP, join
+from lightning_sparse.methods.grouping import GROUPINGS, Cut, Grouping, Model, ParameterSize
+from lightning_sparse.methods.grouping.groupings import join
 from lightning_sparse.tuning.performance.cost import CostModel, Progress, end_seconds
 from lightning_sparse.tuning.performance.profile import Profile
 
@@ -246,9 +246,8 @@ class OptimalMerge(Grouping):
         return self.warmup, self.steps
 
     def cut(self, parameters: Sequence[ParameterSize], bucket_cap_mb: float) -> Cut:
-        """Return the groups for the profiled steps: one, or buckets if that would be too large."""
-        whole = sum(p.numel for p in parameters) <= LARGEST_GROUP
-        return (Model() if whole else Bucket()).cut(parameters, bucket_cap_mb)
+        """Return one group for the profiled steps."""
+        return Model().cut(parameters, bucket_cap_mb)
 
     def cut_by(
         self, profile: Profile, density: float, parameters: Sequence[ParameterSize], bucket_cap_mb: float
@@ -274,15 +273,4 @@ class OptimalMerge(Grouping):
             return []
         numels = [max(1, sum(p.numel for p in members)) for _, members in layers]
         merge = {"optimal": optimal_merge, "published": greedy_merge}[self.rule]
-        groups = merge(numels, seconds, profile.cost(density))
-        return join(layers, [part for group in groups for part in _split(group, numels)])
-
-
-def _split(group: list[int], numels: Sequence[int]) -> list[list[int]]:
-    """Cut a group that is too large."""
-    parts: list[list[int]] = [[]]
-    for layer in group:
-        if parts[-1] and sum(numels[i] for i in parts[-1]) + numels[layer] > LARGEST_GROUP:
-            parts.append([])
-        parts[-1].append(layer)
-    return parts
+        return join(layers, merge(numels, seconds, profile.cost(density)))

@@ -20,7 +20,7 @@ from lightning_sparse.engine.network import drive_ranks
 from lightning_sparse.methods.exchanges.packed_union import _classes, _read, _tell, pack, unpack
 from lightning_sparse.ops import compiled, subtract_at_
 from lightning_sparse.ops.c import native
-from lightning_sparse.ops.form import Form
+from lightning_sparse.ops.form import MARKS, Form
 from tests.covering import covering, in_turns
 from tests.lockstep import Outcome, Ranks
 from tests.static_path import static_path
@@ -75,7 +75,7 @@ def test_what_is_told_of_picks_is_heard_with_and_without_padding(
             everywhere, *_ = _read(words[None], form)
         assert everywhere[0].tolist() == indices.tolist()
         # Marks are the binary digits of a sum: 2**(j // 2**bits + i) for the coordinate j of pick i.
-        marks = sum(int(word) % 2**32 << 32 * i for i, word in enumerate(words[form.marks : form.octets]))
+        marks = sum(int(word) % 2**32 << 32 * i for i, word in enumerate(words[MARKS : form.octets]))
         assert marks == sum(1 << (int(j) >> bits) + i for i, j in enumerate(indices))
 
 
@@ -301,7 +301,7 @@ def test_coordinates_take_little_more_than_the_entropy_of_the_choice(share: floa
     numel = 10_000_000
     form = Form.of(numel, int(share * numel))
     entropy = -(share * np.log2(share) + (1 - share) * np.log2(1 - share)) / share
-    assert entropy < 32 * (form.classes - form.marks) / form.slots < entropy + 1.6
+    assert entropy < 32 * (form.classes - MARKS) / form.slots < entropy + 1.6
 
 
 def test_too_many_ranks_for_a_share_of_the_levels_send_unrounded_values(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from lightning_sparse.methods.grouping import (
     make_plan,
     merge_below,
 )
-from lightning_sparse.methods.grouping.groupings import DDP_BUCKET_MB
+from lightning_sparse.methods.grouping.groupings import DDP_BUCKET_MB, LARGEST_GROUP
 from tests.trainers import EVERYTHING_SPARSE
 
 MIB = 2**20
@@ -89,6 +89,22 @@ def test_large_buckets_are_few() -> None:
     model = sizes(("a", 20 * mega), ("b", 30 * mega), ("c", 10 * mega), ("d", 39 * mega), ("e", mega))
     assert names(cut(model, "bucket", bucket_cap_mb=40))[-1] == ("bucket2", ["a"])
     assert names(cut(model[-1:], "bucket", bucket_cap_mb=40)) == [("bucket0", ["e"])]
+
+
+@pytest.mark.parametrize("grouping", [grouping for grouping, _ in GROUPINGS.items()])
+def test_groups_are_never_larger_than_kernels_take(grouping: str) -> None:
+    third = LARGEST_GROUP // 3 + 1
+    model = sizes(("a.p", third), ("a.q", third), ("b.p", LARGEST_GROUP - third), ("c.p", third), ("d.p", 3 * third))
+    for cap in (25, 1e6):  # two of a module; then whatever the grouping says
+        plan = cut(model, grouping, bucket_cap_mb=cap)
+        assert [p for group in plan for p in group.parameters] == model[::-1]
+        assert all(group.numel <= LARGEST_GROUP or len(group.parameters) == 1 for group in plan)
+        assert len({group.name for group in plan}) == len(plan)
+    assert names(cut(model, "model")) == [
+        ("model.part0", ["d.p"]),
+        ("model.part1", ["c.p", "b.p"]),
+        ("model.part2", ["a.q", "a.p"]),
+    ]
 
 
 def test_bytes_decide_about_buckets_not_elements() -> None:

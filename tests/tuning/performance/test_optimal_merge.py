@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sparse.methods.grouping import Group, MergeBelow, ParameterSize, make_plan
-from lightning_sparse.methods.grouping.groupings import DDP_BUCKET_MB, LARGEST_GROUP, MIB
+from lightning_sparse.methods.grouping.groupings import DDP_BUCKET_MB
 from lightning_sparse.tuning.performance import GroupCost, LayerTime, Line, Network, OptimalMerge, Profile
 from tests.methods.grouping.test_plan import MODEL, cut, names, sizes
 from tests.trainers import EVERYTHING_SPARSE
@@ -43,11 +43,6 @@ def profile_of(layers: list[LayerTime], *exchanges: Line, buckets: tuple[float, 
 
 def test_before_there_is_a_profile_all_is_one_group() -> None:
     assert names(cut(MODEL, OptimalMerge())) == names(cut(MODEL, "model"))
-    huge = sizes(("a", LARGEST_GROUP - 1), ("b", 1), element_size=1)
-    assert names(cut(huge, OptimalMerge())) == [("model", ["b", "a"])]
-    larger = sizes(("a", LARGEST_GROUP), ("b", 2 * MIB), element_size=1)
-    assert names(cut(larger, OptimalMerge())) == names(cut(larger, "bucket"))
-    assert len(cut(larger, OptimalMerge())) == 2
 
 
 def test_layers_come_in_the_order_in_which_backward_was_seen() -> None:
@@ -102,18 +97,6 @@ def test_what_the_profile_does_not_know_is_refused() -> None:
     assert len(merged(model, *known, dense=["tail.*"])) == 5  # nobody asks
     assert names(merged(MODEL[:1], *known)) == [("embed", ["embed"])]
     assert merged([], *known) == []
-
-
-def test_groups_are_never_too_large_for_32_bit_indices() -> None:
-    third = LARGEST_GROUP // 3
-    model = sizes(*((f"m{i}.p", third) for i in range(7)))
-    layers = [LayerTime(p.name[:2], (p.name,), p.numel, 1.0) for p in model[::-1]]
-    plan = merged(model, profile_of(layers, TOGETHER), 0.1)
-    assert [name for name, _ in names(plan)] == ["m6..m4", "m3..m1", "m0"]
-    assert all(group.numel <= LARGEST_GROUP for group in plan)
-    exact = sizes(("a.p", 1), ("b.p", LARGEST_GROUP - 1), ("c.p", 1))
-    layers = [LayerTime(p.name[0], (p.name,), p.numel, 1.0) for p in exact[::-1]]
-    assert [group.name for group in merged(exact, profile_of(layers, TOGETHER), 0.1)] == ["c..b", "a"]
 
 
 def test_layers_of_one_bucket_are_merged_where_messages_have_a_price() -> None:
