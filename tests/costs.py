@@ -68,7 +68,7 @@ def _moved(name: str, func: Any, args: tuple, kwargs: dict, results: list[Tensor
         touched = min(max(SECTOR * places, 0 if changed else written), _size(given[0]))
         rest = sum(map(_size, given[1:]))
         return rest + (2 * touched if changed else touched + written + (name.startswith("scatter")) * 2 * touched)
-    if name == "top_k":
+    if name == "topk":
         return TOP_K_READS * _size(given[0]) + written
     if name in ("sort", "argsort"):  # radix: a pass for each 8 bits of the keys, which moves keys and int64 places
         return given[0].numel() * given[0].element_size() * 2 * (given[0].element_size() + 8)

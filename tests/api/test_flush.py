@@ -166,7 +166,7 @@ def test_where_nothing_is_pending_there_is_no_step(two_ranks: Ranks, kind: str) 
 
 
 def flush_adam(options: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
-    training = Training(options, torch.optim.Adam)
+    training = Training({"memory": "residual", **options}, torch.optim.Adam)
     training.steps(4)
     held = [np.asarray(training.engine.residual(f"0.{which}")).copy() for which in ("weight", "bias")]
     state = [training.optimizer.state[p] for p in training.model[0].parameters()]

@@ -171,12 +171,12 @@ def test_gradients_must_keep_the_shape_of_the_first_step(shape: tuple[int, int])
             r"everything\. Exchanges that fit: dense\.",
         ),
         (
-            {"memory": "second_moment"},
+            {"memory": "second_moment", "exchange": "gather_pairs"},
             r"SecondMoment needs an exchange that averages second moments, too, and 'gather_pairs' does not\. "
             r"Exchanges that fit: dense, reduce_union, packed_union\.",
         ),
         (
-            {"memory": ls.memories.ClipByNorm(1.0, ls.memories.SecondMoment())},
+            {"memory": ls.memories.ClipByNorm(1.0, ls.memories.SecondMoment()), "exchange": "gather_pairs"},
             "ClipByNorm needs an exchange that averages second",
         ),
     ],

@@ -121,18 +121,6 @@ def test_steps_that_were_timed_are_medians_beside_denses(tmp_path: Path) -> None
     assert "| 1.000 |" in rows["| AdamW, dense (DDP)"]
 
 
-def test_the_readme_says_of_long_trainings_what_the_results_do() -> None:
-    text = (ROOT / "README.md").read_text()
-    for task, methods in {"lstm-3000": ("ours", "ours-300"), "gpt-3000": ("ours", "ours-200", "ours-300")}.items():
-        every = {cell.entry.method: cell for cell in cells(Results(FOLDER), task)}
-        dense = every["dense"].megabytes
-        for method in methods:
-            apart, own = distance(every[method], every["dense"]), every[method].megabytes
-            assert apart is not None and own is not None and dense is not None
-            share = float(f"{dense[0] / own[0]:.2g}")
-            assert f"{report._apart(apart.mean, apart.error, task)} at 1/{share:.0f}" in text
-
-
 def test_times_to_a_loss_are_steps_times_seconds_beside_denses(made_up: Results, tmp_path: Path) -> None:
     lines = [("dense", 1.0, 3.0), ("averaging-10", 1.0, 0.2), ("ours", 1.0, 0.1)]
     texts = (json.dumps({"method": m, "mbit": 100, "compute": a, "exchange": b}) for m, a, b in lines)

@@ -177,7 +177,7 @@ def test_a_bar_is_shown_on_a_terminal_and_rows_go_where_the_output_goes(
     cli.main([*REPLAY, "--sparsifiers", "top_k", f"--out={tmp_path}"])
     assert "2/2" in sys.stderr.getvalue()  # type: ignore[attr-defined]
     assert "top_k" not in sys.stderr.getvalue()  # type: ignore[attr-defined]
-    assert capsys.readouterr().out.count("\ntopk ") == 2
+    assert capsys.readouterr().out.count("\ntop_k ") == 2
 
 
 def test_compare_leaves_numbers_curves_and_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

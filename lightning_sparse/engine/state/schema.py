@@ -123,7 +123,7 @@ def check_state(state: Any) -> State:
     if not isinstance(state, Mapping) or not is_integer(state.get("format")) or state["format"] != STATE_FORMAT:
         got = f"format {_brief(state.get('format', MISSING))}" if isinstance(state, Mapping) else _brief(state)
         raise ValueError(f"Expected a state of format {STATE_FORMAT}, as Engine.state_dict() gives it, but got {got}.")
-    whole: State = {"sent": {}, **state}  # of a state that is taken alone
+    whole: State = dict(state)
     for name, kind in FIELDS.items():
         _check(whole.get(name, MISSING), kind, f"the state's {name}")
     if whole["part"] and (len(whole["part"]) != 2 or whole["part"][0] >= whole["part"][1]):

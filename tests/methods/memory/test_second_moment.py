@@ -254,10 +254,10 @@ def test_lengths_have_the_same_bits_wherever_the_gradient_lies() -> None:
 
 def test_exchanges_that_carry_no_second_moments_are_refused_with_those_that_do() -> None:
     with pytest.raises(ValueError, match=r"SecondMoment needs an exchange .* 'gather_pairs' does not.*reduce_union"):
-        ls.engine.config.SparsificationConfig(sparsifier="top_k", memory="second_moment")
+        ls.engine.config.SparsificationConfig(sparsifier="top_k", memory="second_moment", exchange="gather_pairs")
     around = ls.memories.ClipByNorm(1.0, ls.memories.SecondMoment())
     with pytest.raises(ValueError, match="ClipByNorm needs an exchange"):
-        ls.engine.config.SparsificationConfig(sparsifier="top_k", memory=around)
+        ls.engine.config.SparsificationConfig(sparsifier="top_k", memory=around, exchange="gather_pairs")
     assert ls.engine.config.SparsificationConfig(memory=around).memory == around
 
 

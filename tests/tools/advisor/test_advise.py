@@ -60,7 +60,7 @@ def test_the_module_is_put_back_and_trains_as_if_nothing_had_happened(package: s
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Found 1 module.* in eval mode")
         advice = ls.advise(module, **ONE)
-        assert advice.scenarios == [(8, 10)]
+        assert advice.scenarios == [(8, 10, 0)]
         assert same(state(module), before)
         assert [part.training for part in module.modules()] == modes
         assert module._trainer is None
@@ -372,7 +372,7 @@ def test_all_ranks_are_given_the_same_advice(two_ranks: Ranks, package: str) -> 
     (first, verdict, put_back, overlap), other = two_ranks(advise_on_two, package)
     assert (first, verdict, put_back, overlap) == other
     assert put_back
-    assert {row[0] for row in first} == {(2, None), (8, None)}
+    assert {row[0] for row in first} == {(2, None, 0), (8, None, 0)}
     assert verdict.startswith("2 ranks, measured: ")
     assert overlap in ("comm", "full")
 

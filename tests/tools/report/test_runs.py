@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_sparse.tools.report import settings
+from lightning_sparse.tools import yaml_file
 from lightning_sparse.tools.report.runs import Run, read_runs
 from lightning_sparse.tools.report.wandb_file import read_wandb_file
 from tests.tools.report.made_up import compared, rows, write_csv
@@ -111,7 +111,7 @@ def test_no_run_is_one_sentence(tmp_path: Path) -> None:
 
 def test_a_missing_reader_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run-a.wandb").touch()
-    monkeypatch.setattr(settings, "find_spec", lambda name: None)
+    monkeypatch.setattr(yaml_file, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'lightning-sparse\[wandb\]'"):
         read_runs([tmp_path])
 
