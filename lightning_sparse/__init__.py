@@ -11,6 +11,7 @@ Methods are in modules: ``sparsifiers``, ``exchanges``, ``memories``, ``density`
 
 import importlib as _importlib
 import sys as _sys
+from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING, Any
 
 from lightning_sparse import tuning as tuning
@@ -24,15 +25,15 @@ from lightning_sparse.engine.config import Watch
 from lightning_sparse.engine.network import LostRankError
 from lightning_sparse.engine.state.merging import merge_states
 from lightning_sparse.engine.state.sharded import load_sharded, save_sharded
-from lightning_sparse.integrations import averages as metrics
+from lightning_sparse.integrations import averages as metrics  # noqa: F401
 from lightning_sparse.integrations import packages as _packages  # registers the strategy names
 from lightning_sparse.integrations.audit import ResidualAudit
 from lightning_sparse.integrations.distribution import GradientDistribution
 from lightning_sparse.integrations.flushing import FlushResidual
 from lightning_sparse.integrations.monitor import SparsityMonitor
 from lightning_sparse.integrations.partitions import PartitionMap
-from lightning_sparse.methods import density, exchanges, grouping, sparsifiers
-from lightning_sparse.methods import memory as memories
+from lightning_sparse.methods import density, exchanges, grouping, sparsifiers  # noqa: F401
+from lightning_sparse.methods import memory as memories  # noqa: F401
 from lightning_sparse.methods.density import Warmup
 from lightning_sparse.methods.grouping import Rules
 
@@ -78,16 +79,17 @@ __all__ = [
     "simulate",
 ]
 
-_MODULES = {
-    "density": density,
-    "exchanges": exchanges,
-    "grouping": grouping,
-    "memories": memories,
-    "metrics": metrics,
-    "sparsifiers": sparsifiers,
-}
-# As `os.path`: `from lightning_sparse.sparsifiers import ExDyna` and the class paths of configurations find them, too.
-_sys.modules.update({f"{__name__}.{name}": module for name, module in _MODULES.items()})
+
+def _second_name(name: str, module: _ModuleType) -> _ModuleType:
+    """Return a module ``lightning_sparse.<name>`` with the public names of another one, and without its files."""
+    found = _ModuleType(f"{__name__}.{name}", module.__doc__)
+    vars(found).update({public: getattr(module, public) for public in module.__all__}, __all__=module.__all__)
+    return _sys.modules.setdefault(found.__name__, found)
+
+
+# As `os.path`: `from lightning_sparse.sparsifiers import ExDyna` and class paths of configurations find them, too.
+for _name in ("density", "exchanges", "grouping", "memories", "metrics", "sparsifiers"):
+    globals()[_name] = _second_name(_name, globals()[_name])
 
 _LATER = {"Adam": "engine.optimizers.adam", "AdamW": "engine.optimizers.adam", "advise": "tools.advisor"}
 

@@ -18,10 +18,10 @@ OPTIONS = {
     "model": "Import path of the LightningModule, for a configuration that does not name its class.",
     "names": "Names of all runs, or of those that can be read, in their order; left out, parts of their paths.",
     "nodes": "Number of nodes; left out, those of the launcher, or 1.",
-    "out": "Folder for the results, or in report the path of the page.",
+    "out": "Path of the results: a folder, or the page of a report.",
     "parameters": "Sizes of models to give results for, in parameters, as in --parameters 14e6 7e9.",
     "publish": "Save the workspace online; log in with wandb login before.",
-    "ranks": "Numbers of ranks, the processes of a training, to give results for, as in --ranks 8 64.",
+    "ranks": "Numbers of ranks, which are the processes of a training, to give results for, as in --ranks 8 64.",
     "results": "Logged quantities that the workspace draws, as in --results train/loss val/loss.",
     "rtt": "Milliseconds to add to each round trip, as between regions; results are given with and without.",
     "runs": (
@@ -33,11 +33,14 @@ OPTIONS = {
         "Names of sparsifiers, such as top_k; left out, all that it makes sense to try. A wrong name is answered with "
         "all that there are."
     ),
-    "steps": "Number of steps of each stream or training; advise times them.",
+    "steps": "Number of training steps, of each run.",
     "streams": "Sources of gradients: heavy_tail is made up, digits and text are recorded in dense training.",
     "svg": "Folder for all figures as SVG files; left out, none are written.",
     "tasks": "Trainings to compare in: digits, text or both.",
-    "text": "Text file in UTF-8 to train on where the name is text; left out, the reference of the Python language.",
+    "text": (
+        "Text file in UTF-8 to train on for the task or stream called text; left out, the reference of the Python "
+        "language."
+    ),
     "title": "Title of the page and the workspace; left out, they are named after the runs and the package.",
     "warmup": "Number of steps before those that are timed.",
     "workspace": "Team and project of W&B, as in my-team/my-project, to make a workspace with the same figures for.",

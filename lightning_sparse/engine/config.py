@@ -317,8 +317,8 @@ class SparsificationConfig(Settings):
     )
     """Error feedback: an instance, a name such as "low_pass", or None. None chooses by the optimizer:
     ``SecondMoment()`` for torch's Adam and AdamW unless an exchange was given that cannot carry second moments, else
-    ``Residual()``, and
-    with torch's SGD, averages that come late get at once the momentum that they have missed, see docs/momentum.md.
+    ``Residual()``; with torch's SGD, averages that come late get at once the momentum that they have missed, see
+    docs/momentum.md.
     The setting stays None; :attr:`Engine.settings` has the memory in use."""
     exchange: Resolved[Exchange | str | None, Exchange | None] = Resolved(None)  # with the sparsifier, below
     """Carries the selected values to the other ranks: an instance, a name such as "reduce_union", or None for the

@@ -70,8 +70,9 @@ class EngineView:
     def skipped(self) -> bool:
         """True if ``.grad`` belongs to a skipped step: a gradient of some rank was not finite.
 
-        All ranks then hold NaN gradients, and finite ones wait in the residuals. The optimizer must skip the step, as a
-        ``GradScaler`` does and as the strategies do. On a device, asking waits for the exchange.
+        All ranks then hold NaN gradients; what was finite waits in the residuals, but for gradients that the memory
+        scales by their norm. The optimizer must skip the step, as a ``GradScaler`` does and as the strategies do. On a
+        device, asking waits for the exchange.
         """
         return self._record.skipped
 

@@ -200,7 +200,8 @@ class OptimizerBinding:
             self._once(
                 rank_zero_warn,
                 f"A gradient was not finite on some rank in the backward after step {known.step}: no rank takes this "
-                "step, and finite gradients wait in the residuals. sparse/steps/skipped counts such steps from now on.",
+                "step. What was finite waits in the residuals, but for gradients that are scaled by their norm, as "
+                "with AdamW. sparse/steps/skipped counts such steps from now on.",
             )
 
     def takes(self, optimizer: Optimizer) -> bool:
