@@ -151,11 +151,6 @@ def test_the_site_is_built_without_warnings_and_needs_no_network(tmp_path: Path)
     assert set(ls.__all__) <= {word for heading in headings for word in heading.split()}
 
 
-def test_the_word_of_a_readers_traceback_is_in_a_heading_of_the_questions() -> None:
-    headings = re.findall(r"^### (.*)$", (DOCS / "faq.md").read_text(), flags=re.MULTILINE)
-    assert any(all(word in heading for word in ("KeyError", "'exp_avg_sq'", "'exp_avg'")) for heading in headings)
-
-
 def test_the_table_of_sparsifiers_with_adamw_is_that_of_the_registry() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \| (refused \| |yes \| .+)\|$", (DOCS / "adam.md").read_text(), re.MULTILINE))
     for name, cls in ls.sparsifiers.SPARSIFIERS.items():
