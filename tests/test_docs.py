@@ -127,13 +127,9 @@ def test_configurations_are_those_of_the_strategy() -> None:
     assert found
 
 
-def test_the_table_of_logged_quantities_is_that_of_the_code() -> None:
+def test_every_logged_quantity_is_in_a_table() -> None:
     from lightning_sparse.engine.metrics import QUANTITIES
 
-    page = (ROOT / "docs/metrics.md").read_text()
-    tables = re.findall(r"^\| name \|.*\n\| ---.*\n((?:\|.*\n)+)", page, flags=re.MULTILINE)
-    documented = [
-        [[cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in table.splitlines()]
-        for table in tables
-    ]
-    assert documented[0] == [[f"`{name}`", one.unit, one.meaning, one.good] for name, one in QUANTITIES.items()]
+    assert set(QUANTITIES) <= set(
+        re.findall(r"^\| `([\w/]+)` \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
+    )
