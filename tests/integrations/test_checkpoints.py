@@ -200,12 +200,8 @@ def goes_on_scaled(options: dict[str, Any], folder: str) -> bool:
     return same(before.engine.state_dict(), after.engine.state_dict())
 
 
-def goes_on_in_bf16(options: dict[str, Any], folder: str) -> bool:
-    return goes_on(options, folder, "lightning.pytorch", precision="bf16-mixed")
-
-
 def test_in_the_other_package_and_with_half_precision(two_ranks: Ranks, tmp_path: Path) -> None:
-    two_ranks(goes_on_in_bf16, SPARSE, str(tmp_path / "bf16"))
+    two_ranks(functools.partial(goes_on, precision="bf16-mixed"), SPARSE, str(tmp_path / "bf16"), "lightning.pytorch")
     assert two_ranks(goes_on_scaled, SPARSE, str(tmp_path / "fp16")) == [True, True]
 
 
@@ -240,9 +236,7 @@ def fit_and_resume_from(
     torch.distributed.barrier()
     found = sorted(f"{root}/{file}".removeprefix(folder) for root, _, files in os.walk(folder) for file in files)
     torch.distributed.barrier()
-    if how == "weights":
-        return {"files": found}
-    if how == "metric":
+    if how in ("weights", "metric"):
         return {"files": found}
     path = {"one": "epoch=1.ckpt", "link": "last.ckpt", "last": "last.ckpt", "async": "epoch=1.ckpt"}.get(how)
     resumed = Fit(options | (again or {}), 3, f"{folder}/{path or 'manual.ckpt'}")

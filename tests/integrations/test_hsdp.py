@@ -88,13 +88,12 @@ def everything_at_once(package: str, kind: str, path: Path) -> dict[str, Any]:
     return resumed(package, kind, path, {}, **EVERYTHING)
 
 
-def in_one_file(package: str, path: Path) -> dict[str, Any]:
-    return resumed(package, "momentum", path, {"save_distributed_checkpoint": False})
+def in_one_file(path: Path) -> dict[str, Any]:
+    return resumed("lightning.pytorch", "momentum", path, {"save_distributed_checkpoint": False})
 
 
-@pytest.mark.parametrize("package", ["lightning.pytorch"])
-def test_a_checkpoint_of_one_file_has_residuals_beside_it(four_ranks: Ranks, tmp_path: Path, package: str) -> None:
-    for found in four_ranks(in_one_file, package, tmp_path):
+def test_a_checkpoint_of_one_file_has_residuals_beside_it(four_ranks: Ranks, tmp_path: Path) -> None:
+    for found in four_ranks(in_one_file, tmp_path):
         for name, weight in found["first"]["weights"].items():
             assert torch.equal(weight, found["second"]["weights"][name])
     assert (tmp_path / HALF).is_file() and (tmp_path / f"{HALF}.sparse").is_dir()
@@ -133,8 +132,7 @@ def markers_that_are_none(path: Path, names: list[str]) -> list[tuple[str, list[
             MARKERS[name](checkpoint := torch.load(path / str(number) / "meta.pt", weights_only=False))
             torch.save(checkpoint, path / str(number) / "meta.pt")
         dist.barrier()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             trainer, _ = train({}, path / str(number), max_epochs=3)
         assert trainer.strategy.engine.step in (2, 5, 6)  # as far as the marker knows
         with pytest.raises(RuntimeError) as error:

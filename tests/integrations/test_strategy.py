@@ -17,6 +17,8 @@ from tests.covering import by_default, covering, in_turns
 from tests.ranks import Ranks
 from tests.trainers import PACKAGES, flat, make_data, make_module, make_trainer
 
+FABRICS = ["lightning_fabric", "lightning.fabric"]
+
 
 def strategy_class(package: str) -> Any:
     name = {"pytorch_lightning": "pytorch_lightning", "lightning.pytorch": "lightning"}[package]
@@ -185,7 +187,7 @@ def test_fit_again_and_evaluate(two_ranks: Ranks, package: str) -> None:
     ("package", "name", "others"),
     [
         *((package, "StrategyRegistry", {"sparse_hsdp"}) for package in PACKAGES),
-        *((package, "STRATEGY_REGISTRY", set()) for package in ("lightning_fabric", "lightning.fabric")),
+        *((package, "STRATEGY_REGISTRY", set()) for package in FABRICS),
     ],
 )
 def test_all_names_are_registered(package: str, name: str, others: set[str]) -> None:
@@ -240,11 +242,18 @@ def test_bad_settings_fail_at_construction(
         strategy_class(package)(**keywords)
 
 
-@pytest.mark.parametrize(("package", "other"), [PACKAGES, PACKAGES[::-1]])
+@pytest.mark.parametrize(("package", "other"), [PACKAGES, PACKAGES[::-1], FABRICS, FABRICS[::-1]])
 def test_a_strategy_for_the_other_package_says_which_import_is_meant(package: str, other: str) -> None:
-    right = {"pytorch_lightning": "pytorch_lightning", "lightning.pytorch": "lightning"}[other]
-    with pytest.raises(ValueError, match=rf"a {other}.Trainer needs .* lightning_sparse.integrations.{right}>"):
-        make_trainer(other, strategy=strategy_class(package)())
+    kind, right = "Fabric" if package in FABRICS else "Trainer", other.partition(".")[0]
+    name = "FabricSparseDDPStrategy" if package in FABRICS else "SparseDDPStrategy"
+    ours = getattr(importlib.import_module(f"lightning_sparse.integrations.{package.partition('.')[0]}"), name)
+    make = getattr(importlib.import_module(other), kind)
+    with pytest.raises(ValueError, match=rf"a {other}.{kind} needs .* lightning_sparse.integrations.{right}>"):
+        make(accelerator="cpu", devices=1, strategy=ours())
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_name_that_nobody_knows_is_refused(package: str) -> None:
     with pytest.raises(ValueError, match="invalid strategy name"):
         make_trainer(package, strategy="sparse_ddp_exdyna")
 
