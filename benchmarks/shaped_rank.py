@@ -54,7 +54,7 @@ class Spec(NamedTuple):
     hook: Literal["noop", "fp16", "powersgd"] | None = None  # of DDP
     rank: int = 1  # of PowerSGD
     as_it_comes: bool = False  # sparse_ddp with its own defaults
-    fallback: Literal["dense"] | None = None  # of that
+    fallback: bool = False  # of that
     node_size: int | None = None  # of that
 
 
@@ -341,7 +341,7 @@ def measure_hooks(job: Job, result: Result, keep: Callable[[], None]) -> None:
                 result["direct"][variant.spec.name] = variant.engine._direct
         keep()
     for place, variant in enumerate(variants):
-        if variant.spec.as_it_comes and variant.spec.fallback is None:
+        if variant.spec.as_it_comes and not variant.spec.fallback:
             result["steady"][variant.spec.name] = steady_bytes(variant, batches, taken[place], job["steps"])
             keep()
     for variant in variants:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_sparse.sparsifiers import SPARSIFIERS, Sparsifier
@@ -53,11 +54,11 @@ def text_of(name: str, cls: type[Sparsifier]) -> str:
     return f"{comment}\ntrainer:\n  strategy:\n    init_args:{body}"
 
 
-def main() -> None:
+def main(given: Sequence[str] | None = None) -> None:
     """Write the files, or compare them."""
     parser = argparse.ArgumentParser(description="Write a configuration for each sparsifier.")
     parser.add_argument("--check", action="store_true", help="Write nothing; fail if a file differs.")
-    check = parser.parse_args().check
+    check = parser.parse_args(given).check
     wanted = {HERE / f"{name}.yaml": text_of(name, cls) for name, cls in SPARSIFIERS.items()}
     other = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
     if check and other:

@@ -72,6 +72,14 @@ def warm_spawn() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Ranks]:
+    """One real process."""
+    ranks = Ranks(1)
+    yield ranks
+    ranks.stop()
+
+
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator[Ranks]:
     """Two real processes."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import shlex
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -58,6 +56,7 @@ def test_programs_run(page: str, tmp_path: Path) -> None:
         assert process.exitcode == 0, log.read_text()
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
 def test_first_programs_train_on_two_processes_or_say_that_they_do_not(page: str, tmp_path: Path) -> None:
     whole = [program for program in blocks(page, "python") if "trains nothing" not in program.split("\n")[0].lower()]
@@ -106,45 +105,12 @@ def test_files_and_quantities_that_are_named_exist(page: str) -> None:
         assert name.endswith("/") or name in {*QUANTITIES, "plan", "warnings"}, name
 
 
-def test_the_walk_through_a_step_names_files_that_are_there() -> None:
-    page = (ROOT / "docs/design.md").read_text().split("## Messages")[0]
-    named = [path for row in re.findall(r"^\| \d .*\| (.*) \|$", page, flags=re.MULTILINE) for path in row.split(", ")]
-    assert len(named) > 10
-    for path in named:
-        assert (ROOT / "lightning_sparse" / path.strip("`")).exists(), path
-
-
-def functions_of(path: Path) -> set[str]:
-    """Those of a module and of its classes, by qualified name."""
-
-    def walk(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
-        for node in body:
-            if isinstance(node, ast.FunctionDef):
-                yield prefix + node.name
-            elif isinstance(node, ast.ClassDef):
-                yield from walk(node.body, f"{prefix}{node.name}.")
-
-    return set(walk(ast.parse(path.read_text()).body))
-
-
-def test_walks_lead_to_functions_that_are_there() -> None:
-    [section] = re.findall(
-        r"^## Four walks\n(.*?)^## ", (ROOT / "docs/design.md").read_text(), re.MULTILINE | re.DOTALL
-    )
-    walks = [walk for part in section.split("\n### ")[1:] for walk in re.split(r"\n(?=1\. )", part)[1:]]
-    assert len(walks) == 5, "the first one has two parts"
-    place = re.compile(r"`([\w/]+\.py): ([\w.]+)`")
-    for walk in walks:
-        steps = re.findall(r"^\d+\. .*", walk, flags=re.MULTILINE)
-        assert 3 <= len(steps) <= 7, walk
-        for step in steps:
-            assert place.search(step) or "again" in step, f"names no place: {step}"
-    places = place.findall(section)
-    assert len(places) == len(re.findall(r"\.py: ", section)), "a place is written as `file.py: Class.function`"
-    for file, function in places:
-        path = ROOT / "lightning_sparse" / file
-        assert path.exists(), f"There is no file {file}, in which a walk expects {function}."
-        assert function in functions_of(path), f"There is no {function} in {file}, which a walk names."
+@pytest.mark.parametrize("page", PAGES)
+def test_places_in_the_code_that_are_named_exist(page: str) -> None:
+    for file, place in re.findall(r"`([\w/]+\.py): ([\w.]+)`", (ROOT / page).read_text()):
+        source = (ROOT / "lightning_sparse" / file).read_text()
+        for name in place.split("."):
+            assert re.search(rf"^ *(def|class) {name}\b", source, re.MULTILINE), f"There is no {place} in {file}."
 
 
 def test_configurations_are_those_of_the_strategy() -> None:
@@ -162,13 +128,9 @@ def test_configurations_are_those_of_the_strategy() -> None:
     assert found
 
 
-def test_the_table_of_logged_quantities_is_that_of_the_code() -> None:
+def test_every_logged_quantity_is_in_a_table() -> None:
     from lightning_sparse.engine.metrics import QUANTITIES
 
-    page = (ROOT / "docs/metrics.md").read_text()
-    tables = re.findall(r"^\| name \|.*\n\| ---.*\n((?:\|.*\n)+)", page, flags=re.MULTILINE)
-    documented = [
-        [[cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in table.splitlines()]
-        for table in tables
-    ]
-    assert documented[0] == [[f"`{name}`", one.unit, one.meaning, one.good] for name, one in QUANTITIES.items()]
+    assert set(QUANTITIES) <= set(
+        re.findall(r"^\| `([\w/]+)` \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -235,51 +236,41 @@ def test_top_k_is_that_of_the_oracle() -> None:
         torch.testing.assert_close(ranks[0].flat.matrices.grad, torch.from_numpy(record.update))
 
 
-def test_ours_is_the_library_with_the_step_of_the_engine() -> None:
-    stream = gradients(6, 3)
-    memory = ls.memories.SecondMoment(0.95)
-    traces = ls.simulate(stream[..., :MATRICES], sparsifier="union_top_k", density=0.05, memory=memory)
-    ranks = methods(Ours, 3, density=0.05)
+def check_ours(n: int, numel: int, places: list[Any], **settings: Any) -> None:
+    """Steps are those of the library, of each part of the numbers by itself, with the step of the engine."""
+    stream, memory = gradients(6, n), ls.memories.SecondMoment(0.95)
+    traces = [
+        [*ls.simulate(stream[..., place], sparsifier="union_top_k", density=0.05, memory=memory)] for place in places
+    ]
+    ranks = methods(Ours, n, density=0.05, **settings)
     sent = 0.0
-    for step, (rows, trace) in enumerate(zip(stream, traces, strict=True)):
-        before = ranks[0].flat.matrices.data.clone()
+    for step, rows in enumerate(stream):
+        before = values(ranks[0])
         take(ranks, rows, 0.01, step)
-        move = 0.01 * 3**0.5 * trace.update / trace.divisor
-        assert torch.allclose(ranks[0].flat.matrices.data, before * (1 - 0.001) - move, atol=1e-6)
-        sent += float(trace.bytes_sent[0])
+        for place, trace in zip(places, (of_part[step] for of_part in traces), strict=True):
+            expected = before[place] * (1 - 0.001) - 0.01 * n**0.5 * trace.update / trace.divisor
+            torch.testing.assert_close(values(ranks[0])[place], expected, atol=1e-6, rtol=1e-5)
+            sent += float(trace.bytes_sent[0])
         assert ranks[0].matrices.bytes_sent == pytest.approx(sent, rel=1e-12)
+    assert (ranks[0].vectors.bytes_sent == 0) == (numel == NUMEL)
+
+
+def test_ours_is_the_library_with_the_step_of_the_engine() -> None:
+    check_ours(3, MATRICES, [slice(0, MATRICES)])
 
 
 def test_parts_of_the_rows_are_exchanged_one_by_one() -> None:
-    stream, sizes = gradients(4, 2), [64 * 32, 32 * 80, 96 * 65]
+    sizes = [64 * 32, 32 * 80, 96 * 65]
     halves: list[list[torch.Tensor]] = [[], []]
     for first, (rows, columns) in zip((0, sizes[0], sizes[0] + sizes[1]), [(64, 32), (32, 80), (96, 65)], strict=True):
         middle = first + rows // 2 * columns
         halves[0].append(torch.arange(first, middle))
         halves[1].append(torch.arange(middle, first + rows * columns))
-    places = [torch.cat(half) for half in halves]
-    settings = {"sparsifier": "union_top_k", "density": 0.05}
-    traces = [[*ls.simulate(stream[..., place], **settings, memory=ls.memories.SecondMoment(0.95))] for place in places]
-    ranks = methods(Ours, 2, density=0.05, parts=2)
-    for step, rows in enumerate(stream):
-        before = ranks[0].flat.matrices.data.clone()
-        take(ranks, rows, 0.01, step)
-        for place, of_part in zip(places, traces, strict=True):
-            move = 0.01 * 2**0.5 * of_part[step].update / of_part[step].divisor
-            found, expected = ranks[0].flat.matrices.data[place], before[place] * (1 - 0.001) - move
-            torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+    check_ours(2, MATRICES, [torch.cat(half) for half in halves], parts=2)
 
 
 def test_vectors_can_join_the_group() -> None:
-    stream = gradients(4, 3)
-    traces = ls.simulate(stream, sparsifier="union_top_k", density=0.05, memory=ls.memories.SecondMoment(0.95))
-    ranks = methods(Ours, 3, density=0.05, whole=True)
-    for step, (rows, trace) in enumerate(zip(stream, traces, strict=True)):
-        before = values(ranks[0])
-        take(ranks, rows, 0.01, step)
-        expected = before * (1 - 0.001) - 0.01 * 3**0.5 * trace.update / trace.divisor
-        torch.testing.assert_close(values(ranks[0]), expected, atol=1e-6, rtol=1e-5)
-    assert ranks[0].vectors.bytes_sent == 0
+    check_ours(3, NUMEL, [slice(None)], whole=True)
 
 
 def test_averages_that_come_late_are_the_same_ones() -> None:

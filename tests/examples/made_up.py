@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 import random
-import tarfile
 import zipfile
 from pathlib import Path
 
@@ -69,12 +67,3 @@ def cifar10_npz(folder: Path, differences: bool) -> None:
             np.savez(file, d=np.diff(down, axis=3, prepend=np.uint8(0)), labels=labels)
         else:
             np.savez(file, images=pixels.transpose(0, 2, 3, 1), labels=labels)
-
-
-def cifar10_archive(archive: Path, folder: Path) -> None:
-    """cifar-10-binary.tar.gz of a folder."""
-    with tarfile.open(archive, "w:gz") as file:
-        file.add(folder, "cifar-10-batches-bin")
-        readme = tarfile.TarInfo("cifar-10-batches-bin/readme.html")
-        readme.size = 5
-        file.addfile(readme, io.BytesIO(b"hello"))

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import lightning_sparse as ls
 from lightning_sparse.methods.grouping import make_plan
@@ -69,14 +69,19 @@ def on_two_ranks(ranks: Ranks, job: Callable[[str], Numbers | None], device: str
 
 def quietly(job: Callable[[str], Numbers | None], device: str) -> Numbers | None:
     """Warnings of other versions of torch than the tested ones are no errors here, which they are in tests."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("default")
+    with warnings.catch_warnings(action="default"):
         if device != "cpu":
             torch.cuda.set_device(device)
         return job(device)
 
 
 # ---- Jobs
+
+
+def alike(device: str, run: Callable[[Training], list[float]], layout: str = "default") -> None:
+    """A training with top-k ends on the device as on the CPU."""
+    trainings = (Training(where, TOPK, layout) for where in (device, "cpu"))
+    close(*(training.end(run(training)) for training in trainings))
 
 
 def density_1_is_plain_ddp(device: str) -> None:
@@ -112,21 +117,20 @@ def losses_are_those_of_the_cpu(device: str) -> Numbers:
 
 
 def a_skipped_step_moves_nothing(device: str) -> None:
+    def run(training: Training) -> list[float]:
+        losses = [training.step() for _ in range(3)]
+        before = training.parameters()
+        training.optimizer.zero_grad()
+        last = dist.get_rank() == dist.get_world_size() - 1
+        losses.append(training.step(factor=float("inf") if last else 1.0))
+        require(training.engine.skipped, "nobody noticed the infinite loss")
+        require(torch.equal(training.parameters(), before), "a skipped step moved parameters")
+        losses += [training.step() for _ in range(3)]
+        require(training.engine.step == 6 and training.engine.skipped_steps == 1, "steps were miscounted")
+        return losses
+
     for layout in ("default", "find_unused"):
-        results = []
-        for where in (device, "cpu"):
-            training = Training(where, TOPK, layout)
-            losses = [training.step() for _ in range(3)]
-            before = training.parameters()
-            training.optimizer.zero_grad()
-            last = dist.get_rank() == dist.get_world_size() - 1
-            losses.append(training.step(factor=float("inf") if last else 1.0))
-            require(training.engine.skipped, "nobody noticed the infinite loss")
-            require(torch.equal(training.parameters(), before), "a skipped step moved parameters")
-            losses += [training.step() for _ in range(3)]
-            require(training.engine.step == 6 and training.engine.skipped_steps == 1, "steps were miscounted")
-            results.append(training.end(losses))
-        close(*results)
+        alike(device, run, layout)
 
 
 def a_scaled_loss_trains_like_an_unscaled_one(device: str) -> None:
@@ -150,25 +154,21 @@ def a_scaled_loss_trains_like_an_unscaled_one(device: str) -> None:
 
 
 def unused_parameters_keep_their_residual(device: str) -> None:
-    uses = ["both", "left", "right", "left", "both", "right"]
-    results = []
-    for where in (device, "cpu"):
-        training = Training(where, TOPK, "find_unused")
+    def run(training: Training) -> list[float]:
         losses = []
-        for use in uses:
+        for use in ("both", "left", "right", "left", "both", "right"):
             before = training.engine.residual("right.weight").clone()
             losses.append(training.step(use))
             if use == "left":
                 kept = torch.equal(training.engine.residual("right.weight"), before)
                 require(kept, "the residual of a parameter that nobody used has changed")
-        results.append(training.end(losses))
-    close(*results)
+        return losses
+
+    alike(device, run, "find_unused")
 
 
 def accumulated_gradients_are_exchanged_once(device: str) -> None:
-    results = []
-    for where in (device, "cpu"):
-        training = Training(where, TOPK)
+    def run(training: Training) -> list[float]:
         losses = []
         for _ in range(4):
             training.optimizer.zero_grad()
@@ -179,23 +179,25 @@ def accumulated_gradients_are_exchanged_once(device: str) -> None:
             training.optimizer.step()
             losses.append(loss.item())
         require(training.engine.step == 4, f"{training.engine.step} exchanges instead of 4")
-        results.append(training.end(losses))
-    close(*results)
+        return losses
+
+    alike(device, run)
 
 
 def groups_change_between_steps(device: str) -> None:
     order = {name: place for place, (name, _) in enumerate(Branches().named_parameters())}
-    results = []
-    for where in (device, "cpu"):
-        training, losses = Training(where, TOPK, "small_buckets"), []
-        plans: list[tuple[Any, list[str]]] = [("bucket", []), ("layer", []), ("model", ["*.bias"]), ("layer", ["*"])]
+    plans: list[tuple[Any, list[str]]] = [("bucket", []), ("layer", []), ("model", ["*.bias"]), ("layer", ["*"])]
+
+    def run(training: Training) -> list[float]:
+        losses = []
         for grouping, dense in [*plans, *plans]:
             losses.append(training.step())
             sizes = [p for group in training.engine.plan for p in group.parameters]
             sizes.sort(key=lambda p: order[p.name])
             training.engine.regroup(make_plan(sizes, grouping, EVERYTHING_SPARSE.also_dense(dense)))
-        results.append(training.end(losses))
-    close(*results)
+        return losses
+
+    alike(device, run, "small_buckets")
 
 
 def fallback_and_measured_groups_come_to_an_end(device: str) -> None:
@@ -267,8 +269,7 @@ JOBS: list[Callable[[str], Numbers | None]] = [
 def in_lightning(job: Callable[[str, str], None], package: str, device: torch.device) -> None:
     if find_spec(package.split(".")[0]) is None:
         raise SkipError(f"package missing: {package.split('.')[0]}")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         logging.disable(logging.WARNING)  # greetings and advice in every run
         try:
             job(package, "gpu" if device.type == "cuda" else "cpu")
@@ -276,26 +277,21 @@ def in_lightning(job: Callable[[str, str], None], package: str, device: torch.de
             logging.disable(logging.NOTSET)
 
 
-def fit(package: str, accelerator: str, strategy: Any, **options: Any) -> tuple[Tensor, Any]:
-    where = {"accelerator": accelerator, "devices": 1, "enable_checkpointing": False}
-    trainer = make_trainer(package, strategy=strategy, **where, **options)
+def fit(package: str, accelerator: str, strategy: Any, load: Path | None = None, **options: Any) -> tuple[Tensor, Any]:
+    trainer = make_trainer(package, strategy=strategy, accelerator=accelerator, devices=1, **options)
     module = make_module(package)
-    trainer.fit(module, make_data())
+    trainer.fit(module, make_data(), ckpt_path=load)
     return flat(module).cpu(), trainer
 
 
-def strategy_of(package: str, **options: Any) -> Any:
-    if package == "pytorch_lightning":
-        from lightning_sparse.integrations.pytorch_lightning import SparseDDPStrategy
-    else:
-        from lightning_sparse.integrations.lightning import SparseDDPStrategy
-    return SparseDDPStrategy(rules=EVERYTHING_SPARSE, single_device="sparse", **options)
+def strategy_of(**options: Any) -> dict[str, Any]:
+    return {"rules": EVERYTHING_SPARSE, "single_device": "sparse", **options}
 
 
 def the_strategy_at_density_1_is_ddp(package: str, accelerator: str) -> None:
     plain, _ = fit(package, accelerator, "ddp")
     for sparsifier in ("top_k", "exdyna"):
-        sparse, trainer = fit(package, accelerator, strategy_of(package, sparsifier=sparsifier, density=1.0))
+        sparse, trainer = fit(package, accelerator, strategy_of(sparsifier=sparsifier, density=1.0))
         require(trainer.strategy.engine.step > 0, "nothing went through the engine")
         require(torch.equal(sparse, plain), f"{sparsifier} at density 1 differs from DDP")
 
@@ -303,21 +299,18 @@ def the_strategy_at_density_1_is_ddp(package: str, accelerator: str) -> None:
 def the_strategy_trains_in_any_precision(package: str, accelerator: str) -> None:
     precisions = ["32-true", "bf16-mixed", "bf16-true"] + ["16-mixed"] * (accelerator == "gpu")
     for precision in precisions:
-        parameters, trainer = fit(package, accelerator, strategy_of(package), precision=precision)
+        parameters, trainer = fit(package, accelerator, strategy_of(), precision=precision)
         require(parameters.isfinite().all(), f"{precision}: parameters are not finite")
         require(trainer.strategy.engine.step > 0, f"{precision}: no step counted")
 
 
 def the_strategy_resumes_bit_for_bit(package: str, accelerator: str) -> None:
-    straight, _ = fit(package, accelerator, strategy_of(package), max_epochs=2)
+    straight, _ = fit(package, accelerator, strategy_of(), max_epochs=2)
     with tempfile.TemporaryDirectory() as folder:
-        _, trainer = fit(package, accelerator, strategy_of(package), max_epochs=1)
+        _, trainer = fit(package, accelerator, strategy_of(), max_epochs=1)
         trainer.save_checkpoint(Path(folder) / "last.ckpt")
-        where = {"accelerator": accelerator, "devices": 1, "enable_checkpointing": False}
-        second = make_trainer(package, strategy=strategy_of(package), **where, max_epochs=2)
-        module: nn.Module = make_module(package)
-        second.fit(module, make_data(), ckpt_path=Path(folder) / "last.ckpt")
-    require(torch.equal(flat(module).cpu(), straight), "the resumed run differs")
+        resumed, _ = fit(package, accelerator, strategy_of(), Path(folder) / "last.ckpt", max_epochs=2)
+    require(torch.equal(resumed, straight), "the resumed run differs")
 
 
 LIGHTNING_JOBS: list[Callable[[str, str], None]] = [

@@ -23,8 +23,7 @@ SPARSE: dict[str, Any] = {"density": 0.2, "rules": EVERYTHING_SPARSE, "grouping"
 
 def with_optimizer(package: str, make: Any) -> Any:
     module = make_module(package)
-    configure = lambda self: make(self.parameters())  # noqa: E731
-    module.__class__ = type("Other", (type(module),), {"configure_optimizers": configure})
+    module.configure_optimizers = lambda: make(module.parameters())
     return module
 
 
@@ -94,8 +93,7 @@ def fit(
     clip_by(module, clip)
     strategy = strategy_class(package)(**{**SPARSE, **options})
     runner = make_trainer(package, strategy=strategy, **trainer)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         runner.fit(module, make_data(), ckpt_path=checkpoint)
     engine = strategy.engine
     assert engine is not None

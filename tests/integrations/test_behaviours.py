@@ -405,21 +405,3 @@ def test_timeout_and_backend_reach_the_process_groups(package: str, monkeypatch:
     assert given[0] == ("gloo", timedelta(seconds=77))
     assert {timeout for _, timeout in given} == {timedelta(seconds=77)}
     assert trainer.strategy._process_group_backend == "gloo"
-
-
-WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"rules": ["*.bias"]}, ValueError, "rules"),
-    ({"resize": "mean"}, ValueError, "resize.*but got 'mean'"),
-    ({"watch": True}, ValueError, "watch"),
-    ({"fallback": "sparse"}, ValueError, "Expected fallback to be True or False, but got 'sparse'"),
-    ({"dense": 3}, ValueError, "Expected dense to be patterns of parameter names.*but got 3"),
-]
-
-
-@pytest.mark.parametrize(("keywords", "error", "message"), WRONG, ids=[str(list(w[0])) for w in WRONG])
-def test_bad_settings_fail_before_the_trainer_is_made(
-    keywords: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    for package in PACKAGES:
-        with pytest.raises(error, match=message):
-            make_strategy(package, keywords)

@@ -18,7 +18,7 @@ from torch import Tensor
 import lightning_sparse as ls
 from tests.covering import by_default, covering, in_turns
 from tests.ranks import Ranks
-from tests.trainers import EVERYTHING_SPARSE, PACKAGES, flat, make_data, make_module, make_trainer
+from tests.trainers import EVERYTHING_SPARSE, flat, make_data, make_module, make_trainer
 
 LEFT_OUT = {"traffic/total_mb"}
 """Sums of floats, which a resumed run begins with the mean over ranks."""
@@ -104,8 +104,7 @@ class Fit:
         self.module.net = wrap(self.module.net)
         if isinstance(options.get("memory"), (ls.memories.AdamCorrection, ls.memories.MomentumCorrection)):
             self.module.configure_optimizers = lambda: torch.optim.SGD(self.module.parameters(), lr=0.1)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             self.trainer.fit(self.module, make_data(samples), ckpt_path=load)
         self.warnings = [str(w.message) for w in caught if "residuals" in str(w.message)]
         self.losses = listening.losses
@@ -201,12 +200,8 @@ def goes_on_scaled(options: dict[str, Any], folder: str) -> bool:
     return same(before.engine.state_dict(), after.engine.state_dict())
 
 
-def goes_on_in_bf16(options: dict[str, Any], folder: str) -> bool:
-    return goes_on(options, folder, "lightning.pytorch", precision="bf16-mixed")
-
-
 def test_in_the_other_package_and_with_half_precision(two_ranks: Ranks, tmp_path: Path) -> None:
-    two_ranks(goes_on_in_bf16, SPARSE, str(tmp_path / "bf16"))
+    two_ranks(functools.partial(goes_on, precision="bf16-mixed"), SPARSE, str(tmp_path / "bf16"), "lightning.pytorch")
     assert two_ranks(goes_on_scaled, SPARSE, str(tmp_path / "fp16")) == [True, True]
 
 
@@ -241,9 +236,7 @@ def fit_and_resume_from(
     torch.distributed.barrier()
     found = sorted(f"{root}/{file}".removeprefix(folder) for root, _, files in os.walk(folder) for file in files)
     torch.distributed.barrier()
-    if how == "weights":
-        return {"files": found}
-    if how == "metric":
+    if how in ("weights", "metric"):
         return {"files": found}
     path = {"one": "epoch=1.ckpt", "link": "last.ckpt", "last": "last.ckpt", "async": "epoch=1.ckpt"}.get(how)
     resumed = Fit(options | (again or {}), 3, f"{folder}/{path or 'manual.ckpt'}")
@@ -324,8 +317,7 @@ def resume_dense(path: str, kind: str, strict: bool) -> tuple[list[str], dict[st
         module = make_module(package)
         module.configure_optimizers = lambda module=module: DENSE_OPTIMIZERS[kind](module.parameters())
         trainer = make_trainer(package, strategy=strategy, max_epochs=2 if load else 1)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             trainer.fit(module, make_data(), ckpt_path=load)
         if load is None:
             trainer.save_checkpoint(path)
@@ -479,8 +471,7 @@ def test_a_checkpoint_that_is_saved_after_an_error(two_ranks: Ranks, tmp_path: P
 def evaluate(folder: str) -> list[str]:
     save(folder)
     trainer = make_trainer("pytorch_lightning", strategy=strategy_of("pytorch_lightning", SPARSE))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         trainer.validate(make_module("pytorch_lightning"), make_data(16), f"{folder}/x.ckpt", verbose=False)
         trainer.fit(make_module("pytorch_lightning"), make_data())
     return [str(w.message) for w in caught if "residuals" in str(w.message)]
@@ -488,11 +479,3 @@ def evaluate(folder: str) -> list[str]:
 
 def test_evaluation_needs_no_residuals_and_a_fit_after_it_starts_anew(two_ranks: Ranks, tmp_path: Path) -> None:
     assert two_ranks(evaluate, str(tmp_path)) == [[], []]
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_bad_settings_fail_at_construction(package: str) -> None:
-    with pytest.raises(ValueError, match="Expected resize to be one of 'merge', 'flush', 'zero', but got 'mean'"):
-        strategy_of(package, {"resize": "mean"})
-    with pytest.raises(TypeError, match="Did you mean save_residuals"):
-        strategy_of(package, {"save_residual": False})

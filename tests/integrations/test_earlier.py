@@ -41,13 +41,18 @@ class Integers(nn.Module):
         return (self.weight * self.slope).sum() + 0 * x.sum()
 
 
-def fit_twice_exactly(package: str) -> tuple[Tensor, Tensor, Tensor, int, list[int]]:
-    """Way of the weights in two fits, residual, gradient of a step, steps, and how many coordinates each one moved."""
+def with_integers(package: str) -> Any:
     module = make_module(package)
     module.net = Integers()
     module.training_step = lambda batch, batch_idx: module.net(batch[0])
     module.validation_step = lambda batch, batch_idx: None
     module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=1.0)
+    return module
+
+
+def fit_twice_exactly(package: str) -> tuple[Tensor, Tensor, Tensor, int, list[int]]:
+    """Way of the weights in two fits, residual, gradient of a step, steps, and how many coordinates each one moved."""
+    module = with_integers(package)
     moved: list[int] = []
     module.on_before_optimizer_step = lambda optimizer: moved.append(int(module.net.weight.grad.count_nonzero()))
     strategy = strategy_of(package, {**SPARSE, "sparsifier": "top_k", "density": ls.Warmup(0.5, 0.01, 4)})
@@ -73,11 +78,7 @@ def test_a_second_fit_sends_what_the_first_one_has_not(two_ranks: Ranks, package
 
 def fit_after_an_interruption(package: str, hook: str) -> tuple[Tensor, Tensor, Tensor, int]:
     """Way of the weights, residual, gradient of a step, and exchanges, where an error in a hook has ended a fit."""
-    module = make_module(package)
-    module.net = Integers()
-    module.training_step = lambda batch, batch_idx: module.net(batch[0])
-    module.validation_step = lambda batch, batch_idx: None
-    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=1.0)
+    module = with_integers(package)
     strategy = strategy_of(package, {**SPARSE, "sparsifier": "top_k", "executor": "inline"})
     trainer = make_trainer(package, strategy=strategy, max_epochs=1)
 
@@ -172,8 +173,7 @@ def fit_twice(
 
     strategy = strategy_of(package, SPARSE | settings)
     trainer = make_trainer(package, strategy=strategy, max_epochs=2, callbacks=[Look()])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         trainer.fit(module, data)
         ends = strategy.engine.state_dict()
         if between == "evaluation":
@@ -286,8 +286,7 @@ def wrap_again(package: str, change: str) -> tuple[dict[str, Any], dict[str, Any
 
     module.on_train_epoch_start, module.on_before_zero_grad = on_train_epoch_start, on_before_zero_grad
     trainer = make_trainer(package, strategy=strategy_of(package, SPARSE), max_epochs=3)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         trainer.fit(module, make_data())
     return seen[0], seen[1], told(caught)
 
@@ -329,8 +328,7 @@ def fit_after_an_error(package: str) -> tuple[dict[str, Any], list[str], int]:
 
     strategy = strategy_of(package, {**SPARSE, "memory": FailsOnce()})
     trainer = make_trainer(package, strategy=strategy, max_epochs=2, callbacks=[Look()])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         with pytest.raises(ZeroDivisionError):
             trainer.fit(module, make_data(96))
         trainer.fit(module, make_data(96))

@@ -152,22 +152,10 @@ class Launch:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.logs = [folder / f"{name}-{rank}.log" for rank in range(RANKS)]
+        where, options = str(folder / "ckpt"), (epochs, resume, behaviour, executor)
         self.processes = [
-            forked().Process(
-                target=run_rank,
-                args=(
-                    rank,
-                    port,
-                    str(folder / "ckpt"),
-                    str(self.logs[rank]),
-                    epochs,
-                    resume,
-                    behaviour,
-                    executor,
-                ),
-                daemon=True,
-            )
-            for rank in range(RANKS)
+            forked().Process(target=run_rank, args=(rank, port, where, str(log), *options), daemon=True)
+            for rank, log in enumerate(self.logs)
         ]
         for process in self.processes:
             process.start()
@@ -232,8 +220,15 @@ def check_resume(launch: Any, tmp_path: Path, **options: Any) -> None:
         assert float(residual) > 0
 
 
-def kill_one(launch: Any, tmp_path: Path, seed: int) -> None:
-    """Kill -9 of one rank at a random moment after the first checkpoint."""
+def seeds(number: int) -> list[Any]:
+    """The first one runs by default."""
+    return [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(1, number))]
+
+
+@pytest.mark.parametrize("seed", seeds(20))
+def test_survivors_of_a_rank_that_is_killed_at_any_moment_end_and_training_resumes(
+    launch: Any, tmp_path: Path, seed: int
+) -> None:
     generator = random.Random(seed)
     options = {"executor": generator.choice(["inline", "thread"])}
     run = launch(f"killed{seed}", **options)
@@ -247,17 +242,6 @@ def kill_one(launch: Any, tmp_path: Path, seed: int) -> None:
     check_resume(launch, tmp_path, **options)
 
 
-@pytest.mark.parametrize("seed", range(1))
-def test_survivors_of_a_killed_rank_end_and_training_resumes(launch: Any, tmp_path: Path, seed: int) -> None:
-    kill_one(launch, tmp_path, seed)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("seed", range(1, 20))
-def test_survivors_of_a_killed_rank_end_at_any_moment(launch: Any, tmp_path: Path, seed: int) -> None:
-    kill_one(launch, tmp_path, seed)
-
-
 def kill(run: Launch, victims: list[int]) -> None:
     for rank in victims:
         os.kill(run.processes[rank].pid, signal.SIGKILL)
@@ -265,7 +249,10 @@ def kill(run: Launch, victims: list[int]) -> None:
     check_errors(run, [rank for rank in range(RANKS) if rank not in victims])
 
 
-def kill_in_save_and_setup(launch: Any, tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("seed", seeds(11))
+def test_killed_around_any_save_and_in_setup_the_last_checkpoint_goes_on_exactly(
+    launch: Any, tmp_path: Path, seed: int
+) -> None:
     """Kill -9 of one rank or of all around a save, then while the next run reads what is there; then go on exactly."""
     generator = random.Random(seed)
     everyone = list(range(RANKS))
@@ -293,18 +280,6 @@ def kill_in_save_and_setup(launch: Any, tmp_path: Path, seed: int) -> None:
         [goes_on] = [line for line in third.said(rank).splitlines() if line.startswith("goes on with ")]
         assert goes_on.startswith(f"goes on with {step} ")
         assert goes_on.replace("goes on with", "holds") in held
-
-
-def test_killed_around_a_save_and_in_setup_the_last_checkpoint_goes_on_exactly(launch: Any, tmp_path: Path) -> None:
-    kill_in_save_and_setup(launch, tmp_path, 0)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("seed", range(1, 11))
-def test_killed_around_any_save_and_setup_the_last_checkpoint_goes_on_exactly(
-    launch: Any, tmp_path: Path, seed: int
-) -> None:
-    kill_in_save_and_setup(launch, tmp_path, seed)
 
 
 @pytest.mark.parametrize("behaviour", by_default(["raise", "hang", "exit"], 1))
@@ -335,14 +310,8 @@ def test_a_rank_with_fewer_batches_does_not_let_the_others_wait_for_their_timeou
 @pytest.mark.slow
 @pytest.mark.usefixtures("not_launched")
 def test_torchrun_starts_again_from_the_last_checkpoint(tmp_path: Path) -> None:
-    command = [
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node=2",
-        "--max-restarts=3",
-        "--master-port=0",
-        "--standalone",
-    ]
+    agents = ["--nproc-per-node=2", "--max-restarts=3", "--master-port=0", "--standalone"]
+    command = ["-m", "torch.distributed.run", *agents]
     done = subprocess.run(
         [warm_python(), *command, "-m", "tests.integrations.elastic", str(tmp_path)],
         capture_output=True,

@@ -84,18 +84,13 @@ def fit_twice(package: str, folder: str) -> tuple[Tensor, Tensor, Tensor]:
     """Parameters and residual without a flush, and parameters with one."""
     without = Fit(package, None, [saver(package, dirpath=f"{folder}/without")])
     # The default saves at the end of an epoch; the other one does when validation ends.
-    savers = [
-        saver(package, dirpath=f"{folder}/epoch", filename="{epoch}", save_top_k=-1, save_last=True),
-        saver(
-            package,
-            dirpath=f"{folder}/val",
-            filename="{epoch}",
-            save_top_k=-1,
-            monitor="val_loss",
-            save_on_train_epoch_end=False,
-        ),
-        saver(package, dirpath=f"{folder}/step", filename="{epoch}", save_top_k=-1, every_n_train_steps=3),
-    ]
+    kinds: dict[str, dict[str, Any]] = {
+        "epoch": {"save_last": True},
+        "val": {"monitor": "val_loss", "save_on_train_epoch_end": False},
+        "step": {"every_n_train_steps": 3},
+    }
+    every = {"filename": "{epoch}", "save_top_k": -1}
+    savers = [saver(package, dirpath=f"{folder}/{kind}", **every, **more) for kind, more in kinds.items()]
     run = Fit(package, {}, savers)
     assert not run.held.any()
     assert run.rates == without.rates == [0.0]

@@ -122,8 +122,7 @@ trainer.fit(module, make_data(96), make_data(16))
 print("RESULT forked", flush=True)
 
 for weights_only in (True, False):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         trainer.save_checkpoint(f"{sys.argv[1]}/last.ckpt", weights_only=weights_only)
     print("RESULT told", sum("trained by processes that fit has started and ended" in str(w.message) for w in caught))
 """

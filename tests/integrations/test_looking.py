@@ -46,8 +46,7 @@ def train(folder: str, kinds: list[str]) -> dict[str, Any]:
 
     partition, audit = ls.PartitionMap(every=2), ls.ResidualAudit()
     strategy = ls.SparseDDPStrategy(sparsifier="exdyna", density=0.05, rules=EVERYTHING_SPARSE)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # those of MLflow, and the one that is made up
+    with warnings.catch_warnings(action="ignore"):  # those of MLflow, and the one that is made up
         trainer = make_trainer(
             "pytorch_lightning",
             strategy=strategy,
@@ -175,8 +174,7 @@ def test_mlflow_gets_new_parameters_only_under_names_that_it_takes() -> None:
 
 def once() -> int:
     everything = [ls.SparsityMonitor(groups=True, table=False), ls.GradientDistribution(), ls.ResidualAudit()]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         trainer = make_trainer(
             "pytorch_lightning",
             strategy={"sparsifier": "micro"},
@@ -280,8 +278,7 @@ def test_a_sample_is_even_positive_and_ascending() -> None:
 
 
 def warned() -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         trainer = make_trainer(
             "pytorch_lightning",
             strategy="ddp",

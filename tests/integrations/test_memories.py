@@ -12,24 +12,16 @@ from torch import Tensor
 
 import lightning_sparse as ls
 from tests.covering import by_default, covering, in_turns
-from tests.integrations.test_strategy import strategy_class
 from tests.ranks import Ranks
 from tests.trainers import PACKAGES, flat, make_data, make_module, make_trainer
 
 
 def fit(package: str, strategy: Any, name: str, settings: dict[str, Any], devices: int = 2) -> tuple[Tensor, str]:
     """Parameters after one epoch with an optimizer of torch's, and what was warned of or refused."""
-    if isinstance(strategy, dict):
-        strategy = strategy_class(package)(**strategy)
     module = make_module(package)
-
-    def configure_optimizers(self: Any) -> Any:
-        return getattr(torch.optim, name)(self.parameters(), **settings)
-
-    module.__class__ = type("Other", (type(module),), {"configure_optimizers": configure_optimizers})
+    module.configure_optimizers = lambda: getattr(torch.optim, name)(module.parameters(), **settings)
     trainer = make_trainer(package, strategy=strategy, max_epochs=1, devices=devices)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         try:
             trainer.fit(module, make_data(), make_data(16))
         except ValueError as error:
@@ -82,12 +74,8 @@ def test_adam_correction_on_one_device_at_full_density_is_adamw(package: str, de
 
 @pytest.mark.parametrize("package", by_default(PACKAGES[::-1]))
 def test_adam_correction_keeps_ranks_equal(two_ranks: Ranks, package: str) -> None:
-    strategy = {
-        "sparsifier": "shared_top_k",
-        "density": 0.1,
-        "memory": ls.memories.AdamCorrection(),
-        "dense": ["*.bias"],
-    }
+    memory = ls.memories.AdamCorrection()
+    strategy = {"sparsifier": "shared_top_k", "density": 0.1, "memory": memory, "dense": ["*.bias"]}
     (first, said), (second, _) = two_ranks(fit, package, strategy, "SGD", {"lr": 0.01})
     assert said == ""
     assert torch.equal(first, second)

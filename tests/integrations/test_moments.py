@@ -58,13 +58,6 @@ def make_module(package: str) -> Any:
     return Module()
 
 
-@pytest.fixture(scope="module")
-def alone() -> Any:
-    ranks = Ranks(1)
-    yield ranks
-    ranks.stop()
-
-
 def fit(
     package: str,
     options: dict[str, Any],
@@ -90,8 +83,9 @@ def fit(
         callbacks=callbacks,
         use_distributed_sampler=False,
     )
-    with warnings.catch_warnings(record=True) as caught:  # callbacks that save make Lightning think of an earlier fit
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(
+        record=True, action="always"
+    ) as caught:  # callbacks that save make Lightning think of an earlier fit
         try:
             trainer.fit(module or make_module(package), DataLoader(torch.zeros(steps, 1), batch_size=1), ckpt_path=load)
         finally:
@@ -215,21 +209,15 @@ def save_on_signals(executor: str, folder: str, moments: int, seed: int) -> int:
     return senders[0].sent
 
 
-def check_signals(alone: Ranks, tmp_path: Path, executor: str, moments: int, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "moments"), [(0, 20), *(pytest.param(seed, 100, marks=pytest.mark.thorough) for seed in range(1, 4))]
+)
+@pytest.mark.parametrize("executor", ["inline", "thread"])
+def test_what_a_signal_handler_saves_at_any_moment_holds_what_was_absorbed(
+    alone: Ranks, tmp_path: Path, executor: str, seed: int, moments: int
+) -> None:
     assert alone(save_on_signals, executor, str(tmp_path), moments, seed) == [moments]
     assert len({check_files(tmp_path / f"{i}.ckpt", 1) for i in range(moments)}) > moments // 4
-
-
-@pytest.mark.parametrize("executor", ["inline", "thread"])
-def test_what_a_signal_handler_saves_holds_what_was_absorbed(alone: Ranks, tmp_path: Path, executor: str) -> None:
-    check_signals(alone, tmp_path, executor, 20, 0)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("seed", range(1, 4))
-@pytest.mark.parametrize("executor", ["inline", "thread"])
-def test_what_a_signal_handler_saves_at_any_moment(alone: Ranks, tmp_path: Path, executor: str, seed: int) -> None:
-    check_signals(alone, tmp_path, executor, 100, seed)
 
 
 def interrupted(executor: str, folder: str, seed: int) -> str:

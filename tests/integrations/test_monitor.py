@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import importlib
+import io
 import json
 import struct
+import sys
 import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -39,8 +44,7 @@ def warner(package: str) -> Any:
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
             self.sent.append(trainer.strategy.engine.summary().get("traffic/sent_mb", 0.0))
             if trainer.global_step == 2:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
+                with warnings.catch_warnings(action="ignore"):
                     trainer.strategy.engine.warn("growth", "the residual grows.")
 
     return Warner()
@@ -274,8 +278,7 @@ def wandb_records(path: Path) -> Iterator[Any]:
 
 
 def warned_with_ddp(folder: str) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         train("pytorch_lightning", folder, "ddp", False, {})
     return [str(w.message) for w in caught if "SparsityMonitor" in str(w.message)]
 
@@ -290,37 +293,14 @@ def test_with_plain_ddp_it_warns_once_and_logs_nothing(two_ranks: Ranks, tmp_pat
 
 
 def table(density: float, rich: bool) -> str:
-    import contextlib
-    import io
-    import sys
-
-    import lightning_sparse as ls
-
-    hidden = {"rich.console": None, "rich.table": None} if not rich else {}
-    saved = {name: sys.modules.get(name) for name in hidden}
-    sys.modules.update(hidden)  # type: ignore[arg-type]
+    hidden: dict[str, Any] = {} if rich else {"rich.console": None, "rich.table": None}
+    strategy = {"sparsifier": "top_k", "density": density, "grouping": "layer", "dense": ["*.0.bias"]}
+    strategy["rules"] = ls.Rules(densities={"net.2.weight": 0.5})
     out = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(out):
-            trainer = make_trainer(
-                "pytorch_lightning",
-                strategy=ls.SparseDDPStrategy(
-                    sparsifier="top_k",
-                    density=density,
-                    dense=["*.0.bias"],
-                    rules=ls.Rules(densities={"net.2.weight": 0.5}),
-                    grouping="layer",
-                ),
-                callbacks=[monitor("pytorch_lightning")],
-                max_epochs=1,
-            )
-            trainer.fit(make_module("pytorch_lightning"), make_data(96), make_data(16))
-    finally:
-        for name, module in saved.items():
-            if module is None:
-                sys.modules.pop(name, None)
-            else:
-                sys.modules[name] = module
+    with patch.dict(sys.modules, hidden), contextlib.redirect_stdout(out):
+        options = {"strategy": strategy, "callbacks": [monitor("pytorch_lightning")], "max_epochs": 1}
+        trainer = make_trainer("pytorch_lightning", **options)
+        trainer.fit(make_module("pytorch_lightning"), make_data(96), make_data(16))
     return out.getvalue()
 
 
@@ -347,22 +327,9 @@ def test_the_table_names_groups_and_sizes_and_repeats_nothing_of_the_line_of_the
 
 
 def test_callback_logs_nothing_of_a_step_twice() -> None:
-    class Engine:
-        step = 4
-
-    class Strategy:
-        engine = Engine()
-
-    class Loops:
-        should_update_logs = True
-
-        def _should_accumulate(self) -> bool:
-            return False
-
-    class Trainer:
-        strategy = Strategy()
-        _logger_connector = fit_loop = Loops()
-
+    loops = SimpleNamespace(should_update_logs=True, _should_accumulate=lambda: False)
+    strategy = SimpleNamespace(engine=SimpleNamespace(step=4))
+    trainer: Any = SimpleNamespace(strategy=strategy, _logger_connector=loops, fit_loop=loops)
     watching = monitor("pytorch_lightning")
     watching._logged_step = 4
-    watching.on_train_batch_end(Trainer(), torch.nn.Identity())  # would need the engine's summary to go on
+    watching.on_train_batch_end(trainer, torch.nn.Identity())  # would need the engine's summary to go on

@@ -55,8 +55,7 @@ def changing(package: str, before: str, make_after: Callable[[Any], torch.optim.
 
 def fit(package: str, before: str, after: str) -> Found:
     module, strategy = changing(package, before, KINDS[after]), strategy_class(package)(**SPARSE)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         make_trainer(package, strategy=strategy).fit(module, make_data())
     seen = [str(warning.message) for warning in caught if "sparse" in str(warning.message)]
     return found_of(strategy.engine, strategy.optimizers[0], seen, module)
@@ -65,8 +64,7 @@ def fit(package: str, before: str, after: str) -> Found:
 def fit_fabric(package: str, before: str, after: str) -> Found:
     fabric = make_fabric(package, SPARSE)
     model = make_model()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         model, optimizer = fabric.setup(model, KINDS[before](model.parameters()))
         for step, x in enumerate(batches(6)):
             if step == 3:
@@ -125,8 +123,7 @@ def fit_by_hand(package: str) -> tuple[bool, list[bool], list[str]]:
             self.own.zero_grad()
 
     module.__class__ = Own
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         make_trainer(package, strategy=strategy).fit(module, make_data())
     waited = ["waited" in state for state in module.own.state.values()]
     seen = [str(warning.message) for warning in caught if "sparse" in str(warning.message)]
@@ -162,8 +159,7 @@ def attach_and_step_by_another() -> list[str]:
     engine = ls.attach(ddp, **SPARSE)
     engine.bind([KINDS["sgd"](ddp.parameters())])
     other = KINDS["sgd"](ddp.parameters())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         for x in batches(3):
             ddp(x).square().mean().backward()
             other.step()
@@ -188,8 +184,7 @@ def fewer_parameters(package: str) -> list[str]:
         return made
 
     module, strategy = changing(package, "adamw", of_some), strategy_class(package)(**SPARSE)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         make_trainer(package, strategy=strategy).fit(module, make_data())
     return [str(warning.message) for warning in caught if "first moment" in str(warning.message)]
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib
 import random
 import warnings
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from torch.utils.data import DataLoader
 
 import lightning_sparse as ls
 from tests.covering import by_default, covering, in_turns
+from tests.integrations.test_checkpoints import same
 from tests.integrations.test_strategy import strategy_class
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE, PACKAGES, flat, make_trainer
@@ -72,17 +76,6 @@ def batch(number: int, rank: int) -> tuple[Tensor, Tensor]:
     return x, x[:, :4].argmax(1)
 
 
-def same(a: Any, b: Any) -> bool:
-    """Bit for bit, in nested dictionaries and lists."""
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return isinstance(b, dict) and list(a) == list(b) and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return type(a) is type(b) and len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-    return bool(a == b)
-
-
 # In Lightning's Trainer.
 
 
@@ -108,18 +101,6 @@ def make_module(package: str, optimizer: str) -> Any:
     return Module()
 
 
-class Result:
-    """What a run has left on this rank."""
-
-    def __init__(self) -> None:
-        self.parameters = torch.empty(0)
-        self.engine: dict[str, Any] = {}
-        self.optimizer: dict[str, Any] = {}
-        self.steps = self.skipped_steps = 0
-        self.scales: list[float] = []
-        self.said: list[str] = []
-
-
 def fit(
     package: str,
     numbers: list[int],
@@ -128,9 +109,9 @@ def fit(
     optimizer: str,
     sparse: dict[str, Any],
     **options: Any,
-) -> Result:
+) -> SimpleNamespace:
     """One epoch over these batches, with these settings of the strategy and options of the Trainer."""
-    result = Result()
+    result = SimpleNamespace(scales=[])
 
     class Look(importlib.import_module(package).Callback):  # type: ignore[misc]
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
@@ -223,7 +204,7 @@ def test_what_skips_a_step_makes_no_difference_to_what_waits(two_ranks: Ranks, c
         assert same(scaled.engine, skipped.engine)
 
 
-def fit_in_windows(scaled: bool, clipping: dict[str, Any]) -> tuple[Result, Result]:
+def fit_in_windows(scaled: bool, clipping: dict[str, Any]) -> tuple[SimpleNamespace, SimpleNamespace]:
     """Three batches a step, of which the one that overflows is not always the last."""
     package, wrong = "pytorch_lightning", bad_batches(7, batches=30)
     sparse = {"sparsifier": "exdyna", "density": 0.1, "grouping": "layer"}
@@ -303,21 +284,11 @@ def test_only_the_optimizer_whose_turn_it_was_skips(two_ranks: Ranks) -> None:
 
 
 def fit_with_disabled_scaler(package: str) -> tuple[Tensor, int]:
-    precision = importlib.import_module(package + ".plugins.precision").MixedPrecision
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    trainer = make_trainer(
-        package,
-        strategy=strategy_class(package)(density=0.1),
-        max_epochs=1,
-        use_distributed_sampler=False,
-        plugins=[precision("16-mixed", "cpu", scaler=scaler)],
-    )
-    module = make_module(package, "SGD")
-    module.wrong = {3: ("first.weight", float("inf"))}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="A gradient was not finite")
-        trainer.fit(module, DataLoader(list(range(6)), batch_size=None))  # type: ignore[arg-type]
-    return flat(module), trainer.strategy.engine.skipped_steps
+    precision = importlib.import_module(package + ".plugins").MixedPrecision
+    plugins = [precision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", enabled=False))]
+    wrong = {3: ("first.weight", float("inf"))}
+    found = fit(package, list(range(6)), wrong, False, "SGD", {"density": 0.1}, plugins=plugins)
+    return found.parameters, found.skipped_steps
 
 
 def test_a_scaler_that_is_switched_off_does_not_skip_and_the_strategy_does(two_ranks: Ranks) -> None:
@@ -350,20 +321,28 @@ LAYOUTS: list[dict[str, Any]] = [
 
 
 def train(
-    numbers: list[int], wrong: dict[int, tuple[str, float]], momentum: float, layout: dict[str, Any], **options: Any
+    numbers: list[int],
+    wrong: dict[int, tuple[str, float]],
+    kind: Callable[..., torch.optim.Optimizer],
+    layout: dict[str, Any],
+    scaled: bool = False,
+    **options: Any,
 ) -> tuple[Tensor, dict[str, Any], dict[str, Any], int]:
-    """Parameters, state of the engine and of the optimizer, number of skipped steps."""
+    """Parameters, state of the engine and of the optimizer, number of skipped steps; scaled: a scaler skips."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=5, enabled=scaled)
     ddp = DistributedDataParallel(Net(), **layout)
-    engine = ls.attach(ddp, **options)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02, momentum=momentum)
+    engine = ls.attach(ddp, scaler=scaler if scaled else None, **options)
+    optimizer = kind(ddp.parameters())
     engine.bind([optimizer])
     for number in numbers:
         ddp.module.wrong = wrong.get(number)
         x, y = batch(number, dist.get_rank())
         optimizer.zero_grad()
-        nn.functional.cross_entropy(ddp(x), y).backward()  # type: ignore[no-untyped-call]
-        assert engine.drop_skipped(optimizer) == engine.skipped == (number in wrong)
-        optimizer.step()
+        scaler.scale(nn.functional.cross_entropy(ddp(x), y)).backward()  # type: ignore[no-untyped-call]
+        assert scaled or engine.drop_skipped(optimizer) == (number in wrong)
+        assert engine.skipped == (number in wrong)
+        scaler.step(optimizer)
+        scaler.update()
     state = engine.state_dict() | {"skipped_steps": None}
     engine.close()
     return flat(ddp.module), state, optimizer.state_dict(), engine.skipped_steps
@@ -380,11 +359,12 @@ def train_with_and_without(executor: str, seed: int, number: int) -> tuple[tuple
         "memory": memory,
     }
     momentum = 0.9 if isinstance(memory, (ls.memories.Residual, ls.memories.LowPass)) else 0.0
+    sgd = partial(torch.optim.SGD, lr=0.02, momentum=momentum)
     layout = LAYOUTS[(number + seed) % len(LAYOUTS)]
-    a = train(list(range(PLAIN)), wrong, momentum, layout, **options)
-    b = train([n for n in range(PLAIN) if n not in wrong], {}, momentum, layout, **options)
+    a = train(list(range(PLAIN)), wrong, sgd, layout, **options)
+    b = train([n for n in range(PLAIN) if n not in wrong], {}, sgd, layout, **options)
     alone = bad_batches(seed, PLAIN, everywhere=False)
-    c = train(list(range(PLAIN)), alone, momentum, layout, **options)
+    c = train(list(range(PLAIN)), alone, sgd, layout, **options)
     assert (a[3], b[3], c[3]) == (len(wrong), 0, len(alone))
     vectors = [vector for of_one in c[1]["parameters"].values() for vector in of_one.values()]
     finite = all(bool(x.isfinite().all()) for x in [*vectors, c[0]])
@@ -417,31 +397,18 @@ def test_every_memory_forgets_what_is_not_finite(
             assert torch.equal(parameters, results[0][1]), MEMORIES[number]
 
 
-def train_scaled(numbers: list[int], wrong: dict[int, tuple[str, float]], scaled: bool) -> tuple[Tensor, Any, Any, int]:
-    """As :func:`train`, and a scaler skips."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=5, enabled=scaled)
-    ddp = DistributedDataParallel(Net(), find_unused_parameters=True)
-    engine = ls.attach(
-        ddp, sparsifier="exdyna", density=0.1, grouping="layer", scaler=scaler if scaled else None, watch=None
-    )
-    optimizer = torch.optim.Adam(ddp.parameters(), lr=0.003)
-    for number in numbers:
-        ddp.module.wrong = wrong.get(number)
-        x, y = batch(number, dist.get_rank())
-        optimizer.zero_grad()
-        scaler.scale(nn.functional.cross_entropy(ddp(x), y)).backward()  # type: ignore[no-untyped-call]
-        scaler.step(optimizer)
-        scaler.update()
-        assert engine.skipped == (number in wrong)
-    state = engine.state_dict() | {"skipped_steps": None}
-    engine.close()
-    return flat(ddp.module), state, optimizer.state_dict(), engine.skipped_steps
+def train_by_adam(
+    numbers: list[int], wrong: dict[int, tuple[str, float]], scaled: bool
+) -> tuple[Tensor, Any, Any, int]:
+    adam, layout = partial(torch.optim.Adam, lr=0.003), {"find_unused_parameters": True}
+    options = {"sparsifier": "exdyna", "density": 0.1, "grouping": "layer", "watch": None}
+    return train(numbers, wrong, adam, layout, scaled, **options)
 
 
 def test_a_scaler_given_to_attach_skips_on_all_ranks(two_ranks: Ranks) -> None:
     wrong = bad_batches(21, batches=20)
-    overflown = two_ranks(train_scaled, list(range(20)), wrong, True)
-    without = two_ranks(train_scaled, [n for n in range(20) if n not in wrong], {}, False)
+    overflown = two_ranks(train_by_adam, list(range(20)), wrong, True)
+    without = two_ranks(train_by_adam, [n for n in range(20) if n not in wrong], {}, False)
     for ours, reference in zip(overflown, without, strict=True):
         assert same(ours[:3], reference[:3])
         assert ours[3] == len(wrong)

@@ -33,8 +33,6 @@ def fit(
     package: str, options: dict[str, Any], epochs: int, load: str | None = None, save: str | None = None
 ) -> dict[str, Any]:
     """Groups at the first and at the last batch, the profile, what was printed, and the parameters."""
-    name = {"pytorch_lightning": "pytorch_lightning", "lightning.pytorch": "lightning"}[package]
-    strategy = importlib.import_module(f"lightning_sparse.integrations.{name}").SparseDDPStrategy(**options)
     plans: list[list[Group]] = []
 
     class Look(importlib.import_module(package).Callback):  # type: ignore[misc]
@@ -45,7 +43,7 @@ def fit(
             plans.append(trainer.strategy.engine.plan)
 
     out = io.StringIO()
-    trainer = make_trainer(package, strategy=strategy, max_epochs=epochs, callbacks=[Look()])
+    trainer = make_trainer(package, strategy=options, max_epochs=epochs, callbacks=[Look()])
     with contextlib.redirect_stdout(out), warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         fix_costs(patch, Line(1e-9, 1.0))
         # Where other settings go on; see test_checkpoints.py.
@@ -55,7 +53,7 @@ def fit(
     if save is not None:
         trainer.save_checkpoint(save)
     told = out.getvalue()
-    return {"plans": plans, "profile": strategy.profile, "told": told, "parameters": flat(module)}
+    return {"plans": plans, "profile": trainer.strategy.profile, "told": told, "parameters": flat(module)}
 
 
 @pytest.mark.parametrize("package", by_default(PACKAGES))
@@ -102,17 +100,15 @@ def test_checkpoints_without_a_profile_stay_as_they_are(two_ranks: Ranks, tmp_pa
 
 def train_twice(package: str) -> list[tuple[bool, bool]]:
     """Two fits with one strategy; each is profiled."""
-    name = {"pytorch_lightning": "pytorch_lightning", "lightning.pytorch": "lightning"}[package]
-    strategy = importlib.import_module(f"lightning_sparse.integrations.{name}").SparseDDPStrategy(**MERGED)
     module, data, seen = make_module(package), make_data(96), []
-    trainer = make_trainer(package, strategy=strategy, max_epochs=1)
+    trainer = make_trainer(package, strategy=MERGED, max_epochs=1)
     with contextlib.redirect_stdout(io.StringIO()), pytest.MonkeyPatch.context() as patch:
         fix_costs(patch, Line(1e-9, 1.0))
         for _ in range(2):
             trainer.fit(module, data, make_data(16))
             trainer.fit_loop.max_epochs += 1
             watched = any(p._post_accumulate_grad_hooks for p in module.parameters())
-            seen.append((strategy.profile is not None, watched))
+            seen.append((trainer.strategy.profile is not None, watched))
     return seen
 
 

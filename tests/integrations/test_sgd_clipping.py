@@ -16,7 +16,7 @@ from tests.integrations.test_fabric import close, make_fabric
 from tests.integrations.test_strategy import strategy_class
 from tests.integrations.test_telling import Lines
 from tests.ranks import Ranks
-from tests.trainers import make_data, make_trainer
+from tests.trainers import PACKAGES, make_data, make_trainer
 
 LIMIT = 1e-3
 STEPS = 6
@@ -133,39 +133,38 @@ def test_in_fabric_averages_are_clipped_because_the_first_step_would_not_be(two_
         assert waits[-1] > STEPS * LIMIT * 2**0.5
 
 
-def with_a_hook(package: str) -> tuple[tuple[float, float], list[Any]]:
-    """What waits at the end, and what gradients are clipped to, with a hook of the user's that clips nothing."""
-    strategy = strategy_class(package)(**SPARSE)
-    module = with_optimizer(package, OPTIMIZERS["momentum"])
+def clip_nothing(module: Any) -> None:
+    """A hook of the user's."""
     module.configure_gradient_clipping = lambda *args, **kwargs: None
-    clip = {"gradient_clip_val": LIMIT, "gradient_clip_algorithm": "value"}
-    make_trainer(package, strategy=strategy, max_epochs=1, **clip).fit(module, make_data(96), make_data(16))
-    return largest(strategy.engine), clippings_of(strategy.engine)
 
 
-@pytest.mark.parametrize("package", by_default(["lightning.pytorch", "pytorch_lightning"]))
-def test_a_hook_of_the_user_decides_what_is_clipped(two_ranks: Ranks, package: str) -> None:
-    for (value, _), clippings in two_ranks(with_a_hook, package):
-        assert clippings == []
-        assert value > 2 * STEPS * LIMIT
-
-
-def removed() -> tuple[tuple[float, float], list[Any]]:
-    """What waits at the end, with a limit that is taken away after two steps."""
-    strategy = strategy_class(PACKAGE)(**SPARSE)
-    module = with_optimizer(PACKAGE, OPTIMIZERS["momentum"])
+def take_limit_away(module: Any) -> None:
+    """After two steps."""
 
     def take_away(*_: Any) -> None:
         if module.trainer.global_step == 2:
             module.trainer.gradient_clip_val = None
 
     module.on_train_batch_start = take_away
+
+
+def changed(package: str, change: Any) -> tuple[tuple[float, float], list[Any]]:
+    """What waits at the end, and what gradients are clipped to."""
+    strategy = strategy_class(package)(**SPARSE)
+    module = with_optimizer(package, OPTIMIZERS["momentum"])
+    change(module)
     clip = {"gradient_clip_val": LIMIT, "gradient_clip_algorithm": "value"}
-    make_trainer(PACKAGE, strategy=strategy, max_epochs=1, **clip).fit(module, make_data(96), make_data(16))
+    make_trainer(package, strategy=strategy, max_epochs=1, **clip).fit(module, make_data(96), make_data(16))
     return largest(strategy.engine), clippings_of(strategy.engine)
 
 
-def test_a_limit_that_is_taken_away_clips_nothing_more(two_ranks: Ranks) -> None:
-    for (value, _), clippings in two_ranks(removed):
+@pytest.mark.parametrize(
+    ("change", "package"),
+    [(take_limit_away, PACKAGE), *by_default((clip_nothing, package) for package in PACKAGES[::-1])],
+)
+def test_a_hook_of_the_user_and_a_limit_that_is_taken_away_clip_nothing_more(
+    two_ranks: Ranks, change: Any, package: str
+) -> None:
+    for (value, _), clippings in two_ranks(changed, package, change):
         assert clippings == []
         assert value > 2 * STEPS * LIMIT

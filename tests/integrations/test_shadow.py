@@ -35,8 +35,7 @@ def beside(strategy: str, options: dict[str, Any]) -> tuple[bool, dict[str, floa
     chosen = (
         ls.SparseDDPStrategy(sparsifier="everything", rules=EVERYTHING_SPARSE) if strategy == "sparse_ddp" else strategy
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         alone, nothing = train("ddp", [], **options)
         with_shadow, found = train(chosen, METHODS, **options)
     assert nothing == {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +32,16 @@ SAID = (
 )
 
 
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Ranks]:
-    """One real process."""
-    ranks = Ranks(1)
-    yield ranks
-    ranks.stop()
+def train(ddp: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for batch in batches(steps):
+        ddp(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def with_trainer(package: str, settings: dict[str, Any] | None, name: str) -> tuple[nn.Module, Any, Any]:
     module = make_module(package)
-    module.__class__ = type(
-        "Other", (type(module),), {"configure_optimizers": lambda self: OPTIMIZERS[name](self.parameters())}
-    )
+    module.configure_optimizers = lambda: OPTIMIZERS[name](module.parameters())
     strategy = "ddp" if settings is None else strategy_of(package, settings)
     trainer = make_trainer(package, strategy=strategy, devices=1, max_epochs=1, gradient_clip_val=0.1)
     trainer.fit(module, make_data(), make_data(16))
@@ -145,10 +141,7 @@ def test_one_device_measures_nothing(
     engine = ls.attach(ddp, **SETTINGS | settings)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     engine.bind([optimizer])
-    for batch in batches(30):
-        ddp(batch).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(ddp, optimizer, 30)
     assert engine._direct and engine.step == 30
     assert engine.summary()["density"] == 1
     assert ls.flush(engine, [optimizer]) == 0
@@ -206,10 +199,7 @@ def train_on_two(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     engine = ls.attach(ddp, **SETTINGS)
     optimizer = OPTIMIZERS[name](module.parameters())
     engine.bind([optimizer])
-    for batch in batches(5):
-        ddp(batch).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(ddp, optimizer, 5)
     engine.count_as_applied()
     state = engine.state_dict()
     engine.close()
@@ -263,9 +253,7 @@ def test_a_skipped_first_step_keeps_what_waits(two_ranks: Ranks, one_rank: None)
 def fit_on(folder: str, package: str, name: str, epochs: int) -> tuple[list[Tensor], int]:
     """Residuals before and after the first step, and bytes of memory at the end; goes on where the last one was."""
     module, seen = make_module(package), list[Tensor]()
-    module.__class__ = type(
-        "Other", (type(module),), {"configure_optimizers": lambda self: OPTIMIZERS[name](self.parameters())}
-    )
+    module.configure_optimizers = lambda: OPTIMIZERS[name](module.parameters())
     trainer = make_trainer(
         package,
         strategy=strategy_of(package, SETTINGS | {"strict_resume": True}),

@@ -44,8 +44,7 @@ def fit(package: str, raw: bool, samples: int, by: str) -> tuple[list[str], int]
     module.training_step = training_step
     strategy = __import__(f"lightning_sparse.integrations.{INTEGRATIONS[package][0]}", fromlist=["_"]).SparseDDPStrategy
     trainer = make_trainer(package, strategy=strategy(**SPARSE), max_epochs=1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         trainer.fit(module, make_data(samples))
     return said_in(caught), trainer.strategy.engine.step
 
@@ -75,8 +74,7 @@ def loop(way: str) -> list[str]:
     model = nn.Linear(30, 20)
     ddp, optimizer = DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=0.01)
     engine = ls.attach(ddp, **{**SPARSE, **({"rules": ls.Rules(["*"])} if way == "dense" else {})})
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         for step in range({"one step": 1, "an error": 3}.get(way, 12)):
             forward = ddp if way in ("through the wrapper", "in no_sync") or (way == "later" and step == 11) else model
             with ddp.no_sync() if way == "in no_sync" else nullcontext():

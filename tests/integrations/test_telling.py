@@ -156,8 +156,7 @@ class Nothing(torch.nn.Module):
 
 
 def where_nothing_is_sparse() -> list[str]:
-    with Lines() as lines, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with Lines() as lines, warnings.catch_warnings(action="ignore"):
         for module in (torch.nn.Linear(30, 20), Nothing()):
             ddp = DistributedDataParallel(module)
             engine = ls.attach(ddp, dense=["*"])

@@ -13,7 +13,6 @@ import torch
 
 import lightning_sparse as ls
 from tests.covering import by_default
-from tests.integrations.test_strategy import strategy_class
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE, PACKAGES, flat, make_data, make_module, make_trainer
 
@@ -22,6 +21,7 @@ OPTIMIZERS: dict[str, Any] = {
     "ours": lambda parameters: ls.AdamW(parameters, lr=0.01),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
 }
+SPARSE: dict[str, Any] = {"density": 0.1, "rules": EVERYTHING_SPARSE, "watch": None}
 FROZEN = (2, 3)
 """Batches in which the first layer needs no gradient, of six."""
 
@@ -53,8 +53,7 @@ def fit(package: str, kind: str, by_hand: bool, options: dict[str, Any]) -> tupl
             return step_by_hand(self, loss)
 
     module.__class__ = Thawing
-    strategy = strategy_class(package)(density=0.1, rules=EVERYTHING_SPARSE, watch=None)
-    trainer = make_trainer(package, strategy=strategy, max_epochs=1, **options)
+    trainer = make_trainer(package, strategy=SPARSE, max_epochs=1, **options)
     with warnings.catch_warnings(action="ignore"):
         trainer.fit(module, make_data())
     states = trainer.optimizers[0].state
@@ -92,9 +91,8 @@ def fit_frozen_within(package: str, case: str) -> str:
             return step_by_hand(self, loss)
 
     module.__class__ = Freezing
-    strategy = strategy_class(package)(density=0.1, rules=EVERYTHING_SPARSE, watch=None)
     options = {"accumulate_grad_batches": 3} if case == "accumulated" else {}
-    trainer = make_trainer(package, strategy=strategy, max_epochs=1, **options)
+    trainer = make_trainer(package, strategy=SPARSE, max_epochs=1, **options)
     with warnings.catch_warnings(action="ignore"):
         try:
             trainer.fit(module, make_data())
@@ -124,8 +122,7 @@ def fit_accumulating(package: str, density: float) -> tuple[list[float], list[tu
             counts.append((self.trainer.global_step, self.trainer.strategy.engine.step))
 
     module.__class__ = Thawing
-    strategy = strategy_class(package)(density=density, rules=EVERYTHING_SPARSE, watch=None)
-    trainer = make_trainer(package, strategy=strategy, max_epochs=3, accumulate_grad_batches=3)
+    trainer = make_trainer(package, strategy={**SPARSE, "density": density}, max_epochs=3, accumulate_grad_batches=3)
     with warnings.catch_warnings(action="ignore"):
         trainer.fit(module, make_data())
     return flat(module).tolist(), counts
@@ -150,8 +147,7 @@ def fit_with_rules(package: str, rules: ls.Rules) -> list[bool]:
             seen.append("net.0.weight" in trainer.strategy.engine.parameters)
 
     module.net[0].requires_grad_(False)
-    strategy = strategy_class(package)(density=0.1, rules=rules, watch=None)
-    trainer = make_trainer(package, strategy=strategy, callbacks=[Freeze()], max_epochs=3)
+    trainer = make_trainer(package, strategy={**SPARSE, "rules": rules}, callbacks=[Freeze()], max_epochs=3)
     with warnings.catch_warnings(action="ignore"):
         trainer.fit(module, make_data())
     return seen
@@ -177,7 +173,7 @@ def traffic(package: str, folder: str, searching: bool) -> list[float]:
             found.append(trainer.strategy.engine.totals.sent_bytes)
 
     search = base.callbacks.LearningRateFinder(num_training_steps=20, early_stop_threshold=None, update_attr=False)
-    strategy = strategy_class(package)(sparsifier="top_k", density=0.1, rules=EVERYTHING_SPARSE, watch=None)
+    strategy = {**SPARSE, "sparsifier": "top_k"}
     callbacks = [search, Thaws()] if searching else [Thaws()]
     trainer = make_trainer(package, strategy=strategy, callbacks=callbacks, default_root_dir=folder)
     with warnings.catch_warnings(action="ignore"):

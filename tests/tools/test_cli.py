@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
 import subprocess
 import sys
@@ -27,17 +27,6 @@ EXAMPLE = ROOT / "examples" / "train_digits.py"
 SPARSE = {**dict(ls.sparsifiers.SPARSIFIERS.items()), "adam_correction": ls.sparsifiers.UnionTopK}
 
 
-def example() -> Any:
-    """The example's script as a module."""
-    spec = importlib.util.spec_from_file_location("train_digits", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["train_digits"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def parser() -> Iterator[Any]:
     """The parser of a LightningCLI with the example's classes: making one takes longer than what it parses."""
@@ -48,7 +37,8 @@ def parser() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning 2.6 calls what it deprecates
         patch.setattr(sys, "argv", [str(EXAMPLE)])  # else it warns that pytest was given arguments, too
-        module = example()
+        patch.syspath_prepend(EXAMPLE.parent)
+        module = importlib.import_module("train_digits")
         args = ["--seed_everything=0", "--trainer.accelerator=cpu", "--trainer.logger=false"]
         yield LightningCLI(module.DigitsClassifier, module.Digits, run=False, args=args).parser
 
@@ -63,23 +53,6 @@ def parse(parser: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         # As the script gets them, without the subcommand; no logger, so that nothing is written.
         args = [*configs, "--trainer.accelerator=cpu", "--trainer.logger=false", *overrides]
         return parser.instantiate_classes(parser.parse_args(args)).trainer
-
-    return run
-
-
-@pytest.fixture
-def trainer_of(parser: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Build Trainer, model and data from a command line without running anything."""
-    from pytorch_lightning.cli import LightningCLI
-
-    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
-    monkeypatch.setattr(sys, "argv", [str(EXAMPLE)])
-    module = sys.modules["train_digits"]
-
-    def run(config: str, *overrides: str) -> Any:
-        configs = [f"--config={ROOT / 'configs' / name}.yaml" for name in ("base", *config.split())]
-        args = [*configs, "--trainer.accelerator=cpu", "--trainer.logger=false", *overrides]
-        return LightningCLI(module.DigitsClassifier, module.Digits, run=False, args=args).trainer
 
     return run
 
@@ -105,7 +78,8 @@ def train_each(log: str, names: list[str]) -> None:
     warnings.simplefilter("ignore")
     from pytorch_lightning.cli import LightningCLI
 
-    module = example()
+    sys.path.insert(0, str(EXAMPLE.parent))
+    module = importlib.import_module("train_digits")
     sys.argv = [str(EXAMPLE)]
     for name in names:
         print(name, flush=True)
@@ -136,12 +110,12 @@ def test_every_configuration_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert process.exitcode == 0, log.read_text()[-3000:]
 
 
-def test_the_dense_configuration_is_plain_ddp(trainer_of: Any) -> None:
-    assert type(trainer_of("dense").strategy).__module__ == "pytorch_lightning.strategies.ddp"
+def test_the_dense_configuration_is_plain_ddp(parse: Any) -> None:
+    assert parse("dense").strategy == "ddp"
 
 
-def test_configurations_lie_over_each_other(trainer_of: Any) -> None:
-    trainer = trainer_of("exdyna epochs")
+def test_configurations_lie_over_each_other(parse: Any) -> None:
+    trainer = parse("exdyna epochs")
     assert type(trainer.strategy.config.sparsifier) is ls.sparsifiers.ExDyna
     assert (trainer.max_steps, trainer.max_epochs, trainer.check_val_every_n_epoch) == (-1, 30, 1)
 
@@ -300,7 +274,7 @@ def test_the_optimizer_of_a_configuration_is_that_of_this_package(monkeypatch: p
     assert group["params"] == list(model.parameters())
 
 
-def test_the_sweep_gives_the_example_what_it_takes(trainer_of: Any) -> None:
+def test_the_sweep_gives_the_example_what_it_takes(parse: Any) -> None:
     pytest.importorskip("wandb", reason="W&B is not installed")
     import yaml
 
@@ -313,12 +287,12 @@ def test_the_sweep_gives_the_example_what_it_takes(trainer_of: Any) -> None:
     every = zip(*(islice(cycle(values), 3) for values in parameters.values()), strict=True)
     for values in every:  # each seed and density, and some sparsifiers: parsing takes a second
         given = dict(zip(parameters, values, strict=True))
-        trainer = trainer_of("base", logger, *(f"--{name}={value}" for name, value in given.items()))
+        trainer = parse("base", logger, *(f"--{name}={value}" for name, value in given.items()))
         assert trainer.strategy.config.sparsifier == ls.sparsifiers.SPARSIFIERS.resolve(
             given["trainer.strategy.sparsifier"]
         )
         assert trainer.strategy.config.density(0) == given["trainer.strategy.density"]
-    [made] = trainer.loggers
+    made = trainer.logger
     assert type(made).__name__ == "WandbLogger"
     assert not made._offline
 

@@ -128,13 +128,6 @@ def test_later_files_are_laid_over_earlier_ones(asked: Asked, tmp_path: Path) ->
     assert type(asked.module) is OtherToy
 
 
-def test_modules_of_the_other_package(asked: Asked, tmp_path: Path) -> None:
-    advise_config(written(tmp_path, {"model": {"class_path": "tests.tools.advisor.toys.OtherToy"}}))
-    assert type(asked.module) is OtherToy
-    advise_config(written(tmp_path, {"model": {"width": 7}}), model="tests.tools.advisor.toys.OtherToy")
-    assert type(asked.module) is OtherToy
-
-
 def test_the_optimizer_of_a_configuration(asked: Asked, tmp_path: Path) -> None:
     optimizer = {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.125}}
     model = {"class_path": "tests.tools.advisor.toys.WithoutOptimizer"}
@@ -164,19 +157,6 @@ def test_classes_in_the_folder_of_the_call_and_paths_in_that_of_the_configuratio
     advise_config(Path("../configs/config.yaml"))
     assert Path(asked.module.words.absolute).read_text() == "words"
     assert Path.cwd() == here
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "ddp_spawn_find_unused_parameters_true",
-        {"class_path": "pytorch_lightning.strategies.DDPStrategy", "init_args": {"find_unused_parameters": True}},
-        {"class_path": "lightning_sparse.SparseDDPStrategy", "init_args": {"sparsifier": "top_k"}},
-    ],
-)
-def test_the_strategy_is_passed_on(asked: Asked, tmp_path: Path, strategy: Any) -> None:
-    advise_config(written(tmp_path, {"trainer": {"strategy": strategy}, "model": TOY}))
-    assert asked.trainer["strategy"] == strategy
 
 
 def test_settings_of_strategies() -> None:

@@ -209,7 +209,7 @@ def test_a_configuration_for_each_network(tmp_path: Path) -> None:
         assert path.read_text().startswith(f"# {found.verdict(scenario)}\n")
 
 
-@pytest.mark.parametrize("before", [None, "ddp", "auto", "sparse_ddp", {"class_path": "DDPStrategy"}])
+@pytest.mark.parametrize("before", [None, "ddp", "auto", {"class_path": "DDPStrategy"}])
 def test_where_dense_wins_the_configuration_is_plain_ddp(before: Any) -> None:
     assert strategy_config(advice([predicted("top_k", 1.5)]), given=before) == "ddp"
     assert strategy_config(advice([predicted("bf16", 0.5)]), given=before) == "ddp"  # Lightning has hooks on CUDA only

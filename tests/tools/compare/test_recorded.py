@@ -170,11 +170,6 @@ def test_impossible_plans_are_refused(settings: dict, message: str) -> None:
         recorded.plan(**(GOOD | settings))
 
 
-def test_a_stream_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ValueError, match="Unknown stream 'digit'"):
-        recorded.stream("digit", ranks=2, steps=1)
-
-
 def test_rows_are_measures_of_the_streams_they_name() -> None:
     jobs = recorded.plan(
         streams=["heavy_tail"], ranks=[1, 2], densities=[0.01], methods=["top_k", "micro"], seeds=[0], steps=3

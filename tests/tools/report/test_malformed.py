@@ -151,51 +151,39 @@ WANDB: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "no step": (lambda: [history(loss="1", _step="NaN")], "but row 1 of the history has nan."),
 }
+PIECES: dict[str, Callable[[bytes], Any]] = {
+    "an end without a beginning": lambda record: [(4, record)],
+    "a middle without a beginning": lambda record: [(3, record), (1, record)],
+    "a beginning without an end": lambda record: [(2, record[:3]), (1, record)],
+    "a piece of no kind": lambda record: [(1, record), (0, b"")],
+}
 
 
-@pytest.mark.parametrize("case", WANDB)
+@pytest.mark.parametrize("case", [*WANDB, *PIECES])
 def test_a_malformed_file_of_wandb_is_one_line(tmp_path: Path, case: str) -> None:
     pytest.importorskip("wandb", reason="W&B is not installed")
-    records, expected = WANDB[case]
-    check(tmp_path, write_wandb(tmp_path / "bad", records()), expected)
+    whole = (lambda: [history(loss="1")]), "Expected {file} to be whole, but it is broken after "
+    records, expected = WANDB.get(case, whole)
+    check(tmp_path, write_wandb(tmp_path / "bad", records(), PIECES.get(case)), expected)
 
 
-@pytest.mark.parametrize(
-    "pieces",
-    [
-        lambda record: [(4, record)],  # an end without a beginning
-        lambda record: [(3, record), (1, record)],
-        lambda record: [(2, record[:3]), (1, record)],  # a beginning without an end
-        lambda record: [(1, record), (0, b"")],  # of no kind
-    ],
-)
-def test_pieces_of_a_wandb_file_that_do_not_fit_are_one_line(tmp_path: Path, pieces: Any) -> None:
-    pytest.importorskip("wandb", reason="W&B is not installed")
-    file = write_wandb(tmp_path / "bad", [history(loss="1")], pieces)
-    check(tmp_path, file, "Expected {file} to be whole, but it is broken after ")
-
-
-EVENTS: dict[str, tuple[Callable[[], Any], str]] = {
+EVENTS: dict[str, tuple[Callable[[], Any], int | None, str]] = {
     "records that are no protobuf": (
         lambda: [event(0), b"\xff" * 50],
+        None,
         "but what follows byte 40 is none: DecodeError.",
     ),
-    "negative steps": (lambda: [event(-3)], "Expected steps from 0 on in {file}, but loss has -3."),
-    "steps beyond counting": (lambda: [event(2**62)], "but loss has 4.61169e+18."),
+    "negative steps": (lambda: [event(-3)], None, "Expected steps from 0 on in {file}, but loss has -3."),
+    "steps beyond counting": (lambda: [event(2**62)], None, "but loss has 4.61169e+18."),
+    "four exabytes": (lambda: [event(0), event(1)], 2**62, "but what follows byte 40 is none: "),
 }
 
 
 @pytest.mark.parametrize("case", EVENTS)
 def test_malformed_events_are_one_line(tmp_path: Path, case: str) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
-    records, expected = EVENTS[case]
-    check(tmp_path, write_events(tmp_path / "bad", records()), expected)
-
-
-def test_events_of_four_exabytes_are_one_line(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
-    file = write_events(tmp_path / "bad", [event(0), event(1)], length=2**62)
-    check(tmp_path, file, "but what follows byte 40 is none: ")
+    records, length, expected = EVENTS[case]
+    check(tmp_path, write_events(tmp_path / "bad", records(), length), expected)
 
 
 def test_what_is_no_file_is_no_run(tmp_path: Path) -> None:

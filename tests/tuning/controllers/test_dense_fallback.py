@@ -233,41 +233,51 @@ def with_naps(sparsifier: Any, dense_nap: float) -> tuple[list[str], list[bool],
     return modes, direct, seconds, flat(model)
 
 
-def test_a_slow_sparsifier_ends_dense(two_ranks: Ranks) -> None:
-    first, second = two_ranks(with_naps, Slow(), 0.0)
+@pytest.mark.parametrize(("slow", "wins"), [("sparse", "dense"), ("dense", "sparse")])
+def test_what_is_slow_by_the_real_clock_is_left(two_ranks: Ranks, slow: str, wins: str) -> None:
+    first, second = two_ranks(with_naps, *((Slow(), 0.0) if slow == "sparse" else ("top_k", NAP)))
     assert first[0] == second[0]
     assert first[2] == second[2]
     assert torch.equal(first[3], second[3])
     modes, direct, seconds, _ = first
-    assert modes[-5:] == ["dense"] * 5
-    assert direct[-4:] == [True] * 4
+    assert modes[-5:] == [wins] * 5
+    assert "dense" in modes and any(direct)
+    assert direct[-4:] == [wins == "dense"] * 4
     assert not any(now for now, mode in zip(direct, modes, strict=True) if mode == "sparse")
-    assert seconds["sparse"] > max(NAP, seconds["dense"])
+    assert seconds[slow] > max(NAP, seconds[wins])
 
 
-def test_a_slow_dense_network_ends_sparse(two_ranks: Ranks) -> None:
-    first, second = two_ranks(with_naps, "top_k", NAP)
-    assert first[0] == second[0]
-    assert torch.equal(first[3], second[3])
-    modes, direct, seconds, _ = first
-    assert "dense" in modes
-    assert any(direct)
-    assert modes[-5:] == ["sparse"] * 5
-    assert not any(direct[-5:])
-    assert seconds["dense"] > max(NAP, seconds["sparse"])
+@contextmanager
+def rigged_training(
+    options: dict[str, Any],
+    rigged: tuple[float, float] = (2.0, 1.0),
+    ddp: dict[str, Any] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Iterator[tuple[Rigged, Any, Any]]:
+    """The clock, the model and its engine."""
+    clock = Rigged(*rigged)
+    with shortened(clock):
+        model, engine = wrapped({"density": 0.05, **options, "fallback": True}, ddp, dtype)
+        clock.watch(engine)
+        yield clock, model, engine
+        engine.close()
+
+
+def backward(model: Any, batch: Tensor) -> None:
+    model.zero_grad()
+    model(batch).square().mean().backward()
+
+
+LAYERS = {"sparsifier": "top_k", "grouping": "layer"}
 
 
 def balance(options: dict[str, Any], rigged: tuple[float, float]) -> list[tuple[str, bool, Tensor, Tensor]]:
     """After each step: mode, whether direct, all residuals, and what was given without being applied."""
-    clock = Rigged(*rigged)
-    with shortened(clock):
-        model, engine = wrapped({**options, "fallback": True}, dtype=torch.float64)
-        clock.watch(engine)
+    with rigged_training(options, rigged, dtype=torch.float64) as (clock, model, engine):
         books, seen = Balance(model), []
         for batch in batches(26, torch.float64):
             books.step(batch)
             seen.append((clock.fallback.mode, engine._direct, residuals(model, engine), books.missing.clone()))
-        engine.close()
     return seen
 
 
@@ -394,11 +404,8 @@ def test_unused_parameters_are_treated_as_by_plain_ddp(two_ranks: Ranks) -> None
 
 def unused_while_dense(cap: float) -> list[tuple[str, bool, Tensor, Tensor, Tensor]]:
     """The left branch is used before the first dense step, and again in sparse ones at the end."""
-    clock = Rigged(2.0, 1.0)
-    with shortened(clock):
-        options = {"sparsifier": "top_k", "density": 0.05, "grouping": "layer", "fallback": True}
-        model, engine = wrapped(options, {"find_unused_parameters": True, "bucket_cap_mb": cap}, torch.float64)
-        clock.watch(engine)
+    ddp = {"find_unused_parameters": True, "bucket_cap_mb": cap}
+    with rigged_training(LAYERS, ddp=ddp, dtype=torch.float64) as (clock, model, engine):
         books, seen = Balance(model), []
         for number, batch in enumerate(batches(62, torch.float64)):
             if number == 30:
@@ -408,7 +415,6 @@ def unused_while_dense(cap: float) -> list[tuple[str, bool, Tensor, Tensor, Tens
             assert left is not None
             held = residuals(model, engine)
             seen.append((clock.fallback.mode, engine._direct, left.clone(), held, books.missing.clone()))
-        engine.close()
     return seen
 
 
@@ -429,11 +435,7 @@ def test_the_residual_of_an_unused_parameter_waits(two_ranks: Ranks, cap: float,
 
 def poisoned() -> list[tuple[str, bool, bool, Tensor, Tensor]]:
     """In the first dense step, a number is bad on rank 1."""
-    clock = Rigged(2.0, 1.0)
-    with shortened(clock):
-        options = {"sparsifier": "top_k", "density": 0.05, "grouping": "layer", "fallback": True}
-        model, engine = wrapped(options, dtype=torch.float64)
-        clock.watch(engine)
+    with rigged_training(LAYERS, dtype=torch.float64) as (clock, model, engine):
         books, seen = Balance(model), []
         turn = SHORT["WARMUP"] + SHORT["STEPS"]
         for number, batch in enumerate(batches(11, torch.float64)):
@@ -442,7 +444,6 @@ def poisoned() -> list[tuple[str, bool, bool, Tensor, Tensor]]:
             books.step(batch)
             bad = bool(grads(model).isnan().all())
             seen.append((clock.fallback.mode, engine._direct, bad, residuals(model, engine), books.missing.clone()))
-        engine.close()
     return seen
 
 
@@ -481,19 +482,13 @@ def train_steadily(options: dict[str, Any]) -> Tensor:
 
 def changing() -> tuple[list[str], dict[str, float]]:
     """Dense is faster at first; after 30 steps, both take longer, and sparse is faster."""
-    clock = Rigged(2.0, 1.0)
-    with shortened(clock):
-        options = {"sparsifier": "top_k", "density": 0.05, "fallback": True}
-        model, engine = wrapped(options)
-        clock.watch(engine)
+    with rigged_training({"sparsifier": "top_k"}) as (clock, model, _):
         modes = []
         for number, batch in enumerate(batches(64)):
             if number == 30:
                 clock.seconds = {"sparse": 3.0, "dense": 4.0}
-            model.zero_grad()
-            model(batch).square().mean().backward()
+            backward(model, batch)
             modes.append(clock.fallback.mode)
-        engine.close()
     return modes, clock.fallback.seconds
 
 
@@ -506,16 +501,11 @@ def test_ranks_compare_again_together(two_ranks: Ranks) -> None:
 
 
 def summaries() -> list[tuple[bool, dict[str, float], dict[str, Any]]]:
-    clock = Rigged(2.0, 1.0)
-    with shortened(clock):
-        model, engine = wrapped({"sparsifier": "top_k", "density": 0.05, "grouping": "layer", "fallback": True})
-        clock.watch(engine)
+    with rigged_training(LAYERS) as (_, model, engine):
         seen = []
         for batch in batches(11):
-            model.zero_grad()
-            model(batch).square().mean().backward()
+            backward(model, batch)
             seen.append((engine._direct, engine.summary(), engine.group_summaries()))
-        engine.close()
     return seen
 
 
@@ -535,19 +525,15 @@ def test_summaries_say_when_ddp_was_left_alone(two_ranks: Ranks) -> None:
 
 
 def merged(rigged: tuple[float, float]) -> tuple[list[list[str]], list[str]]:
-    clock = Rigged(*rigged)
-    with shortened(clock) as patch:
+    options = {"grouping": ls.tuning.OptimalMerge(warmup=1, steps=2)}
+    with pytest.MonkeyPatch.context() as patch:
         fix_costs(patch, Line(1e-9, 1.0))  # what is ready first travels at once
-        options = {"density": 0.05, "grouping": ls.tuning.OptimalMerge(warmup=1, steps=2), "fallback": True}
-        model, engine = wrapped(options)
-        clock.watch(engine)
-        plans, modes = [], []
-        for batch in batches(28):
-            model.zero_grad()
-            model(batch).square().mean().backward()
-            plans.append([group.name for group in engine.plan])
-            modes.append(clock.fallback.mode)
-        engine.close()
+        with rigged_training(options, rigged) as (clock, model, engine):
+            plans, modes = [], []
+            for batch in batches(28):
+                backward(model, batch)
+                plans.append([group.name for group in engine.plan])
+                modes.append(clock.fallback.mode)
     return plans, modes
 
 
@@ -598,15 +584,3 @@ def test_a_checkpoint_of_dense_steps_is_resumed_strictly(two_ranks: Ranks, tmp_p
         assert first[-1] == "dense"
         assert again[0] == "sparse" and again[-1] == "dense"
         assert equal
-
-
-@pytest.mark.parametrize("fallback", ["sparse", "dense", 1, None])
-def test_an_unknown_fallback_is_refused(tmp_path: Any, fallback: Any) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        with pytest.raises(ValueError, match="Expected fallback to be True or False, but got"):
-            wrapped({"fallback": fallback})
-    finally:
-        dist.destroy_process_group()
-    with pytest.raises(ValueError, match="Expected fallback to be True or False, but got"):
-        ls.SparseDDPStrategy(fallback=fallback)

@@ -34,6 +34,7 @@ APART = Line(1e-9, 1.0)
 """A price for each coordinate that dwarfs backward: the first layer to be ready starts alone, at once."""
 SOON = {"warmup": 1, "steps": 2}
 """The groups change in the fourth step."""
+OPTIONS = {"density": 0.05, "grouping": ls.tuning.OptimalMerge(**SOON), "executor": "thread"}
 
 
 def planner_of(engine: Any) -> Planner:
@@ -166,13 +167,7 @@ def shortened_collectives(options: dict[str, Any], fixed: Line) -> tuple[str, in
 
 
 def test_what_is_measured_without_help_is_a_profile(two_ranks: Ranks) -> None:
-    options = {
-        "sparsifier": "exdyna",
-        "density": 0.05,
-        "grouping": ls.tuning.OptimalMerge(**SOON),
-        "executor": "thread",
-    }
-    first, second = two_ranks(train, options, None, None)
+    first, second = two_ranks(train, OPTIONS | {"sparsifier": "exdyna"}, None, None)
     assert first["saved"] == second["saved"]
     profile = Profile.from_dict(first["saved"])
     assert [cost.density for cost in profile.costs] == [0.05]
@@ -245,13 +240,7 @@ def balance(options: dict[str, Any]) -> tuple[int, list[tuple[Tensor, Tensor]]]:
     by_default(product(["thread", "inline"], ["union_top_k", "exdyna", "top_k", "sidco_e"]), 2),
 )
 def test_no_residual_is_lost_when_the_plan_comes(two_ranks: Ranks, executor: str, sparsifier: str) -> None:
-    options = {
-        "sparsifier": sparsifier,
-        "density": 0.05,
-        "grouping": ls.tuning.OptimalMerge(**SOON),
-        "executor": executor,
-    }
-    for groups, seen in two_ranks(balance, options):
+    for groups, seen in two_ranks(balance, OPTIONS | {"sparsifier": sparsifier, "executor": executor}):
         assert groups > 1 or executor == "inline"
         for held, missing in seen:
             assert held.count_nonzero() > 0
@@ -275,16 +264,15 @@ def attached(options: dict[str, Any], profile: Any, extra: bool, cap: float, sai
 
 
 def test_a_saved_profile_is_used_at_once(two_ranks: Ranks) -> None:
-    options = {"density": 0.05, "grouping": ls.tuning.OptimalMerge(**SOON), "executor": "thread"}
-    trained = two_ranks(train, options)[0]
+    trained = two_ranks(train, OPTIONS)[0]
     saved, plan = trained["saved"], trained["plans"][-1]
     for ranks in ((0, 1), (0,)):  # what rank 0 knows is enough
-        for found, timed, profile in two_ranks(attached, options, saved, False, 0.001, ranks):
+        for found, timed, profile in two_ranks(attached, OPTIONS, saved, False, 0.001, ranks):
             assert found == plan
             assert not timed
             assert profile == saved
     # Other buckets of DDP hand over layers otherwise; the measurements hold.
-    for found, timed, profile in two_ranks(attached, options, saved, False, 25, (0, 1)):
+    for found, timed, profile in two_ranks(attached, OPTIONS, saved, False, 25, (0, 1)):
         assert not timed
         assert {**profile, "bucket_numels": saved["bucket_numels"], "messages": saved["messages"]} == saved
         assert (saved["messages"], profile["messages"]) == ("group", "step")  # nothing is left to begin early
@@ -292,7 +280,7 @@ def test_a_saved_profile_is_used_at_once(two_ranks: Ranks) -> None:
         assert [group.name for group in found] == ["head..trunk"]
     # Another grouping and another density in time need nothing else than the same profile.
     for found, timed, _ in two_ranks(
-        attached, options | {"grouping": ls.tuning.OptimalMerge("published")}, saved, False, 25, (0,)
+        attached, OPTIONS | {"grouping": ls.tuning.OptimalMerge("published")}, saved, False, 25, (0,)
     ):
         assert not timed
         assert [p.name for group in found for p in group.parameters] == [p.name for g in plan for p in g.parameters]
@@ -313,9 +301,8 @@ def test_a_saved_profile_is_used_at_once(two_ranks: Ranks) -> None:
 def test_another_profile_is_not_used(
     two_ranks: Ranks, change: dict[str, Any], extra: bool, said_by: tuple[int, ...]
 ) -> None:
-    options = {"density": 0.05, "grouping": ls.tuning.OptimalMerge(**SOON), "executor": "thread"}
     saved = known_profile(two_ranks)
-    for found, timed, profile in two_ranks(attached, options | change, saved, extra, 0.001, said_by):
+    for found, timed, profile in two_ranks(attached, OPTIONS | change, saved, extra, 0.001, said_by):
         assert [group.name for group in found] == ["model"]
         assert timed
         assert profile is None
@@ -326,14 +313,12 @@ KNOWN: list[dict[str, Any]] = []
 
 def known_profile(two_ranks: Ranks) -> dict[str, Any]:
     if not KNOWN:
-        options = {"density": 0.05, "grouping": ls.tuning.OptimalMerge(**SOON), "executor": "thread"}
-        KNOWN.append(two_ranks(train, options)[0]["saved"])
+        KNOWN.append(two_ranks(train, OPTIONS)[0]["saved"])
     return KNOWN[0]
 
 
 def test_a_profile_of_more_ranks_is_not_used(three_ranks: Ranks, two_ranks: Ranks) -> None:
-    options = {"density": 0.05, "grouping": ls.tuning.OptimalMerge(**SOON), "executor": "thread"}
-    for found, timed, _ in three_ranks(attached, options, known_profile(two_ranks), False, 0.001, (0, 1, 2)):
+    for found, timed, _ in three_ranks(attached, OPTIONS, known_profile(two_ranks), False, 0.001, (0, 1, 2)):
         assert [group.name for group in found] == ["model"]
         assert timed
 
@@ -351,16 +336,15 @@ def refused(options: dict[str, Any], profile: Any = None, renamed: bool = False)
 
 
 def test_profiles_and_models_that_do_not_fit_are_refused_on_all_ranks(two_ranks: Ranks) -> None:
-    options = {"density": 0.05, "grouping": ls.tuning.OptimalMerge(**SOON), "executor": "thread"}
     saved = known_profile(two_ranks)
     layers = [
         [name, [p.replace("trunk", "stem") for p in parameters], *rest] for name, parameters, *rest in saved["layers"]
     ]
-    for told in two_ranks(refused, options, saved | {"layers": layers}):
+    for told in two_ranks(refused, OPTIONS, saved | {"layers": layers}):
         assert told.startswith("ValueError: The profile does not know the parameters trunk.")
-    for told in two_ranks(refused, options, {key: saved[key] for key in saved if key != "costs"}):
+    for told in two_ranks(refused, OPTIONS, {key: saved[key] for key in saved if key != "costs"}):
         assert told.startswith("ValueError: Expected a profile as Profile.as_dict() gives it, but: KeyError('costs')")
-    for told in two_ranks(refused, options, None, True):
+    for told in two_ranks(refused, OPTIONS, None, True):
         assert told.startswith("RuntimeError: The ranks disagree: rank(s) [1] have other settings or other parameters")
 
 
@@ -608,13 +592,9 @@ def test_a_thread_needs_a_processor(two_ranks: Ranks, executor: str, processors:
     assert two_ranks(beside, executor, processors) == [expected] * 2
 
 
-def test_one_rank_plans_for_itself(tmp_path: Any) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        settings = {"density": 0.05, "grouping": ls.tuning.OptimalMerge(**SOON), "single_device": "sparse"}
-        seen = train(settings, None, None)
-    finally:
-        dist.destroy_process_group()
+def test_one_rank_plans_for_itself(one_rank: None) -> None:
+    settings = {"density": 0.05, "grouping": ls.tuning.OptimalMerge(**SOON), "single_device": "sparse"}
+    seen = train(settings, None, None)
     profile = Profile.from_dict(seen["saved"])
     assert profile.network.ranks == 1
     # Nothing is sent, so that one group is best; beside other work, times that were measured may say two.

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import gc
 import math
-import sys
-import tempfile
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
@@ -69,8 +67,7 @@ class Training:
 
     def run(self, steps: int, gradients: Callable[[int], Gradients]) -> list[str]:
         """The warnings of some steps."""
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as seen:
             for _ in range(steps):
                 self.model.zero_grad()
                 self.model(gradients(self.done)).backward()
@@ -87,13 +84,39 @@ def one_warning(results: Sequence[list[str]]) -> str:
     return results[0][0]
 
 
-def drifting(executor: str, every: int, dtype: torch.dtype) -> list[str]:
-    training = Training(dtype=dtype, executor=executor, watch=ls.Watch(every=every))
+def watched(options: dict[str, Any], *stretches: tuple[int, Any]) -> list[str]:
+    """The warnings of a training that is looked at at every fifth step: numbers of steps, and scales of their noise."""
+    training = Training(**{"watch": ls.Watch(every=5), **options})
+    seen = [text for steps, scale in stretches for text in training.run(steps, noise(scale))]
+    training.engine.close()
+    return seen
+
+
+def negate(training: Training) -> None:
+    """Of the parameters of rank 1, a coordinate of b grows by 0.25 and c changes its sign."""
+    training.parameter("b")[3, 4] = training.parameter("b")[3, 4] + 0.25
+    training.parameter("c").neg_()
+
+
+def permute(training: Training) -> None:
+    """Nothing that a sum would show."""
+    a, c = training.parameter("a"), training.parameter("c")
+    a.copy_(a.roll(1, 0))
+    c.mul_(1 - 2 * (torch.arange(c.shape[1]) % 2))
+
+
+def shift(training: Training) -> None:
+    training.parameter("a")[0, 0] += 1
+
+
+def drifting(
+    change: Callable[[Training], None], rank: int, every: int, options: dict[str, Any], before: int = 1
+) -> list[str]:
+    training = Training(watch=ls.Watch(every=every), **options)
     gradients = noise()
-    seen = training.run(1, gradients)
-    if dist.get_rank() == 1:
-        training.parameter("b")[3, 4] = training.parameter("b")[3, 4] + 0.25
-        training.parameter("c").neg_()
+    seen = training.run(before, gradients)
+    if dist.get_rank() == rank:
+        change(training)
     seen += training.run(2 * every + 1, gradients)
     training.engine.close()
     return seen
@@ -105,47 +128,33 @@ def drifting(executor: str, every: int, dtype: torch.dtype) -> list[str]:
 def test_ranks_that_drift_apart_are_noticed_at_the_second_step(
     two_ranks: Ranks, executor: str, dtype: torch.dtype
 ) -> None:
-    message = one_warning(two_ranks(drifting, executor, 7, dtype))
+    message = one_warning(two_ranks(drifting, negate, 1, 7, {"executor": executor, "dtype": dtype}))
     assert "at step 1: 2 of 3 parameters" in message
     assert "first is 'b', by up to 0.25; rank(s) [1] differ" in message
 
 
-def drifting_of_three() -> list[str]:
-    training = Training(watch=ls.Watch(every=3))
-    gradients = noise()
-    seen = training.run(3, gradients)
-    if dist.get_rank() == 0:
-        training.parameter("a")[0, 0] += 1
-    seen += training.run(8, gradients)
-    training.engine.close()
-    return seen
-
-
 def test_all_ranks_that_differ_from_the_first_are_named(three_ranks: Ranks) -> None:
-    message = one_warning(three_ranks(drifting_of_three))
+    message = one_warning(three_ranks(drifting, shift, 0, 3, {}, 3))
     assert "at step 3: 1 of 3 parameters" in message
     assert "first is 'a', by up to 1; rank(s) [1, 2] differ" in message
 
 
-def growing(executor: str, factor: float, grouping: str) -> list[str]:
+def growing(executor: str, factor: float) -> list[str]:
     # At density 0.1 the reference is taken at the first check after 30 steps.
-    training = Training(executor=executor, grouping=grouping, watch=ls.Watch(every=5, growth=5.0))
-    seen = training.run(40, noise())
-    seen += training.run(25, noise({"a": 1.0, "b": factor, "c": 1.0}))
-    training.engine.close()
-    return seen
+    options = {"executor": executor, "grouping": "layer", "watch": ls.Watch(every=5, growth=5.0)}
+    return watched(options, (40, 1.0), (25, {"a": 1.0, "b": factor, "c": 1.0}))
 
 
 @pytest.mark.parametrize("executor", by_default(["thread", "inline"]))
 def test_a_residual_that_grows_is_noticed(two_ranks: Ranks, executor: str) -> None:
-    message = one_warning(two_ranks(growing, executor, 100.0, "layer"))
+    message = one_warning(two_ranks(growing, executor, 100.0))
     assert "the residual of group 'b' has the norm" in message
     assert "and had" in message
     assert "at step 35, at the same density 0.1" in message
 
 
 def test_a_residual_that_grows_a_little_is_left_alone(two_ranks: Ranks) -> None:
-    assert two_ranks(growing, "inline", 3.0, "layer") == [[], []]
+    assert two_ranks(growing, "inline", 3.0) == [[], []]
 
 
 def filling(density: Any, stretches: tuple[int, ...]) -> tuple[list[str], list[float]]:
@@ -172,20 +181,13 @@ def test_a_residual_may_fill(two_ranks: Ranks, density: Any, stretches: tuple[in
         assert norms[1] > 2 * norms[0]  # far more than the factor that is allowed later
 
 
-def starving(options: dict[str, Any], scale: dict[str, float]) -> list[str]:
-    training = Training(**options)
-    seen = training.run(35, noise(scale))
-    training.engine.close()
-    return seen
-
-
 @pytest.mark.parametrize(
     ("sparsifier", "executor"), covering(in_turns(["top_k", "union_top_k"], ["inline", "thread"]), together=1)
 )
 def test_a_parameter_that_gets_nothing_is_noticed(two_ranks: Ranks, sparsifier: str, executor: str) -> None:
-    options = {"sparsifier": sparsifier, "executor": executor, "watch": ls.Watch(every=5)}
+    options = {"sparsifier": sparsifier, "executor": executor}
     # c is zero throughout: nothing is withheld from it.
-    message = one_warning(two_ranks(starving, options, {"a": 1.0, "b": 1e-9, "c": 0.0}))
+    message = one_warning(two_ranks(watched, options, (35, {"a": 1.0, "b": 1e-9, "c": 0.0})))
     # Seen at steps 1, 5, ..., 30; from the second check on, 60 of 600 coordinates are expected at each.
     assert "at step 25: gradients arrive at 'b' (about 300 expected), but no coordinate was sent at the latest 5" in (
         message
@@ -195,11 +197,12 @@ def test_a_parameter_that_gets_nothing_is_noticed(two_ranks: Ranks, sparsifier: 
 
 
 def test_a_parameter_whose_turn_comes_late_is_left_alone(two_ranks: Ranks) -> None:
-    watch = ls.Watch(every=5)
-    lean = {"a": 1.0, "b": 0.05, "c": 1.0}
-    assert two_ranks(starving, {"watch": watch, "grouping": "layer"}, {**lean, "b": 1e-9}) == [[], []]
-    assert two_ranks(starving, {"watch": watch, "rules": ls.Rules(dense=["b"])}, {**lean, "b": 1e-9}) == [[], []]
-    assert two_ranks(starving, {"watch": ls.Watch(every=5, missed=100_000)}, {**lean, "b": 1e-9}) == [[], []]
+    for options in (
+        {"grouping": "layer"},
+        {"rules": ls.Rules(dense=["b"])},
+        {"watch": ls.Watch(every=5, missed=100_000)},
+    ):
+        assert two_ranks(watched, options, (35, {"a": 1.0, "b": 1e-9, "c": 1.0})) == [[], []]
 
 
 def alternating() -> tuple[list[str], float]:
@@ -220,13 +223,8 @@ def test_a_parameter_that_is_not_used_is_no_starving_one(two_ranks: Ranks) -> No
         assert waiting > 0
 
 
-def selecting(
-    sparsifier: ls.sparsifiers.Sparsifier, executor: str, scale: float, memory: ls.memories.Memory | None = None
-) -> list[str]:
-    training = Training(sparsifier=sparsifier, executor=executor, memory=memory, watch=ls.Watch(every=5))
-    seen = training.run(30, noise(scale))
-    training.engine.close()
-    return seen
+def selecting(sparsifier: ls.sparsifiers.Sparsifier, executor: str, scale: float, memory: Any = None) -> list[str]:
+    return watched({"sparsifier": sparsifier, "executor": executor, "memory": memory}, (30, scale))
 
 
 @pytest.mark.parametrize("executor", by_default(["thread", "inline"]))
@@ -316,7 +314,7 @@ def test_what_was_seen_of_groups_goes_with_them(two_ranks: Ranks) -> None:
     assert "nothing was selected" in one_warning(two_ranks(regrouping, None))
 
 
-def test_groups_that_are_replaced_are_let_go(alone: None) -> None:
+def test_groups_that_are_replaced_are_let_go(one_rank: None) -> None:
     training = Training(watch=ls.Watch(every=2))
     gradients = noise()
     training.run(5, gradients)
@@ -352,8 +350,7 @@ def messages_of_looks() -> list[list[tuple[str, int]]]:
             training.parameter("a")[0, 0] += 1
         counted: Any = Counted(comm)
         engine.comm = counted
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             dog.before_step(engine)
         engine.comm = comm
         calls.append(counted.calls)
@@ -371,38 +368,24 @@ def test_a_look_is_one_message(two_ranks: Ranks) -> None:
 
 
 def healthy(sparsifier: str, executor: str, steps: int) -> list[str]:
-    scale = 1.0
-    chosen: Any = sparsifier
+    scale, chosen = 1.0, {"sparsifier": sparsifier}
     if sparsifier == "hard_threshold":
         # It holds a density only where its threshold happens to fit: 0.1 is reached about every 100 steps.
-        scale = 0.1 / 9
-        chosen = ls.sparsifiers.HardThreshold(0.1)
-    training = Training(sparsifier=chosen, executor=executor, density=0.01, watch=ls.Watch(every=10))
-    seen = training.run(steps, noise(scale))
-    training.engine.close()
-    return seen
+        scale, chosen = 0.1 / 9, {"sparsifier": ls.sparsifiers.HardThreshold(0.1)}
+    return watched({**chosen, "executor": executor, "density": 0.01, "watch": ls.Watch(every=10)}, (steps, scale))
 
 
-@pytest.mark.parametrize(
-    ("sparsifier", "steps"),
-    by_default(
-        [
-            ("union_top_k", 60),
-            *((s, 100) for s in QUICK),
-            *(pytest.param(s, 200, marks=pytest.mark.thorough) for s in SPARSIFIERS),
-        ]
-    ),
-)
-def test_nothing_is_wrong_with_random_gradients(two_ranks: Ranks, sparsifier: str, steps: int) -> None:
-    assert two_ranks(healthy, sparsifier, "inline", steps) == [[], []]
+HEALTHY: list[Any] = [("union_top_k", 60, "inline"), *((s, 100, "inline") for s in QUICK)]
+HEALTHY += [pytest.param(s, 200, "inline", marks=pytest.mark.thorough) for s in SPARSIFIERS]
+ON_A_THREAD: list[Any] = [
+    ("union_top_k", 40, "thread"),
+    *((s, 100, "thread") for s in ("union_top_k", "ok_top_k", "redsync")),
+]
 
 
-@pytest.mark.parametrize(
-    ("sparsifier", "steps"),
-    by_default([("union_top_k", 40), ("union_top_k", 100), ("ok_top_k", 100), ("redsync", 100)]),
-)
-def test_nothing_is_wrong_on_a_thread(two_ranks: Ranks, sparsifier: str, steps: int) -> None:
-    assert two_ranks(healthy, sparsifier, "thread", steps) == [[], []]
+@pytest.mark.parametrize(("sparsifier", "steps", "executor"), [*by_default(HEALTHY), *by_default(ON_A_THREAD)])
+def test_nothing_is_wrong_with_random_gradients(two_ranks: Ranks, sparsifier: str, steps: int, executor: str) -> None:
+    assert two_ranks(healthy, sparsifier, executor, steps) == [[], []]
 
 
 def differing() -> None:
@@ -415,28 +398,16 @@ def test_ranks_with_other_settings_are_told(two_ranks: Ranks) -> None:
     assert str(raised.value).count("RuntimeError: The ranks disagree") == 2
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """One rank."""
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        yield
-        dist.destroy_process_group()
-
-
-def test_one_rank_is_watched_too(alone: None) -> None:
+def test_one_rank_is_watched_too(one_rank: None) -> None:
     assert "nothing was selected" in one_warning([selecting(ls.sparsifiers.HardThreshold(1e9), "auto", 1.0)])
 
 
-def test_memories_without_a_residual_are_watched_as_far_as_that_goes(alone: None) -> None:
-    training = Training(
-        memory=ls.memories.NoMemory(), sparsifier=ls.sparsifiers.HardThreshold(1e-3), watch=ls.Watch(every=5)
-    )
-    assert "selected by a single rank" in one_warning([training.run(30, noise())])
-    training.engine.close()
+def test_memories_without_a_residual_are_watched_as_far_as_that_goes(one_rank: None) -> None:
+    message = one_warning([selecting(ls.sparsifiers.HardThreshold(1e-3), "auto", 1.0, ls.memories.NoMemory())])
+    assert "selected by a single rank" in message
 
 
-def test_what_was_sent_in_full_is_not_judged(alone: None) -> None:
+def test_what_was_sent_in_full_is_not_judged(one_rank: None) -> None:
     training = Training(watch=ls.Watch(every=1))
     gradients = noise()
     for _ in range(6):
@@ -448,7 +419,7 @@ def test_what_was_sent_in_full_is_not_judged(alone: None) -> None:
 
 
 @pytest.mark.parametrize("shown", [True, False])
-def test_a_parameter_without_an_optimizer_is_noticed(alone: None, shown: bool) -> None:
+def test_a_parameter_without_an_optimizer_is_noticed(one_rank: None, shown: bool) -> None:
     training = Training(watch=ls.Watch(every=3))
     optimizer = torch.optim.SGD([training.model.module.get_parameter(name) for name in "ac"], lr=0.0)
     if shown:
@@ -463,7 +434,7 @@ def test_a_parameter_without_an_optimizer_is_noticed(alone: None, shown: bool) -
 
 
 @pytest.mark.parametrize("why", ["steps late", "found by the engine", "not in the graph"])
-def test_parameters_that_an_optimizer_will_step_or_nobody_uses_are_not_told_of(alone: None, why: str) -> None:
+def test_parameters_that_an_optimizer_will_step_or_nobody_uses_are_not_told_of(one_rank: None, why: str) -> None:
     ddp = {"find_unused_parameters": True}
     training = Training(ddp, sparsifier="union_top_k", watch=ls.Watch(every=3))
     a, b, c = (training.model.module.get_parameter(name) for name in "abc")
@@ -481,7 +452,7 @@ def test_parameters_that_an_optimizer_will_step_or_nobody_uses_are_not_told_of(a
     assert not [text for text in told if "no optimizer holds" in text]
 
 
-def test_none_looks_at_nothing(alone: None) -> None:
+def test_none_looks_at_nothing(one_rank: None) -> None:
     training = Training(sparsifier=ls.sparsifiers.HardThreshold(1e9), watch=None)
     assert not any(isinstance(observer, Watchdog) for observer in training.engine.observers)
     assert training.run(30, noise()) == []
@@ -522,41 +493,26 @@ def test_settings_that_cannot_work_are_refused(setting: dict[str, Any], expected
         ls.Watch(**setting)
 
 
-@pytest.mark.parametrize("watch", [True, 100, "daily"])
-def test_what_is_no_watch_is_refused(watch: Any) -> None:
-    with pytest.raises(ValueError, match=r"Expected watch to be a Watch such as .*, or None, but got"):
-        ls.SparseDDPStrategy(watch=watch)
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         ([], ls.Watch()),
-        (["--trainer.strategy.watch.every=7"], ls.Watch(every=7)),
-        (["--trainer.strategy.watch={growth: 3.0, skips: 5}"], ls.Watch(growth=3.0, skips=5)),
-        (["--trainer.strategy.watch=null"], None),
+        (["--watch.every=7"], ls.Watch(every=7)),
+        (["--watch={growth: 3.0, skips: 5}"], ls.Watch(growth=3.0, skips=5)),
+        (["--watch.adam=false"], ls.Watch(adam=False)),
+        (["--watch=null"], None),
     ],
     ids=repr,
 )
 def test_configurations_can_say_it(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str], expected: ls.Watch | None
 ) -> None:
-    pytest.importorskip("jsonargparse", reason="jsonargparse is not installed")
-    from pytorch_lightning.cli import LightningCLI
-    from pytorch_lightning.demos.boring_classes import BoringModel
-
-    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning 2.6 calls what it deprecates
-    monkeypatch.setattr(sys, "argv", ["fit.py"])
-    given = {
-        "trainer.strategy": "lightning_sparse.integrations.pytorch_lightning.SparseDDPStrategy",
-        "trainer.strategy.density": "0.02",
-        "trainer.accelerator": "cpu",
-        "trainer.logger": "false",
-        "seed_everything": "false",
-    }
-    given_arguments = [f"--{name}={value}" for name, value in given.items()]
-    cli = LightningCLI(BoringModel, run=False, args=[*given_arguments, *arguments])
-    assert cli.trainer.strategy.config.watch == expected
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    parser = pytest.importorskip("jsonargparse", reason="jsonargparse is not installed").ArgumentParser()
+    parser.add_class_arguments(ls.SparseDDPStrategy)
+    assert (
+        ls.SparseDDPStrategy(**vars(parser.instantiate_classes(parser.parse_args(arguments)))).config.watch == expected
+    )
 
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -608,42 +564,26 @@ def test_a_checksum_does_not_depend_on_how_it_is_summed(monkeypatch: pytest.Monk
     assert int(checksum(x)) % 2**64 == total
 
 
-def permuted(dtype: torch.dtype) -> list[str]:
-    training = Training(dtype=dtype, watch=ls.Watch(every=3))
-    gradients = noise()
-    seen = training.run(1, gradients)
-    if dist.get_rank() == 1:
-        for name in ("a", "c"):
-            rows = training.parameter(name)
-            rows.copy_(rows.roll(1, 0) if name == "a" else rows * (1 - 2 * (torch.arange(rows.shape[1]) % 2)))
-    seen += training.run(3, gradients)
-    training.engine.close()
-    return seen
-
-
 def test_ranks_whose_parameters_are_permuted_or_flipped_are_noticed(two_ranks: Ranks) -> None:
-    message = one_warning(two_ranks(permuted, torch.float32))
+    message = one_warning(two_ranks(drifting, permute, 1, 3, {}))
     assert "at step 1: 2 of 3 parameters" in message
     assert "first is 'a'" in message
 
 
-def growing_early(start: int, factor: float, steps: int) -> list[str]:
-    training = Training(density=0.01, sparsifier="union_top_k", grouping="layer", watch=ls.Watch())
-    seen = training.run(start, noise())
-    seen += training.run(steps - start, noise(factor))
-    training.engine.close()
-    return seen
+def growing_early(factor: float, steps: int) -> list[str]:
+    options = {"density": 0.01, "sparsifier": "union_top_k", "grouping": "layer", "watch": ls.Watch()}
+    return watched(options, (50, 1.0), (steps - 50, factor))
 
 
 def test_a_short_training_is_judged_while_residuals_fill(two_ranks: Ranks) -> None:
-    message = one_warning(two_ranks(growing_early, 50, 1e9, 105))
+    message = one_warning(two_ranks(growing_early, 1e9, 105))
     assert "at step 100: the residuals of all groups together have the norm" in message  # looks at 60, 90, 100
     assert "at step 8, of which filling explains a factor of" in message
 
 
 @pytest.mark.thorough
 def test_a_short_training_may_fill(two_ranks: Ranks) -> None:
-    assert two_ranks(growing_early, 50, 5.0, 210) == [[], []]
+    assert two_ranks(growing_early, 5.0, 210) == [[], []]
 
 
 def leaving_a_plateau(seed: int) -> tuple[list[str], float]:
@@ -659,8 +599,7 @@ def leaving_a_plateau(seed: int) -> tuple[list[str], float]:
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
     engine.bind([optimizer])
     patterns = torch.randn(8, 32, generator=torch.Generator().manual_seed(3))
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as seen:
         for step in range(150):
             generator = torch.Generator().manual_seed(1000 * step + dist.get_rank() + 77 * seed)
             target = torch.randint(0, 8, (32,), generator=generator)
@@ -701,8 +640,7 @@ def trained(optimizer: str, density: float, zero: bool, number: int) -> tuple[li
     generator, losses = torch.Generator().manual_seed(0), []
     target = torch.randn(32, 10, generator=generator)
     generator.manual_seed(1 + dist.get_rank())
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as seen:
         for _ in range(number):
             x = torch.randn(32, 32, generator=generator)
             steps.zero_grad()
