@@ -359,9 +359,9 @@ class _ReplicasAreEqual:
 
     def before_step(self, engine: Engine) -> None:
         """Raise on all ranks that hold a part of which replicas differ."""
-        if engine._loads == self._seen or engine.comm.world_size == 1:
+        if engine._state.loads == self._seen or engine.comm.world_size == 1:
             return
-        self._seen = engine._loads
+        self._seen = engine._state.loads
         sums = torch.stack([checksum(own(p)) for p in engine.parameters.values()])
         differ = (engine.comm.all_gather(sums) != sums).any(0).cpu().tolist()
         names = [name for name, one in zip(engine.parameters, differ, strict=True) if one]

@@ -239,12 +239,6 @@ class Step:
         """Coordinates that their updates have. Waits for the device."""
         return sum(int(group.union) for group in self.sparse)
 
-    @property
-    def exchange_milliseconds(self) -> float:
-        """Milliseconds from the first group's gradient to the last group's average. Waits for the device."""
-        begin = min((group.stamps[0] for group in self.groups), key=_HOST)
-        return begin.until(max((group.stamps[2] for group in self.groups), key=_HOST))
-
     @cached_property
     def milliseconds(self) -> tuple[float, float] | tuple[None, None]:
         """Milliseconds of selections and of exchanges; work of groups together, after their pauses, counts once.

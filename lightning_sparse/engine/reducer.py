@@ -142,11 +142,6 @@ class Reducer(Groups):
         return self.record.start if unheard else self.record.counts
 
     @property
-    def speaks(self) -> bool:
-        """True on the first rank; where ranks hold parts, on that with the first part."""
-        return self.rank == 0
-
-    @property
     def sparsified(self) -> set[str]:
         """Names of the parameters that are not always sent as a whole."""
         return {name for group in self.groups if group.sparsified and not group.always_whole for name in group.spans}
@@ -169,7 +164,7 @@ class Reducer(Groups):
         self.skipped.begin_step()
         self._number = self.record.counts.step
         with self.record.changing():
-            self.record.begin_step()
+            self.record.drop_applied()
             self.lengths.begin_step()
             overflow = not self.on_stream.host_knows and bool(self.record.decision)
             for group in self.groups:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any, TypeVar
@@ -18,7 +18,6 @@ from lightning_sparse.engine.metrics import Step, Totals, dense_statistics, summ
 from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.sources.comm_hook import entrance_of
-from lightning_sparse.engine.state.record import Counts
 from lightning_sparse.methods.grouping import Group, Messages
 from lightning_sparse.ops.length import LengthChanges
 
@@ -47,11 +46,6 @@ class EngineView:
         self._record, self._skipped = reducer.record, reducer.skipped
 
     @property
-    def _speaks(self) -> bool:
-        """True on the one rank that tells users something."""
-        return self.router.speaks
-
-    @property
     def step(self) -> int:
         """Number of backward passes with an exchange so far; skipped ones do not count, see :attr:`skipped`."""
         return self._record.counts.step
@@ -62,11 +56,6 @@ class EngineView:
         return self._record.counts.skipped
 
     @property
-    def _known_counts(self) -> Counts:
-        """Exchanges so far, of which the host has heard whether they counted; does not wait for a device."""
-        return self.router.known_counts
-
-    @property
     def skipped(self) -> bool:
         """True if ``.grad`` belongs to a skipped step: a gradient of some rank was not finite.
 
@@ -74,11 +63,6 @@ class EngineView:
         ``GradScaler`` does and as the strategies do. On a device, asking waits for the exchange.
         """
         return self._record.skipped
-
-    @property
-    def _held(self) -> Set[str]:
-        """Names of the parameters of optimizers that were bound or have stepped; empty: no optimizer is known."""
-        return self._record.held
 
     @property
     def length_changes(self) -> LengthChanges:

@@ -5,7 +5,6 @@ One pair of torch's hooks around the steps of all optimizers of the process serv
 
 from __future__ import annotations
 
-import copy
 import math
 import sys
 import warnings
@@ -238,7 +237,7 @@ class OptimizerBinding:
         chosen = [optimizer for optimizer in listed(optimizers) if reducer.record.hold(optimizer)]
         self.suit(chosen)
         # Where nobody has told processes their ranks, each of them counts as rank zero and would warn.
-        with warnings.catch_warnings(action="ignore") if not self._reducer.speaks else nullcontext():
+        with warnings.catch_warnings(action="ignore") if self._reducer.rank else nullcontext():
             for optimizer in chosen:
                 check_pair(reducer.settings.memory_in_use, optimizer)
         if reducer.settings.lr_aware:
@@ -454,17 +453,9 @@ class OptimizerBinding:
             sentence: to say.
             kind: of sentences of which one is said; None: of this one.
         """
-        if self._reducer.speaks and (kind or sentence) not in self._told:
+        if self._reducer.rank == 0 and (kind or sentence) not in self._told:
             self._told.add(kind or sentence)
             tell(sentence)
-
-
-def settings_of_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the settings of each parameter group, which schedules may change afterwards."""
-    return [
-        {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
 
 
 def steps_for_a_scaler() -> bool:

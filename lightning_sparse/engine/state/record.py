@@ -242,10 +242,6 @@ class Record:
         """Forget all averages: another state takes the place of the one that they belonged to."""
         self._handouts = ()
 
-    def begin_step(self) -> None:
-        """Begin a step, whose first gradients are here."""
-        self._drop_applied()
-
     def absorb(self, names: Set[str]) -> None:
         """Note that a new gradient of these parameters is absorbed, within :meth:`changing`."""
         self.absorbed = self.absorbed | names
@@ -301,20 +297,20 @@ class Record:
         self._seen[optimizer] = self._number
         for handout in self._handouts if names else ():
             handout.step(names)
-        self._drop_applied()
+        self.drop_applied()
 
     def count_as_applied(self) -> None:
         """Count all that was handed out as applied, because it is, or never will be."""
         for handout in self._handouts:
             handout.step(handout.names)
-        self._drop_applied()
+        self.drop_applied()
 
     def close(self) -> None:
         """Let no average be applied any more, whatever is done to parameters."""
         for handout in self._handouts:
             handout.close()
 
-    def _drop_applied(self) -> None:
+    def drop_applied(self) -> None:
         """Give the memory of averages free that nobody waits for."""
         self._handouts = [each for each in self._handouts if each.left(self.held)]
 

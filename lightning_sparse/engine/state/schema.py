@@ -113,7 +113,7 @@ NOTHING: State = {name: type(kind)() for name, kind in FIELDS.items() if not isi
 
 
 def check_state(state: Any) -> State:
-    """Raise unless this is what ``Engine.state_dict()`` gives, of whatever model; return it with all fields.
+    """Raise unless this is what ``Engine.state_dict()`` gives, of whatever model; return a copy.
 
     States of sparsifiers and schedules depend on settings, and are only checked where they are used.
 
@@ -123,7 +123,7 @@ def check_state(state: Any) -> State:
     if not isinstance(state, Mapping) or not is_integer(state.get("format")) or state["format"] != STATE_FORMAT:
         got = f"format {_brief(state.get('format', MISSING))}" if isinstance(state, Mapping) else _brief(state)
         raise ValueError(f"Expected a state of format {STATE_FORMAT}, as Engine.state_dict() gives it, but got {got}.")
-    whole: State = {"sent": {}, **state}  # of a state that is taken alone
+    whole: State = {**state}
     for name, kind in FIELDS.items():
         _check(whole.get(name, MISSING), kind, f"the state's {name}")
     if whole["part"] and (len(whole["part"]) != 2 or whole["part"][0] >= whole["part"][1]):
@@ -226,7 +226,6 @@ def renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> tuple[State, 
     Returns:
         The state, and a sentence for each parameter that is gone and had something to remember.
     """
-    state = {**NOTHING, **state}
 
     def new(old: Iterable[str]) -> list[str]:
         return [names[one] for one in old if one in names]
