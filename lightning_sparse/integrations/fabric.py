@@ -238,7 +238,7 @@ class FabricSparseDDPMixin(SparseFabricMixin, DDPStrategy):
         engine = self._attach(ddp, self.precision, profile)
         self._start(ddp, engine, totals)
         if loaded is not None:
-            self._resume(engine, *loaded)
+            self._restore(engine, *loaded)
         elif left is not None:
             go_on(engine, left)
         return ddp
@@ -295,14 +295,8 @@ class FabricSparseDDPMixin(SparseFabricMixin, DDPStrategy):
                 continue
             if planner := planner_of(engine):
                 planner.resume((found or {}).get("profile"), engine)
-            self._resume(engine, place, found)
+            self._restore(engine, place, found)
         return rest
-
-    def _resume(self, engine: Engine, place: str, found: dict[str, Any] | None) -> None:
-        """Let an engine continue from a checkpoint's entry; None: there is none."""
-        self._restore(engine, place, found)
-        if found and "totals" in found:
-            engine.totals.load_state_dict(found["totals"])
 
 
 def _place(path: Any, key: str, modules: int) -> str:

@@ -156,7 +156,7 @@ class HSDPStrategy(SparseStrategy):
         Args:
             path: of the checkpoint.
             engine: whose residuals these are.
-            own: this package's entry in the checkpoint, which gets the marker for :meth:`_load`.
+            own: this package's entry in the checkpoint, which gets the marker for :meth:`_load_residuals`.
         """
         comm, device = TorchCollective(), self.root_device
         self._saves += 1
@@ -175,20 +175,8 @@ class HSDPStrategy(SparseStrategy):
         if comm.rank == 0:
             remove_others(folder)
 
-    def _load(self, engine: Engine, path: Path, own: dict[str, Any] | None) -> None:
-        """Let an engine continue with the totals and residuals of a checkpoint; all ranks must call this.
-
-        Args:
-            engine: bound to the optimizers, whose states are loaded.
-            path: of the checkpoint.
-            own: this package's entry in the checkpoint; None: it is of a dense training.
-
-        Raises:
-            RuntimeError: on all ranks, with ``strict_resume``, if there are none that fit.
-        """
-        own = readable(own)
-        if own is not None and "totals" in own:
-            engine.totals.load_state_dict(own["totals"])
+    def _load_residuals(self, engine: Engine, path: Any, marker: Any, dense: bool) -> None:
+        """Let an engine, bound to the optimizers whose states are loaded, continue with a folder of residuals."""
         folder, config = self._folder(path), self.config
 
         def read(marker: dict[str, Any]) -> Found:
@@ -197,8 +185,7 @@ class HSDPStrategy(SparseStrategy):
                 raise SideFileError(f"they are of step {found.state['step']}, and the checkpoint of {marker['step']}")
             return found
 
-        marker = None if own is None else own.get("residuals")
-        resume(engine, path, marker, MARKER, folder, read, config.strict_resume, dense=own is None)
+        resume(engine, path, marker, MARKER, folder, read, config.strict_resume, dense)
 
 
 class SparseHSDPMixin(HSDPStrategy, SparseTrainerMixin, TrainerBase):
@@ -284,7 +271,7 @@ class SparseHSDPMixin(HSDPStrategy, SparseTrainerMixin, TrainerBase):
         """Load a checkpoint as Lightning does, and the residuals of all ranks if there is an engine."""
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         if engine := self._open_engine:
-            self._load(engine, Path(self.broadcast(checkpoint_path)), checkpoint.get(CHECKPOINT_KEY))
+            self._restore(engine, Path(self.broadcast(checkpoint_path)), readable(checkpoint.get(CHECKPOINT_KEY)))
         return checkpoint
 
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -366,10 +353,10 @@ class FabricSparseHSDPMixin(HSDPStrategy, SparseFabricMixin, FabricBase):
             RuntimeError: on all ranks, with ``strict_resume``, if there are no matching residuals.
         """
         rest: dict[str, Any] = super().load_checkpoint(path, state, *args, **kwargs)
-        own: dict[str, Any] | None = rest.pop(CHECKPOINT_KEY, None)
+        own = readable(rest.pop(CHECKPOINT_KEY, None))
         engines = self._engines_in(state if isinstance(state, Mapping) else {}).values()
         for engine in (engine for engine in engines if engine is not None):
-            self._load(engine, Path(self.broadcast(path)), own)
+            self._restore(engine, Path(self.broadcast(path)), own)
         return rest
 
     def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
