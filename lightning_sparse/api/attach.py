@@ -172,9 +172,8 @@ def attach_config(
 
 
 def _abort(*networks: TorchCollective | None) -> None:
-    for network in networks:
-        if network is not None:
-            network.abort()
+    for network in filter(None, networks):
+        network.abort()
 
 
 def _check_ddp(ddp: DistributedDataParallel) -> None:

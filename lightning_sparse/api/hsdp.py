@@ -73,8 +73,7 @@ class HSDPArguments(AttachArguments):
                 "Train in bfloat16, which needs no loss scale."
             )
         refuse_without_ddp(self)
-        fits = self.profile is None
-        expect(fits, "profile", "None, since nothing is profiled without DDP's buckets", self.profile)
+        expect(self.profile is None, "profile", "None, since nothing is profiled without DDP's buckets", self.profile)
 
 
 def refuse_without_ddp(config: SparsificationConfig) -> None:
@@ -158,7 +157,7 @@ def attach_hsdp_config(
     with failing_together(replicas, device), failing_together(parts, device):
         known = _sources.get(model)
         before = None if known is None else known()
-        if before is not None and not before.closed:
+        if before is not None and not before.engine.closed:
             raise RuntimeError("The model has an engine already: close it, or go on with it.")
         trained, frozen = _parameters_of(model)
         sizes = [ParameterSize.of(name, p) for name, p in trained.items()]

@@ -360,9 +360,7 @@ class TorchCollective:
 
     def all_to_all(self, x: Tensor) -> Tensor:
         """Exchange rows of ``(n, *shape)``: row j of rank i becomes row i of rank j."""
-        if self.world_size == 1:
-            return x
-        return self._to_all(x, "all_to_all")
+        return x if self.world_size == 1 else self._to_all(x, "all_to_all")
 
     def _to_all(self, x: Tensor, operation: str) -> Tensor:
         x = x.contiguous()
@@ -410,15 +408,6 @@ class TorchCollective:
         with self._together("all_gather_object") as group, _current(device):
             dist.all_gather_object(given, what, group=group)
         return given
-
-    def broadcast_object(self, what: T, src: int, device: torch.device) -> T:
-        """Return the object of rank ``src`` on all ranks; see :meth:`all_gather_object` for the arguments."""
-        if self.world_size == 1:
-            return what
-        given = [what]
-        with self._together("broadcast_object") as group, _current(device):
-            dist.broadcast_object_list(given, group=group, group_src=src)
-        return given[0]
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:

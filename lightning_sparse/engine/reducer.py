@@ -138,7 +138,7 @@ class Reducer(Groups):
     @property
     def known_counts(self) -> Counts:
         """Exchanges of which the host has heard whether they counted; does not wait for a device."""
-        unheard = self.skipped.unresolved and not self.on_stream.host_knows
+        unheard = self.skipped.decision is not None and not self.on_stream.host_knows
         return self.record.start if unheard else self.record.counts
 
     @property
@@ -277,7 +277,7 @@ class Reducer(Groups):
         except Exception as error:
             if not any(note.startswith(NOTE) for note in getattr(error, "__notes__", ())):
                 error.add_note(f"{NOTE}{where}, step {self._number}, rank {self.rank}")
-            for comm in self._networks:
+            for comm in {*self.networks, *([] if self._usage is None else [self._usage.comm])}:
                 comm.abort()
             raise
 
@@ -285,11 +285,6 @@ class Reducer(Groups):
     def rank(self) -> int:
         """Number of this rank among all, also those that have other parts: in order, those of a node or replica."""
         return self.comm.rank * self.within.world_size + self.within.rank
-
-    @property
-    def _networks(self) -> set[TorchCollective]:
-        """All that this rank waits for others in."""
-        return {self.comm, *self.networks, *([] if self._usage is None else [self._usage.comm])}
 
     def _anywhere_within(self, flag: Tensor) -> Tensor:
         """Return the () flag that is set if that of a rank is which has another part."""

@@ -150,7 +150,7 @@ class Groups:
 
     def rescale(self) -> None:
         """Let residuals stand for the same steps when learning rates have changed."""
-        if not self.rates.known:
+        if not self.rates.optimizers:
             raise RuntimeError("lr_aware=True needs the optimizers: call engine.bind([optimizer]) before training.")
         with self.record.changing(), self.on_stream.between_steps():
             factors = self.rates.factors()
@@ -179,7 +179,7 @@ class Groups:
             return answer(AllReduce(x.clone())) / comm.world_size
 
         self.skipped.resolve()
-        if self.settings.lr_aware and self.rates.known:
+        if self.settings.lr_aware and self.rates.optimizers:
             self.rescale()
         with self.on_stream.between_steps():
             groups, made, rounded = self.groups, list[Averages](), list[tuple[Tensor, Tensor]]()

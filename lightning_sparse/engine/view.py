@@ -17,7 +17,8 @@ from lightning_sparse.engine.agreement import failing_together
 from lightning_sparse.engine.metrics import Step, Totals, dense_statistics, summarize
 from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.reducer import Reducer
-from lightning_sparse.engine.sources.comm_hook import entrance_of
+from lightning_sparse.engine.sources.comm_hook import Entrance
+from lightning_sparse.engine.sources.within_a_node import WithinANode
 from lightning_sparse.methods.grouping import Group, Messages
 from lightning_sparse.ops.length import LengthChanges
 
@@ -39,7 +40,7 @@ class EngineView:
         """True if the engine has ended."""
         self.router = reducer
         """Exchanges gradients, see :mod:`lightning_sparse.engine.sources`."""
-        self.entrance = entrance_of(reducer)
+        self.entrance: Entrance = reducer if reducer.parts is None else WithinANode(reducer, reducer.parts)
         """Takes gradients from a source and gives averages back: the router, or what stands in front of it."""
         self.networks = reducer.networks
         """See :class:`.Reducer`."""
@@ -62,7 +63,7 @@ class EngineView:
         All ranks then hold NaN gradients, and finite ones wait in the residuals. The optimizer must skip the step, as a
         ``GradScaler`` does and as the strategies do. On a device, asking waits for the exchange.
         """
-        return self._record.skipped
+        return bool(self._record.decision)
 
     @property
     def length_changes(self) -> LengthChanges:
@@ -188,7 +189,7 @@ class EngineView:
 
     def _check_between_steps(self, what: str) -> None:
         """Raise within a step, whose messages may go on, on a thread of their own."""
-        if self.entrance.busy:
+        if self.router.busy:
             raise RuntimeError(
                 f"{what} between two steps, not within a backward, nor between several ones of which one step is made."
             )

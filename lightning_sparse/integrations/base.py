@@ -72,10 +72,9 @@ class StrategyArguments(StrategyConfig):  # type: ignore[misc]  # see StrategyCo
 
     def for_lightning(self) -> dict[str, Any]:
         """Return keywords for Lightning's strategy, without defaults, so that no version must know all of them."""
-        ours = {field.name for field in fields(StrategyConfig)} - {"bucket_cap_mb"}
+        ours = {field.name for field in fields(StrategyConfig)} - {"bucket_cap_mb", "timeout"}
         given = [(field, getattr(self, field.name)) for field in fields(self) if field.name not in ours]
-        told = {field.name: value for field, value in given if value not in (field.default, None)}
-        return told if self.timeout is None else {**told, "timeout": self.timeout}
+        return {field.name: value for field, value in given if value not in (field.default, None)}
 
 
 class SparseStrategy:

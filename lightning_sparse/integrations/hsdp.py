@@ -69,12 +69,9 @@ class HSDPArguments(StrategyConfig):  # type: ignore[misc]  # see StrategyConfig
         refuse_without_ddp(self)
 
     def for_lightning(self) -> dict[str, Any]:
-        """Return keywords for Lightning's strategy."""
-        told: dict[str, Any] = {
-            "save_distributed_checkpoint": self.save_distributed_checkpoint,
-            "process_group_backend": self.process_group_backend,
-        }
-        return told if self.timeout is None else {**told, "timeout": self.timeout}
+        """Return keywords for Lightning's strategy, without defaults that are None."""
+        names = "save_distributed_checkpoint", "process_group_backend", "timeout"
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 class HSDPStrategy(SparseStrategy):

@@ -407,7 +407,7 @@ class OptimizerBinding:
         if not begun and (reducer.direct or not self._suits_clipping(optimizer, algorithm, known)):
             return False
         self.clip(limit, algorithm, optimizer, in_place=True)
-        reducer.clipping.note_asked(key)
+        reducer.clipping.asked.add(key)
         return not reducer.direct and not reducer.clipping.acting.isdisjoint(reducer.record.hold(optimizer))
 
     def _clip_as_before(self) -> None:

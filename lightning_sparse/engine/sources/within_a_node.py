@@ -61,11 +61,6 @@ class WithinANode:
         """Names of the parameters that no rank used in the latest backward."""
         return set(self._router.unused)
 
-    @property
-    def busy(self) -> bool:
-        """True within a backward, and between several ones of which one step is made."""
-        return self._router.busy
-
     def arrive(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
         """Average gradients within the node, and pass this rank's parts of them on."""
         self.begin_step()

@@ -178,7 +178,7 @@ class Record:
         self.start = Counts()
         """Counts before the latest exchange."""
         self.decision: Decision | None = None
-        """Of the latest exchange; None: there was none since :attr:`start`."""
+        """Whether the latest exchange counted for nothing; None: there was none since :attr:`start`."""
         self.delivered: dict[str, Delivery | None] = {}
         """Of the averages that optimizers were given last, by parameter."""
         self.lock = threading.RLock()
@@ -204,11 +204,6 @@ class Record:
         return (
             Counts(step, skipped + 1, streak + 1, flushes) if self.decision else Counts(step + 1, skipped, 0, flushes)
         )
-
-    @property
-    def skipped(self) -> bool:
-        """True if the exchange that gradients are of counted for nothing; may wait for the device."""
-        return bool(self.decision)
 
     @contextmanager
     def changing(self) -> Iterator[None]:
