@@ -288,8 +288,6 @@ class LearningRates:
             step: the current one; skipped steps do not count.
             density: of the group.
         """
-        if not self.surplus:
-            return 1.0
         logs = sum(numel * math.log(self._surplus_at(name, step, density)) for name, numel in numels.items())
         return math.exp(logs / sum(numels.values()))
 

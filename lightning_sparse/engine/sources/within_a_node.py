@@ -102,8 +102,8 @@ class WithinANode:
         with router.record.changing():
             router.record.deliver({name: one.delivery for name, one in given.items()})
         place(given, places, scale, skipped)
-        for one in whole:  # of those whose parameters were all used, some averages are noted already
-            if one.delivery is not None and one.delivery.handed is None:
+        for one in whole:
+            if one.delivery is not None:
                 one.delivery.sample([places[name] for name in one.spans], scale)
 
     def put_together(self, own: Sequence[Averages]) -> list[Averages]:

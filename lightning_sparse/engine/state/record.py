@@ -382,12 +382,11 @@ def _scatter(averages: Averages, places: Mapping[str, Tensor], scale: Tensor | N
     if places.keys() == averages.spans.keys():
         place = Gradient.of(places[name] for name in averages.spans)
         flat = place if len(place.runs) == 1 or not static_shapes(place.device) else Gradient([place.flat()])
-    else:
-        place = flat = Gradient([values.new_empty(max(span.stop for span in averages.spans.values()))])
-    scatter_average_(flat, averages.indices, values)
-    if flat is not place:
-        place.spread_(flat.runs[0])
-    for name, piece in places.items() if places.keys() != averages.spans.keys() else ():
-        piece.copy_(flat[averages.spans[name]])
-    if averages.delivery is not None and places.keys() == averages.spans.keys():
-        averages.delivery.sample([places[name] for name in averages.spans], scale)
+        scatter_average_(flat, averages.indices, values)
+        if flat is not place:
+            place.spread_(flat.runs[0])
+        return
+    whole = values.new_empty(max(span.stop for span in averages.spans.values()))
+    scatter_average_(Gradient([whole]), averages.indices, values)
+    for name, piece in places.items():
+        piece.copy_(whole[averages.spans[name]])
