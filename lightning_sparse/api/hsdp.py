@@ -18,6 +18,7 @@ from torch.nn import Module, Parameter
 from lightning_sparse.api.attach import (
     NOT_HERE,
     AttachArguments,
+    facts_of,
     look_on,
     refuse_two_orders,
     trained_and_frozen,
@@ -27,7 +28,6 @@ from lightning_sparse.api.attach import (
 from lightning_sparse.core.checks import expect
 from lightning_sparse.core.layout import own
 from lightning_sparse.core.names import named_modules, named_parameters
-from lightning_sparse.core.version import __version__
 from lightning_sparse.engine import Engine, StepObserver, check_equal_on_ranks, failing_together
 from lightning_sparse.engine.agreement import checksum
 from lightning_sparse.engine.config import SparsificationConfig, from_keywords, with_keywords_of
@@ -167,12 +167,7 @@ def attach_hsdp_config(
         stays_dense = replicas.world_size == 1 and config.single_device == "dense"
         plan = dense_plan(sizes, cap * parts.world_size) if stays_dense else plan
         refuse_two_orders(model, config.executor, device)
-    facts = {
-        "version of lightning-sparse": __version__,
-        **vars(config),
-        "observers": [type(one).__name__ for one in observers],
-        "groups": plan,
-    }
+    facts = facts_of(config, observers, plan)
     with failing_together(replicas, device):
         check_equal_on_ranks(facts, parts, device)
     also = {name: p for name, p in frozen.items() if _is_cut_over(p, dist.get_process_group_ranks(networks.within))}

@@ -265,9 +265,8 @@ class FabricSparseDDPMixin(SparseFabricMixin, DDPStrategy):
                 own[key]["totals"] = self._mean_over_ranks(engine.totals.state_dict())
                 if self.config.save_residuals:
                     place = _place(path, key, len(modules))
-                    own[key]["residuals"] = stack.enter_context(
-                        self._side_files.beside(place, engine, write, TorchCollective())
-                    )
+                    beside = self._side_files.beside(place, engine, write, TorchCollective())
+                    own[key]["residuals"] = stack.enter_context(beside)
             kept = {CHECKPOINT_KEY: own} if own else {}
             super().save_checkpoint(path, {**state, **kept}, storage_options, filter)
 

@@ -14,7 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_sparse.core.checks import TINY
+from lightning_sparse.core.checks import TINY, expect
 from lightning_sparse.core.layout import own
 from lightning_sparse.methods.memory import Memory
 
@@ -92,8 +92,7 @@ def refuse_closure(optimizer: Optimizer) -> None:
 
 def check_is_optimizer(given: Any) -> None:
     """Raise a ValueError unless this is an optimizer, or made like one."""
-    if not hasattr(given, "param_groups"):
-        raise ValueError(f"Expected optimizer to be an optimizer, but got {given!r}.")
+    expect(hasattr(given, "param_groups"), "optimizer", "an optimizer", given)
 
 
 @contextmanager
