@@ -98,8 +98,7 @@ def check_number(value: float, name: str, what: str = "a finite number of at lea
 
 def check_positive(value: float, name: str, *, infinite: bool = False) -> None:
     """Raise a ValueError unless a setting is a number above 0, and finite or allowed to be infinite."""
-    held = is_number(value) and value > 0 and (infinite or value < math.inf)
-    expect(held, name, "a positive number", value)
+    expect(is_number(value) and value > 0 and (infinite or value < math.inf), name, "a positive number", value)
 
 
 def check_eps(value: float) -> None:

@@ -167,9 +167,8 @@ class Reducer(Groups):
             self.record.drop_applied()
             self.lengths.begin_step()
             overflow = not self.on_stream.host_knows and bool(self.record.decision)
-            for group in self.groups:
-                if overflow:  # nobody could wait for the decision before
-                    forget_overflow_(group.state, group.memory, self.comm.world_size)
+            for group in self.groups if overflow else ():  # nobody could wait for the decision before
+                forget_overflow_(group.state, group.memory, self.comm.world_size)
         self._before_exchange()
         self._scale = self.loss_scale()
         self._limits = self.clipping.begin_step(lambda: self.sparsified)  # when its groups are known

@@ -227,9 +227,7 @@ class SkippedSteps:
         """Set gradients of these parameters to None, unless all of them are finite: others have taken their places."""
         parameters = (p for group in optimizer.param_groups for p in group["params"] if names)
         left = [p for p in parameters if self._names.get(id(p)) in names and p.grad is not None]
-        if not left:
-            return False
-        if torch.stack([own(p.grad).isfinite().all() for p in left if p.grad is not None]).all():
+        if not left or torch.stack([own(p.grad).isfinite().all() for p in left if p.grad is not None]).all():
             return False
         for parameter in left:
             parameter.grad = None

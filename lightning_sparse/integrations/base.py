@@ -27,8 +27,6 @@ from lightning_sparse.engine.state.checkpoint import SideFiles, restore
 from lightning_sparse.methods.grouping.groupings import CUDA_BUCKET_MB, DDP_BUCKET_MB, MIB, Bucket
 from lightning_sparse.tuning.controllers import Planner
 
-HSDP_NAME = "sparse_hsdp"
-"""The name of the strategy of sharded replicas."""
 CHECKPOINT_KEY = "lightning_sparse"
 """Key of this package's entry in checkpoints."""
 DELIVERIES = 32
@@ -317,4 +315,4 @@ def register(registry: Any, strategy: type) -> None:
 def register_hsdp(registry: Any, strategy: type) -> None:
     """Register the strategy of sharded replicas, ``sparse_hsdp``, in the StrategyRegistry of a Lightning package."""
     description = "FSDP2 within replicas, a sparsified exchange between them"
-    registry.register(HSDP_NAME, strategy, description=description, override=True)
+    registry.register("sparse_hsdp", strategy, description=description, override=True)

@@ -99,10 +99,9 @@ class OptimizerBinding:
         """The optimizer that has stepped each parameter last, while none was bound; of nested ones, the outermost."""
         self._outermost: Optimizer | None = None
         """The optimizer that is taking a step, of nested ones the outermost."""
-        self._alone: WeakKeyDictionary[Optimizer, int] | None = None
+        several = any(network.world_size > 1 for network in reducer.networks)
+        self._alone: WeakKeyDictionary[Optimizer, int] | None = WeakKeyDictionary() if several else None
         """Steps by optimizer, until the first exchange; None from then on, and with one rank."""
-        if any(network.world_size > 1 for network in reducer.networks):
-            self._alone = WeakKeyDictionary()
         self._told: set[str] = set()
         self._rehearsing = False
         """True if the step that an optimizer is taking only makes its state."""

@@ -62,9 +62,8 @@ class Averages(NamedTuple):
 
         Coordinates of None are all of them.
         """
-        assert self.values is not None
-        values = self.values
-        span = self.spans[name]
+        values, span = self.values, self.spans[name]
+        assert values is not None
         if self.indices is None:
             return None, values[span].to("cpu", copy=True)
         inside = (self.indices >= span.start) & (self.indices < span.stop)
