@@ -185,26 +185,6 @@ class Engine(EngineView):
             check_is_optimizer(optimizer)
         self._binding.clip(limit, algorithm, optimizer)
 
-    def _clip_in_place_of_averages(
-        self, limit: float, algorithm: str, optimizer: torch.optim.Optimizer, known: bool = False
-    ) -> bool:
-        """Clip each rank's gradients, from the next step on, in place of the averages that an optimizer applies.
-
-        This serves Adam if the engine takes its steps, and with the default memory ``torch.optim.SGD`` (with momentum
-        by norm only), as long as something is sparsified; nothing is done for other optimizers. It ends when the
-        optimizer applies averages for which this was not called. All ranks must call this.
-
-        Args:
-            limit: as in :meth:`clip_gradients`; 0 or infinite: nothing is clipped any more.
-            algorithm: "norm" or "value".
-            optimizer: that is about to step.
-            known: whether this is before the first step. Later, nothing is begun for SGD.
-
-        Returns:
-            True if the gradients of the latest averages were clipped already: do not clip these averages.
-        """
-        return self._binding.clip_in_place_of_averages(limit, algorithm, optimizer, known)
-
     def count_as_applied(self) -> None:
         """Record that averages have been applied, or never will be, as at the end of a batch; between two steps.
 

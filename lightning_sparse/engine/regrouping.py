@@ -186,13 +186,11 @@ class Groups:
             have = torch.tensor([group.residual is not None for group in groups], dtype=torch.uint8, device=self.device)
             anywhere = answer(AllGather(have)).amax(0).tolist()
             for group in (group for group, wanted in zip(groups, anywhere, strict=True) if wanted):
-                residual = group.residual
-                kept = residual is not None
-                if residual is None:
-                    residual = torch.zeros(group.plan.numel, device=self.device, dtype=group.wide)
+                kept = group.residual
+                residual = torch.zeros(group.plan.numel, device=self.device, dtype=group.wide) if kept is None else kept
                 average = mean(residual)
-                if kept and group.dtype != group.wide:  # each rank keeps the rounding error of the mean
-                    rounded.append((residual, average - average.to(group.dtype)))
+                if kept is not None and group.dtype != group.wide:  # each rank keeps the rounding error of the mean
+                    rounded.append((kept, average - average.to(group.dtype)))
                 by = group.memory.divide_all(group.state.memory, average, mean, group.density(self.step))
                 whole = group.statistics is not None and group.statistics.indices is None
                 delivery = group.delivery(None, by, comm.world_size, whole)

@@ -205,7 +205,7 @@ class SparseStrategy:
         engines = [engine for engine in self.engines if any(id(p) in held for p in engine.parameters.values())]
         if len(engines) != 1:
             return False
-        return engines[0]._clip_in_place_of_averages(float(limit or 0.0), algorithm, optimizer, known)
+        return engines[0]._binding.clip_in_place_of_averages(float(limit or 0.0), algorithm, optimizer, known)
 
     def _mean_over_ranks(self, numbers: Mapping[str, float]) -> dict[str, float]:
         comm, own = TorchCollective(), torch.tensor(list(numbers.values()), dtype=torch.float64, device="cpu")

@@ -147,8 +147,8 @@ class SparseFabricMixin(SparseStrategy, ParallelStrategy):
     def clip_gradients_norm(self, module: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Clip as Fabric does; drop non-finite gradients before the norm is computed if no loss scaler skips the step.
 
-        If :meth:`.Engine._clip_in_place_of_averages` applies, each rank's gradients are clipped from the next step on,
-        before the exchange, and averages are not clipped.
+        If :meth:`.OptimizerBinding.clip_in_place_of_averages` applies, each rank's gradients are clipped from the next
+        step on, before the exchange, and averages are not clipped.
         """
         self._ignore_skipped(optimizer, self.precision, drop=True)
         given = inspect.signature(super().clip_gradients_norm).bind(module, optimizer, *args, **kwargs)

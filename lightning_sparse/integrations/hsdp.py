@@ -20,8 +20,7 @@ from lightning_sparse.core.checks import expect, is_integer
 from lightning_sparse.engine import Engine, check_equal_on_ranks, failing_together
 from lightning_sparse.engine.config import StrategyConfig, keywords_of, with_keywords_of
 from lightning_sparse.engine.network import TorchCollective
-from lightning_sparse.engine.state.checkpoint import FORMAT, Found, SideFileError, resume
-from lightning_sparse.engine.state.checkpoint import MARKER as SIDE_FILES
+from lightning_sparse.engine.state.checkpoint import FORMAT, MARKER, Found, SideFileError, resume
 from lightning_sparse.engine.state.sharded import read_sharded, remove_others, save_sharded
 from lightning_sparse.integrations.base import CHECKPOINT_KEY, SparseStrategy, readable
 from lightning_sparse.integrations.earlier import go_on
@@ -34,8 +33,8 @@ if TYPE_CHECKING:  # at run time the class of each package has its own base
 else:
     FabricBase = TrainerBase = object
 
-MARKER = {field: SIDE_FILES[field] for field in ("save", "step")}
-"""Fields of the marker, see those of side files."""
+FIELDS = {field: MARKER[field] for field in ("save", "step")}
+"""Of the marker, see those of side files."""
 FOLDER = "sparse"
 """Folder of residuals in a distributed checkpoint; the ending of the folder beside a checkpoint that is one file."""
 
@@ -182,7 +181,7 @@ class HSDPStrategy(SparseStrategy):
                 raise SideFileError(f"they are of step {found.state['step']}, and the checkpoint of {marker['step']}")
             return found
 
-        resume(engine, path, marker, MARKER, folder, read, config.strict_resume, dense)
+        resume(engine, path, marker, FIELDS, folder, read, config.strict_resume, dense)
 
 
 class SparseHSDPMixin(HSDPStrategy, SparseTrainerMixin, TrainerBase):

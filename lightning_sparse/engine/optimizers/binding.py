@@ -397,7 +397,21 @@ class OptimizerBinding:
     def clip_in_place_of_averages(
         self, limit: float, algorithm: str, optimizer: Optimizer, known: bool = False
     ) -> bool:
-        """See :meth:`.Engine._clip_in_place_of_averages`."""
+        """Clip each rank's gradients, from the next step on, in place of the averages that an optimizer applies.
+
+        This serves Adam if the engine takes its steps, and with the default memory ``torch.optim.SGD`` (with momentum
+        by norm only), as long as something is sparsified; nothing is done for other optimizers. It ends when the
+        optimizer applies averages for which this was not called. All ranks must call this.
+
+        Args:
+            limit: as in :meth:`.Engine.clip_gradients`; 0 or infinite: nothing is clipped any more.
+            algorithm: "norm" or "value".
+            optimizer: that is about to step.
+            known: whether this is before the first step. Later, nothing is begun for SGD.
+
+        Returns:
+            True if the gradients of the latest averages were clipped already: do not clip these averages.
+        """
         reducer, key = self._reducer, id(optimizer)
         begun = key in reducer.clipping.in_place
         if not 0 < limit < math.inf:
