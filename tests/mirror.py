@@ -72,9 +72,6 @@ class MirroredRanks(TorchCollective):
     def all_gather_object(self, what: Any, device: torch.device) -> list[Any]:
         return [what] * self.world_size
 
-    def broadcast_object(self, what: Any, src: int, device: torch.device) -> Any:
-        return what
-
     def between_hosts(self) -> MirroredRanks:
         return self
 

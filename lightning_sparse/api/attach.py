@@ -124,15 +124,12 @@ def attach_config(
         in_parts = config.node_size is not None and not stays_dense
         refuse_two_orders(ddp.module, config.executor, device)
         facts = {
-            "version of lightning-sparse": __version__,  # which may speak of other messages
-            **vars(config),
+            **facts_of(config, observers, plan),
             "bucket_cap_mb": (cap, delivery_mb(ddp)),
             "find_unused_parameters": ddp.find_unused_parameters,
             "static_graph": ddp.static_graph,
             "broadcast_buffers": ddp.broadcast_buffers,
             "scaler": scaler.state_dict() if scaler is not None and scaler.is_enabled() else None,
-            "observers": [type(observer).__name__ for observer in observers],
-            "groups": plan,
         }
     check_equal_on_ranks(facts, ranks, device)
     if ranks.rank == 0 and not stays_dense:
@@ -172,9 +169,8 @@ def attach_config(
 
 
 def _abort(*networks: TorchCollective | None) -> None:
-    for network in networks:
-        if network is not None:
-            network.abort()
+    for network in filter(None, networks):
+        network.abort()
 
 
 def _check_ddp(ddp: DistributedDataParallel) -> None:
@@ -241,6 +237,12 @@ def trained_and_frozen(known: Mapping[str, Parameter]) -> tuple[dict[str, Parame
 def sizes_of(parameters: dict[str, Parameter]) -> list[ParameterSize]:
     """Return the sizes of parameters, for plans."""
     return [ParameterSize.of(name, p) for name, p in parameters.items()]
+
+
+def facts_of(config: SparsificationConfig, observers: Sequence[StepObserver], plan: Sequence[Group]) -> dict[str, Any]:
+    """Return what has to be equal on all ranks; other versions may speak of other messages."""
+    names = [type(one).__name__ for one in observers]
+    return {"version of lightning-sparse": __version__, **vars(config), "observers": names, "groups": plan}
 
 
 def look_on(engine: Engine, config: SparsificationConfig, stays_dense: bool) -> None:

@@ -76,7 +76,7 @@ def flush(what: Any, optimizers: Optimizer | Iterable[Optimizer] | None = None) 
             f"{type(what).__name__} with {len(engines)} engines and {len(chosen)} optimizers."
         )
     if optimizers is None and all(ids_of(one).isdisjoint(map(id, parameters)) for one in chosen):
-        chosen = list({id(one): one for engine in engines for one in engine._optimizers_in_use}.values()) or chosen
+        chosen = list({id(one): one for engine in engines for one in engine._binding.in_use}.values()) or chosen
     if any(engine.closed for engine in engines):
         raise RuntimeError(
             "The engine is closed: flush before the end of fit, in on_train_end at the latest. The callback "
@@ -91,7 +91,7 @@ def flush(what: Any, optimizers: Optimizer | Iterable[Optimizer] | None = None) 
         for name, p in engine.parameters.items()
         if id(p) not in held and p.requires_grad and engine.residual(name) is not None
     ]
-    if left and all(engine._speaks for engine in engines):
+    if left and all(engine.rank == 0 for engine in engines):
         more = f", and {len(left) - 1} more" if len(left) > 1 else ""
         rank_zero_warn(
             f"No optimizer of the flush holds the parameter {left[0]}{more}: what has waited is dropped there. "

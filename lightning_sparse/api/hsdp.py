@@ -18,6 +18,7 @@ from torch.nn import Module, Parameter
 from lightning_sparse.api.attach import (
     NOT_HERE,
     AttachArguments,
+    facts_of,
     look_on,
     refuse_two_orders,
     trained_and_frozen,
@@ -27,7 +28,6 @@ from lightning_sparse.api.attach import (
 from lightning_sparse.core.checks import expect
 from lightning_sparse.core.layout import own
 from lightning_sparse.core.names import named_modules, named_parameters
-from lightning_sparse.core.version import __version__
 from lightning_sparse.engine import Engine, StepObserver, check_equal_on_ranks, failing_together
 from lightning_sparse.engine.agreement import checksum
 from lightning_sparse.engine.config import SparsificationConfig, from_keywords, with_keywords_of
@@ -73,8 +73,7 @@ class HSDPArguments(AttachArguments):
                 "Train in bfloat16, which needs no loss scale."
             )
         refuse_without_ddp(self)
-        fits = self.profile is None
-        expect(fits, "profile", "None, since nothing is profiled without DDP's buckets", self.profile)
+        expect(self.profile is None, "profile", "None, since nothing is profiled without DDP's buckets", self.profile)
 
 
 def refuse_without_ddp(config: SparsificationConfig) -> None:
@@ -158,7 +157,7 @@ def attach_hsdp_config(
     with failing_together(replicas, device), failing_together(parts, device):
         known = _sources.get(model)
         before = None if known is None else known()
-        if before is not None and not before.closed:
+        if before is not None and not before.engine.closed:
             raise RuntimeError("The model has an engine already: close it, or go on with it.")
         trained, frozen = _parameters_of(model)
         sizes = [ParameterSize.of(name, p) for name, p in trained.items()]
@@ -168,12 +167,7 @@ def attach_hsdp_config(
         stays_dense = replicas.world_size == 1 and config.single_device == "dense"
         plan = dense_plan(sizes, cap * parts.world_size) if stays_dense else plan
         refuse_two_orders(model, config.executor, device)
-    facts = {
-        "version of lightning-sparse": __version__,
-        **vars(config),
-        "observers": [type(one).__name__ for one in observers],
-        "groups": plan,
-    }
+    facts = facts_of(config, observers, plan)
     with failing_together(replicas, device):
         check_equal_on_ranks(facts, parts, device)
     also = {name: p for name, p in frozen.items() if _is_cut_over(p, dist.get_process_group_ranks(networks.within))}
@@ -359,9 +353,9 @@ class _ReplicasAreEqual:
 
     def before_step(self, engine: Engine) -> None:
         """Raise on all ranks that hold a part of which replicas differ."""
-        if engine._loads == self._seen or engine.comm.world_size == 1:
+        if engine._state.loads == self._seen or engine.comm.world_size == 1:
             return
-        self._seen = engine._loads
+        self._seen = engine._state.loads
         sums = torch.stack([checksum(own(p)) for p in engine.parameters.values()])
         differ = (engine.comm.all_gather(sums) != sums).any(0).cpu().tolist()
         names = [name for name, one in zip(engine.parameters, differ, strict=True) if one]

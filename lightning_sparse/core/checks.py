@@ -24,11 +24,11 @@ def plain(value: Any) -> Any:
     """
     if type(value) in (list, tuple):
         return type(value)(map(plain, value))
-    if isinstance(value, np.bool_):
+    if isinstance(value, bool | np.bool_):
         return bool(value)
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return value
-    return int(value) if isinstance(value, Integral) else float(value)
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else value
 
 
 class Settings:
@@ -49,9 +49,7 @@ class Settings:
     def __post_init__(self) -> None:
         """Convert numbers."""
         for field in fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
-            given = getattr(self, field.name)
-            if (kept := plain(given)) is not given:
-                vars(self)[field.name] = kept
+            vars(self)[field.name] = plain(getattr(self, field.name))
 
 
 def is_integer(value: object) -> TypeGuard[int]:
@@ -85,11 +83,12 @@ def expect(holds: bool, name: str, what: str, value: object, hint: str = "") -> 
         raise ValueError(f"Expected {name} to be {what}, but got {value!r}.{hint}")
 
 
-def check_integer(value: object, name: str, least: int = 1) -> None:
-    """Raise a ValueError unless a setting is an integer of at least ``least``, and of 64 bits."""
+def check_integer(value: object, name: str, least: int = 1) -> int:
+    """Return a setting as Python's integer; raise a ValueError unless it is one of at least ``least``, of 64 bits."""
     what = "a positive integer" if least == 1 else f"an integer of at least {least}"
     hint = " It has to be below 2**63." if is_integer(value) and value >= 1 << 63 else ""
     expect(is_integer(value) and least <= value < 1 << 63, name, what, value, hint)
+    return plain(value)  # type: ignore[no-any-return]
 
 
 def check_number(value: float, name: str, what: str = "a finite number of at least 0") -> None:
@@ -99,8 +98,7 @@ def check_number(value: float, name: str, what: str = "a finite number of at lea
 
 def check_positive(value: float, name: str, *, infinite: bool = False) -> None:
     """Raise a ValueError unless a setting is a number above 0, and finite or allowed to be infinite."""
-    held = is_number(value) and value > 0 and (infinite or value < math.inf)
-    expect(held, name, "a positive number", value)
+    expect(is_number(value) and value > 0 and (infinite or value < math.inf), name, "a positive number", value)
 
 
 def check_eps(value: float) -> None:

@@ -25,7 +25,6 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import timedelta
 from functools import cache
 from itertools import pairwise
-from numbers import Integral, Real
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -41,7 +40,7 @@ from typing import (
     overload,
 )
 
-from lightning_sparse.core.checks import Settings, check_flag, check_integer, expect, is_integer, is_number
+from lightning_sparse.core.checks import Settings, check_flag, check_integer, expect, is_integer, is_number, plain
 from lightning_sparse.methods.density import Constant, DensitySchedule, as_schedule
 from lightning_sparse.methods.exchanges import Exchange, as_exchange
 from lightning_sparse.methods.grouping import GROUPINGS, Grouping, Rules, as_rules
@@ -277,14 +276,12 @@ class Watch(Settings):
     adam: bool = True
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            name, value = field.name, getattr(self, field.name)
-            if field.type == "int":
-                check_integer(value, name)
-            elif field.type == "bool":
-                check_flag(value, name)
-            elif field.type == "float":
-                expect(is_number(value) and 1 < value < math.inf, name, "a finite number above 1", value)
+        for name in ("every", "missed", "skips"):
+            check_integer(getattr(self, name), name)
+        for name in ("growth", "excess"):
+            value = getattr(self, name)
+            expect(is_number(value) and 1 < value < math.inf, name, "a finite number above 1", value)
+        check_flag(self.adam, "adam")
 
 
 @documented
@@ -485,8 +482,5 @@ def _plain(value: Any) -> Any:
     if is_dataclass(value):
         own = {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
         return {"class": type(value).__name__, **own}
-    if isinstance(value, (bool, str, type(None))):
-        return value
-    if isinstance(value, Real):  # of numpy, too
-        return int(value) if isinstance(value, Integral) else float(value)
-    return repr(value)
+    value = plain(value)
+    return value if isinstance(value, (int, float, str, type(None))) else repr(value)

@@ -111,21 +111,6 @@ class Engine(EngineView):
         """The optimizers that :meth:`bind` was given last, but for those that hold no parameter of the engine."""
         return self._binding.optimizers
 
-    @property
-    def _optimizers_in_use(self) -> list[torch.optim.Optimizer]:
-        """:attr:`optimizers`; where there are none, those that have stepped the engine's parameters last."""
-        return self._binding.in_use
-
-    @property
-    def _loads(self) -> int:
-        """Number of states that were loaded."""
-        return self._state.loads
-
-    @property
-    def _skipped_streak(self) -> int:
-        """Number of skipped steps since the last step that counted."""
-        return self._record.counts.streak
-
     def drop_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
         """Set the NaN gradients of a skipped step to None in this optimizer's parameters, so that it ignores them.
 
@@ -154,15 +139,6 @@ class Engine(EngineView):
         """
         check_is_optimizer(optimizer)
         self._binding.ignore_skipped(optimizer)
-
-    @property
-    def _memory_left_open(self) -> bool:
-        """True if the memory was left to the library, which chooses it by the optimizers."""
-        return self._binding.left_open
-
-    def _watch_optimizers(self, watch: Callable[[torch.optim.Optimizer], None]) -> None:
-        """Call a function before every step of every optimizer of the process, when its gradients are there."""
-        self._binding.watchers.append(watch)
 
     def bind(self, optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> None:
         """Tell the engine which optimizers apply the averages, in place of those bound before.
@@ -209,26 +185,6 @@ class Engine(EngineView):
             check_is_optimizer(optimizer)
         self._binding.clip(limit, algorithm, optimizer)
 
-    def _clip_in_place_of_averages(
-        self, limit: float, algorithm: str, optimizer: torch.optim.Optimizer, known: bool = False
-    ) -> bool:
-        """Clip each rank's gradients, from the next step on, in place of the averages that an optimizer applies.
-
-        This serves Adam if the engine takes its steps, and with the default memory ``torch.optim.SGD`` (with momentum
-        by norm only), as long as something is sparsified; nothing is done for other optimizers. It ends when the
-        optimizer applies averages for which this was not called. All ranks must call this.
-
-        Args:
-            limit: as in :meth:`clip_gradients`; 0 or infinite: nothing is clipped any more.
-            algorithm: "norm" or "value".
-            optimizer: that is about to step.
-            known: whether this is before the first step. Later, nothing is begun for SGD.
-
-        Returns:
-            True if the gradients of the latest averages were clipped already: do not clip these averages.
-        """
-        return self._binding.clip_in_place_of_averages(limit, algorithm, optimizer, known)
-
     def count_as_applied(self) -> None:
         """Record that averages have been applied, or never will be, as at the end of a batch; between two steps.
 
@@ -241,7 +197,7 @@ class Engine(EngineView):
         """Tell the user on rank zero; all ranks call this in the same step, and count the warning."""
         sentence = f"sparse_ddp at step {self.step}: {sentence}"
         self.warnings.append(sentence)
-        if self._speaks:
+        if self.rank == 0:
             if self.on_warning is not None:
                 self.on_warning(kind, sentence)
             rank_zero_warn(sentence)
@@ -418,11 +374,6 @@ class Engine(EngineView):
                     "node or replica."
                 )
         return parts
-
-    @property
-    def _moment(self) -> Tensor:
-        """(1,) int64 number of exchanges and flushes that have settled here, see :meth:`state_dict`."""
-        return torch.tensor([self._record.counts.number], device="cpu")
 
     def state_dict(self, moment: Tensor | None = None) -> dict[str, Any]:
         """Return everything that this rank needs to continue from here: plain data, and copies of tensors on the CPU.

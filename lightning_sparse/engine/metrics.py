@@ -68,6 +68,9 @@ class Stamp(NamedTuple):
 class Totals:
     """Bytes that this rank has sent in all steps so far, logged or not, and the time that they took."""
 
+    NAMES = ("sent_bytes", "dense_bytes", "seconds", "exposed_seconds")
+    """Of what checkpoints hold."""
+
     def __init__(self) -> None:
         self.sent_bytes = self.dense_bytes = 0.0
         self._exposed = self._seconds = 0.0
@@ -112,17 +115,12 @@ class Totals:
 
     def state_dict(self) -> dict[str, float]:
         """Return the totals as plain numbers, for a checkpoint."""
-        return {
-            "sent_bytes": self.sent_bytes,
-            "dense_bytes": self.dense_bytes,
-            "seconds": self.seconds,
-            "exposed_seconds": self.exposed_seconds,
-        }
+        return {name: getattr(self, name) for name in self.NAMES}
 
     @classmethod
     def fits(cls, state: Any) -> bool:
         """Return True for what :meth:`state_dict` gives."""
-        named = isinstance(state, dict) and state.keys() == cls().state_dict().keys()
+        named = isinstance(state, dict) and state.keys() == {*cls.NAMES}
         return named and all(is_number(one) and 0 <= one < math.inf for one in state.values())
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
@@ -238,12 +236,6 @@ class Step:
     def union(self) -> int:
         """Coordinates that their updates have. Waits for the device."""
         return sum(int(group.union) for group in self.sparse)
-
-    @property
-    def exchange_milliseconds(self) -> float:
-        """Milliseconds from the first group's gradient to the last group's average. Waits for the device."""
-        begin = min((group.stamps[0] for group in self.groups), key=_HOST)
-        return begin.until(max((group.stamps[2] for group in self.groups), key=_HOST))
 
     @cached_property
     def milliseconds(self) -> tuple[float, float] | tuple[None, None]:

@@ -316,7 +316,7 @@ class TorchCollective:
         if self.world_size == 1:
             return x.unsqueeze(0)
         if self.one_hop and short(x):
-            return self._to_all(self._copies(x), "all_gather")
+            return self._to_all(x.expand(self.world_size, *x.shape), "all_gather")
         x = x.contiguous()
         out = x.new_empty(self.world_size * x.numel())
         with self._together("all_gather") as group:
@@ -360,9 +360,7 @@ class TorchCollective:
 
     def all_to_all(self, x: Tensor) -> Tensor:
         """Exchange rows of ``(n, *shape)``: row j of rank i becomes row i of rank j."""
-        if self.world_size == 1:
-            return x
-        return self._to_all(x, "all_to_all")
+        return x if self.world_size == 1 else self._to_all(x, "all_to_all")
 
     def _to_all(self, x: Tensor, operation: str) -> Tensor:
         x = x.contiguous()
@@ -371,12 +369,10 @@ class TorchCollective:
             dist.all_to_all_single(out, x, group=group)
         return out
 
-    def _copies(self, x: Tensor) -> Tensor:
-        return x.expand(self.world_size, *x.shape)
-
     def _in_all_reduce(self, message: Message) -> Tensor:
         """Answer a message of :func:`~lightning_sparse.core.messages.summed`."""
-        return self._to_all(message.x if isinstance(message, AllToAll) else self._copies(message.x), "all_reduce")
+        x = message.x
+        return self._to_all(x if isinstance(message, AllToAll) else x.expand(self.world_size, *x.shape), "all_reduce")
 
     def send_recv(self, x: Tensor, to: int | None, source: int | None) -> Tensor:
         """Send x to rank ``to`` and receive x of rank ``source``, both other ranks or None.
@@ -410,15 +406,6 @@ class TorchCollective:
         with self._together("all_gather_object") as group, _current(device):
             dist.all_gather_object(given, what, group=group)
         return given
-
-    def broadcast_object(self, what: T, src: int, device: torch.device) -> T:
-        """Return the object of rank ``src`` on all ranks; see :meth:`all_gather_object` for the arguments."""
-        if self.world_size == 1:
-            return what
-        given = [what]
-        with self._together("broadcast_object") as group, _current(device):
-            dist.broadcast_object_list(given, group=group, group_src=src)
-        return given[0]
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:

@@ -113,7 +113,8 @@ class Parts:
         values, delivery = own.values, own.delivery
         assert values is not None
         assert delivery is not None
-        lines = self._lines_of(own, values.device)
+        names = tuple(own.spans)
+        lines = self._lines[names] = self._lines.get(names) or _Lines(self, names, values.device)
         facts = [len(values), own.indices is not None, delivery.by is not None, delivery.whole]
         told = (yield AllGather(torch.tensor(facts, dtype=torch.int32, device="cpu"))).tolist()
         numbers, sparse, divided, whole = zip(*told, strict=True)
@@ -131,12 +132,6 @@ class Parts:
         spans, bounds = lines.spans, lines.bounds
         made = replace(delivery, spans=spans, bounds=bounds, indices=indices, by=by, whole=all(whole), handed=None)
         return Averages(spans, indices, join(of_ranks[0]), made, own.returns)
-
-    def _lines_of(self, own: Averages, device: torch.device) -> _Lines:
-        names = tuple(own.spans)
-        if names not in self._lines:
-            self._lines[names] = _Lines(self, names, device)
-        return self._lines[names]
 
 
 class _Lines:

@@ -449,7 +449,8 @@ class GroupReducer:
         self.unused = set(unused)
         if len(unused) == len(self.spans):
             return
-        grad = given = self._gradient()
+        pieces = (self.arrived[name] for name in self.spans)
+        grad = given = Gradient.of((piece for piece in pieces if piece.numel()), self._rooms)
         if static_shapes(self.device):  # of one vector a kernel takes one launch
             grad = Gradient([given.flat()])
         # Their slots in the buckets hold zeros or an old average, which must neither be accumulated nor changed; and
@@ -533,11 +534,6 @@ class GroupReducer:
     def residual_norm(self) -> float:
         """Return the Euclidean norm of this rank's residual; waits for the device."""
         return norm_of(self.residual)
-
-    def _gradient(self) -> Gradient:
-        """Return the gradient, which lies in the buckets."""
-        pieces = (piece for name in self.spans if (piece := self.arrived[name]).numel())
-        return Gradient.of(pieces, self._rooms)
 
 
 class Exchanged(NamedTuple):

@@ -138,13 +138,8 @@ class Reducer(Groups):
     @property
     def known_counts(self) -> Counts:
         """Exchanges of which the host has heard whether they counted; does not wait for a device."""
-        unheard = self.skipped.unresolved and not self.on_stream.host_knows
+        unheard = self.skipped.decision is not None and not self.on_stream.host_knows
         return self.record.start if unheard else self.record.counts
-
-    @property
-    def speaks(self) -> bool:
-        """True on the first rank; where ranks hold parts, on that with the first part."""
-        return self.rank == 0
 
     @property
     def sparsified(self) -> set[str]:
@@ -169,12 +164,11 @@ class Reducer(Groups):
         self.skipped.begin_step()
         self._number = self.record.counts.step
         with self.record.changing():
-            self.record.begin_step()
+            self.record.drop_applied()
             self.lengths.begin_step()
             overflow = not self.on_stream.host_knows and bool(self.record.decision)
-            for group in self.groups:
-                if overflow:  # nobody could wait for the decision before
-                    forget_overflow_(group.state, group.memory, self.comm.world_size)
+            for group in self.groups if overflow else ():  # nobody could wait for the decision before
+                forget_overflow_(group.state, group.memory, self.comm.world_size)
         self._before_exchange()
         self._scale = self.loss_scale()
         self._limits = self.clipping.begin_step(lambda: self.sparsified)  # when its groups are known
@@ -282,7 +276,7 @@ class Reducer(Groups):
         except Exception as error:
             if not any(note.startswith(NOTE) for note in getattr(error, "__notes__", ())):
                 error.add_note(f"{NOTE}{where}, step {self._number}, rank {self.rank}")
-            for comm in self._networks:
+            for comm in {*self.networks, *([] if self._usage is None else [self._usage.comm])}:
                 comm.abort()
             raise
 
@@ -290,11 +284,6 @@ class Reducer(Groups):
     def rank(self) -> int:
         """Number of this rank among all, also those that have other parts: in order, those of a node or replica."""
         return self.comm.rank * self.within.world_size + self.within.rank
-
-    @property
-    def _networks(self) -> set[TorchCollective]:
-        """All that this rank waits for others in."""
-        return {self.comm, *self.networks, *([] if self._usage is None else [self._usage.comm])}
 
     def _anywhere_within(self, flag: Tensor) -> Tensor:
         """Return the () flag that is set if that of a rank is which has another part."""

@@ -150,7 +150,7 @@ class Groups:
 
     def rescale(self) -> None:
         """Let residuals stand for the same steps when learning rates have changed."""
-        if not self.rates.known:
+        if not self.rates.optimizers:
             raise RuntimeError("lr_aware=True needs the optimizers: call engine.bind([optimizer]) before training.")
         with self.record.changing(), self.on_stream.between_steps():
             factors = self.rates.factors()
@@ -179,20 +179,18 @@ class Groups:
             return answer(AllReduce(x.clone())) / comm.world_size
 
         self.skipped.resolve()
-        if self.settings.lr_aware and self.rates.known:
+        if self.settings.lr_aware and self.rates.optimizers:
             self.rescale()
         with self.on_stream.between_steps():
             groups, made, rounded = self.groups, list[Averages](), list[tuple[Tensor, Tensor]]()
             have = torch.tensor([group.residual is not None for group in groups], dtype=torch.uint8, device=self.device)
             anywhere = answer(AllGather(have)).amax(0).tolist()
             for group in (group for group, wanted in zip(groups, anywhere, strict=True) if wanted):
-                residual = group.residual
-                kept = residual is not None
-                if residual is None:
-                    residual = torch.zeros(group.plan.numel, device=self.device, dtype=group.wide)
+                kept = group.residual
+                residual = torch.zeros(group.plan.numel, device=self.device, dtype=group.wide) if kept is None else kept
                 average = mean(residual)
-                if kept and group.dtype != group.wide:  # each rank keeps the rounding error of the mean
-                    rounded.append((residual, average - average.to(group.dtype)))
+                if kept is not None and group.dtype != group.wide:  # each rank keeps the rounding error of the mean
+                    rounded.append((kept, average - average.to(group.dtype)))
                 by = group.memory.divide_all(group.state.memory, average, mean, group.density(self.step))
                 whole = group.statistics is not None and group.statistics.indices is None
                 delivery = group.delivery(None, by, comm.world_size, whole)

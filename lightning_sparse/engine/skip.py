@@ -156,32 +156,27 @@ class SkippedSteps:
         self._names = names
         self._latest: Set[str] = frozenset()
         """Parameters that got a gradient in the latest step."""
-        self._decision: Decision | None = None
-        """The decision on the latest step, until it is resolved."""
+        self.decision: Decision | None = None
+        """On the latest step, until somebody asks whether it is skipped; None: it is resolved."""
         self._invalid: Set[str] = frozenset()
         """Parameters whose gradient a skipped step has left NaN, as far as steps are resolved."""
         self._handed: WeakSet[Optimizer] = WeakSet()
         """Optimizers that hold a flag as ``found_inf`` during their next step, as a ``GradScaler`` hands it over."""
 
     @property
-    def unresolved(self) -> bool:
-        """True if nobody has asked yet whether the latest step is skipped."""
-        return self._decision is not None
-
-    @property
     def _flag(self) -> Tensor | None:
         """The flag of the latest step on the device; None if it is resolved, or where the host knows it."""
-        return None if self._decision is None else self._decision.on_device
+        return None if self.decision is None else self.decision.on_device
 
     def note(self, decision: Decision, names: Set[str]) -> None:
         """Note that a step has ended which gave these parameters a gradient; the one before is resolved."""
-        self._decision, self._latest = decision, frozenset(names)  # a view of a mapping would keep its averages
+        self.decision, self._latest = decision, frozenset(names)  # a view of a mapping would keep its averages
 
     def resolve(self) -> None:
         """Note which gradients are invalid since the latest step; waits for its flag."""
-        if self._decision is None:
+        if self.decision is None:
             return
-        skipped, self._decision = bool(self._decision), None
+        skipped, self.decision = bool(self.decision), None
         self._invalid = self._invalid | self._latest if skipped else self._invalid - self._latest
 
     def begin_step(self) -> None:
@@ -232,9 +227,7 @@ class SkippedSteps:
         """Set gradients of these parameters to None, unless all of them are finite: others have taken their places."""
         parameters = (p for group in optimizer.param_groups for p in group["params"] if names)
         left = [p for p in parameters if self._names.get(id(p)) in names and p.grad is not None]
-        if not left:
-            return False
-        if torch.stack([own(p.grad).isfinite().all() for p in left if p.grad is not None]).all():
+        if not left or torch.stack([own(p.grad).isfinite().all() for p in left if p.grad is not None]).all():
             return False
         for parameter in left:
             parameter.grad = None

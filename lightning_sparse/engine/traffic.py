@@ -77,9 +77,8 @@ def count_bytes(
     """
     sparsifier = SPARSIFIERS.resolve(sparsifier)
     memory = NoMemory() if memory is None else as_memory(memory)
-    check_integer(numel, "numel")
-    check_integer(world_size, "world_size")
-    numel, world_size, density = plain((numel, world_size, check_density(density)))
+    numel, world_size = check_integer(numel, "numel"), check_integer(world_size, "world_size")
+    density = plain(check_density(density))
     exchange = as_exchange(exchange, sparsifier, memory)
     grad = torch.empty(numel, dtype=dtype, device=META)
 

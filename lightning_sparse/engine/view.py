@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any, TypeVar
@@ -17,8 +17,8 @@ from lightning_sparse.engine.agreement import failing_together
 from lightning_sparse.engine.metrics import Step, Totals, dense_statistics, summarize
 from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.reducer import Reducer
-from lightning_sparse.engine.sources.comm_hook import entrance_of
-from lightning_sparse.engine.state.record import Counts
+from lightning_sparse.engine.sources.comm_hook import Entrance
+from lightning_sparse.engine.sources.within_a_node import WithinANode
 from lightning_sparse.methods.grouping import Group, Messages
 from lightning_sparse.ops.length import LengthChanges
 
@@ -40,16 +40,11 @@ class EngineView:
         """True if the engine has ended."""
         self.router = reducer
         """Exchanges gradients, see :mod:`lightning_sparse.engine.sources`."""
-        self.entrance = entrance_of(reducer)
+        self.entrance: Entrance = reducer if reducer.parts is None else WithinANode(reducer, reducer.parts)
         """Takes gradients from a source and gives averages back: the router, or what stands in front of it."""
         self.networks = reducer.networks
         """See :class:`.Reducer`."""
         self._record, self._skipped = reducer.record, reducer.skipped
-
-    @property
-    def _speaks(self) -> bool:
-        """True on the one rank that tells users something."""
-        return self.router.speaks
 
     @property
     def step(self) -> int:
@@ -62,11 +57,6 @@ class EngineView:
         return self._record.counts.skipped
 
     @property
-    def _known_counts(self) -> Counts:
-        """Exchanges so far, of which the host has heard whether they counted; does not wait for a device."""
-        return self.router.known_counts
-
-    @property
     def skipped(self) -> bool:
         """True if ``.grad`` belongs to a skipped step: a gradient of some rank was not finite.
 
@@ -74,12 +64,7 @@ class EngineView:
         scales by their norm. The optimizer must skip the step, as a ``GradScaler`` does and as the strategies do. On a
         device, asking waits for the exchange.
         """
-        return self._record.skipped
-
-    @property
-    def _held(self) -> Set[str]:
-        """Names of the parameters of optimizers that were bound or have stepped; empty: no optimizer is known."""
-        return self._record.held
+        return bool(self._record.decision)
 
     @property
     def length_changes(self) -> LengthChanges:
@@ -205,7 +190,7 @@ class EngineView:
 
     def _check_between_steps(self, what: str) -> None:
         """Raise within a step, whose messages may go on, on a thread of their own."""
-        if self.entrance.busy:
+        if self.router.busy:
             raise RuntimeError(
                 f"{what} between two steps, not within a backward, nor between several ones of which one step is made."
             )

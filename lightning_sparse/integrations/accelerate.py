@@ -93,8 +93,9 @@ class Accelerated:
                 self.engine.bind(stepped)
             self._optimizers = stepped
         if limit is not None and limit > 0:
+            clip, known = self.engine._binding.clip_in_place_of_averages, not self.engine.step
             for optimizer in stepped:
-                self.engine._clip_in_place_of_averages(float(limit), "norm", optimizer, known=not self.engine.step)
+                clip(float(limit), "norm", optimizer, known)
         return self.engine
 
     def _take_place(self, ddp: Any) -> None:
@@ -173,7 +174,7 @@ class Accelerated:
         mine = [one for one in self._optimizers if ids_of(one) & here]
         alone = here <= set().union(*map(ids_of, mine))  # a norm over parameters of other engines, too, is not known
         if self.engine is not None and by_euclid and 0 < limit < math.inf and mine and alone:
-            done = [self.engine._clip_in_place_of_averages(float(limit), algorithm, one) for one in mine]
+            done = [self.engine._binding.clip_in_place_of_averages(float(limit), algorithm, one) for one in mine]
             if all(done):
                 limit = math.inf
         if algorithm == "value":

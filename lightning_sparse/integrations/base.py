@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
@@ -27,8 +27,6 @@ from lightning_sparse.engine.state.checkpoint import SideFiles, restore
 from lightning_sparse.methods.grouping.groupings import CUDA_BUCKET_MB, DDP_BUCKET_MB, MIB, Bucket
 from lightning_sparse.tuning.controllers import Planner
 
-HSDP_NAME = "sparse_hsdp"
-"""The name of the strategy of sharded replicas."""
 CHECKPOINT_KEY = "lightning_sparse"
 """Key of this package's entry in checkpoints."""
 DELIVERIES = 32
@@ -72,10 +70,9 @@ class StrategyArguments(StrategyConfig):  # type: ignore[misc]  # see StrategyCo
 
     def for_lightning(self) -> dict[str, Any]:
         """Return keywords for Lightning's strategy, without defaults, so that no version must know all of them."""
-        ours = {field.name for field in fields(StrategyConfig)} - {"bucket_cap_mb"}
+        ours = {field.name for field in fields(StrategyConfig)} - {"bucket_cap_mb", "timeout"}
         given = [(field, getattr(self, field.name)) for field in fields(self) if field.name not in ours]
-        told = {field.name: value for field, value in given if value not in (field.default, None)}
-        return told if self.timeout is None else {**told, "timeout": self.timeout}
+        return {field.name: value for field, value in given if value not in (field.default, None)}
 
 
 class SparseStrategy:
@@ -208,7 +205,7 @@ class SparseStrategy:
         engines = [engine for engine in self.engines if any(id(p) in held for p in engine.parameters.values())]
         if len(engines) != 1:
             return False
-        return engines[0]._clip_in_place_of_averages(float(limit or 0.0), algorithm, optimizer, known)
+        return engines[0]._binding.clip_in_place_of_averages(float(limit or 0.0), algorithm, optimizer, known)
 
     def _mean_over_ranks(self, numbers: Mapping[str, float]) -> dict[str, float]:
         comm, own = TorchCollective(), torch.tensor(list(numbers.values()), dtype=torch.float64, device="cpu")
@@ -216,16 +213,24 @@ class SparseStrategy:
         return dict(zip(numbers, means.tolist(), strict=True))
 
     def _restore(self, engine: Engine, path: Any, own: dict[str, Any] | None) -> None:
-        """Let an engine continue with the residuals of a checkpoint.
+        """Let an engine continue with the totals and residuals of a checkpoint; all ranks must call this.
 
         Args:
             engine: before its first step, or between two.
-            path: of the checkpoint, beside which side files are.
-            own: this package's entry in the checkpoint; None: there is none.
+            path: of the checkpoint.
+            own: this package's entry in the checkpoint, see :func:`readable`; None: it is of a dense training.
+
+        Raises:
+            RuntimeError: on all ranks, with ``strict_resume``, if there are no residuals that fit.
         """
-        config, marker = self.config, None if own is None else own.get("residuals")
+        if own is not None and "totals" in own:
+            engine.totals.load_state_dict(own["totals"])
+        self._load_residuals(engine, path, None if own is None else own.get("residuals"), own is None)
+
+    def _load_residuals(self, engine: Engine, path: Any, marker: Any, dense: bool) -> None:
+        """Let an engine continue with side files beside a checkpoint, see :func:`.checkpoint.restore`."""
         load = partial(self.checkpoint_io.load_checkpoint, weights_only=True)
-        restore(engine, path, marker, load, config.resize, config.strict_resume, dense=own is None)
+        restore(engine, path, marker, load, self.config.resize, self.config.strict_resume, dense)
 
     def _ignore_skipped(self, optimizer: Any, precision: Any, *, drop: bool = False) -> None:
         """Let the optimizer skip a step with non-finite gradients, if no loss scaler does so.
@@ -265,38 +270,33 @@ def profile_of(engine: Engine | None) -> dict[str, Any] | None:
     return None if planner is None else planner.saved
 
 
-def takes_over(lightning: type) -> Callable[[Kind], Kind]:
+def takes_over(strategy: Kind) -> Kind:
     """Decorate a strategy: it accepts all arguments of Lightning's, so that a saved configuration becomes one of ours.
 
     Those that have no effect here are accepted as None or with their defaults. They are in the signature, because
     LightningCLI saves all arguments of a strategy, and accepts those of the signature only.
 
     Args:
-        lightning: the strategy of the same Lightning package, which passes further keywords on to DDP.
+        strategy: its last base is that of the same Lightning package, which passes further keywords on to DDP.
     """
+    inherited: Any = strategy.__init__
+    known = inspect.signature(inherited)
+    theirs = {**DDP_ARGUMENTS, **inspect.signature(strategy.__bases__[-1]).parameters}
+    left_out = {*known.parameters, *BY_LIGHTNING}
+    strategy.unused = {
+        name: p.replace(kind=p.KEYWORD_ONLY, annotation=Any)
+        for name, p in theirs.items()
+        if p.kind is p.POSITIONAL_OR_KEYWORD and name not in left_out
+    }
 
-    def decorate(strategy: Kind) -> Kind:
-        inherited: Any = strategy.__init__
-        known = inspect.signature(inherited)
-        theirs = {**DDP_ARGUMENTS, **inspect.signature(lightning).parameters}
-        left_out = {*known.parameters, *BY_LIGHTNING}
-        strategy.unused = {
-            name: p.replace(kind=p.KEYWORD_ONLY, annotation=Any)
-            for name, p in theirs.items()
-            if p.kind is p.POSITIONAL_OR_KEYWORD and name not in left_out
-        }
+    @wraps(inherited)
+    def init(self: Any, *given: Any, **keywords: Any) -> None:
+        inherited(self, *given, **keywords)
 
-        @wraps(inherited)
-        def init(self: Any, *given: Any, **keywords: Any) -> None:
-            inherited(self, *given, **keywords)
-
-        init.__signature__ = known.replace(  # type: ignore[attr-defined]
-            parameters=[*known.parameters.values(), *strategy.unused.values()]
-        )
-        strategy.__init__ = init  # type: ignore[method-assign]
-        return strategy
-
-    return decorate
+    every = [*known.parameters.values(), *strategy.unused.values()]
+    init.__signature__ = known.replace(parameters=every)  # type: ignore[attr-defined]
+    strategy.__init__ = init  # type: ignore[method-assign]
+    return strategy
 
 
 def register(registry: Any, strategy: type) -> None:
@@ -315,4 +315,4 @@ def register(registry: Any, strategy: type) -> None:
 def register_hsdp(registry: Any, strategy: type) -> None:
     """Register the strategy of sharded replicas, ``sparse_hsdp``, in the StrategyRegistry of a Lightning package."""
     description = "FSDP2 within replicas, a sparsified exchange between them"
-    registry.register(HSDP_NAME, strategy, description=description, override=True)
+    registry.register("sparse_hsdp", strategy, description=description, override=True)

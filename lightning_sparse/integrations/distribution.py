@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_sparse.core.checks import check_integer, expect, plain
+from lightning_sparse.core.checks import check_integer, expect
 from lightning_sparse.engine import Engine
 from lightning_sparse.integrations.callback import Callback, LocalGradients, trained_parameters
 from lightning_sparse.integrations.loggers import log_figure
@@ -56,10 +56,9 @@ class GradientDistribution(Callback):
     def __init__(
         self, every: int = 500, what: Literal["accumulated", "gradient"] = "accumulated", most: int = 4
     ) -> None:
-        check_integer(every, "every")
-        check_integer(most, "most")
+        self.every, self.most = check_integer(every, "every"), check_integer(most, "most")
         expect(what in ("accumulated", "gradient"), "what", "'accumulated' or 'gradient'", what)
-        self.every, self.what, self.most = plain((every, what, most))
+        self.what = what
         self._steps = 0
         self._groups: dict[str, list[str]] = {}
         self._residuals: dict[str, Tensor] = {}

@@ -147,8 +147,8 @@ class SparseFabricMixin(SparseStrategy, ParallelStrategy):
     def clip_gradients_norm(self, module: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Clip as Fabric does; drop non-finite gradients before the norm is computed if no loss scaler skips the step.
 
-        If :meth:`.Engine._clip_in_place_of_averages` applies, each rank's gradients are clipped from the next step on,
-        before the exchange, and averages are not clipped.
+        If :meth:`.OptimizerBinding.clip_in_place_of_averages` applies, each rank's gradients are clipped from the next
+        step on, before the exchange, and averages are not clipped.
         """
         self._ignore_skipped(optimizer, self.precision, drop=True)
         given = inspect.signature(super().clip_gradients_norm).bind(module, optimizer, *args, **kwargs)
@@ -238,7 +238,7 @@ class FabricSparseDDPMixin(SparseFabricMixin, DDPStrategy):
         engine = self._attach(ddp, self.precision, profile)
         self._start(ddp, engine, totals)
         if loaded is not None:
-            self._resume(engine, *loaded)
+            self._restore(engine, *loaded)
         elif left is not None:
             go_on(engine, left)
         return ddp
@@ -265,9 +265,8 @@ class FabricSparseDDPMixin(SparseFabricMixin, DDPStrategy):
                 own[key]["totals"] = self._mean_over_ranks(engine.totals.state_dict())
                 if self.config.save_residuals:
                     place = _place(path, key, len(modules))
-                    own[key]["residuals"] = stack.enter_context(
-                        self._side_files.beside(place, engine, write, TorchCollective())
-                    )
+                    beside = self._side_files.beside(place, engine, write, TorchCollective())
+                    own[key]["residuals"] = stack.enter_context(beside)
             kept = {CHECKPOINT_KEY: own} if own else {}
             super().save_checkpoint(path, {**state, **kept}, storage_options, filter)
 
@@ -295,14 +294,8 @@ class FabricSparseDDPMixin(SparseFabricMixin, DDPStrategy):
                 continue
             if planner := planner_of(engine):
                 planner.resume((found or {}).get("profile"), engine)
-            self._resume(engine, place, found)
+            self._restore(engine, place, found)
         return rest
-
-    def _resume(self, engine: Engine, place: str, found: dict[str, Any] | None) -> None:
-        """Let an engine continue from a checkpoint's entry; None: there is none."""
-        self._restore(engine, place, found)
-        if found and "totals" in found:
-            engine.totals.load_state_dict(found["totals"])
 
 
 def _place(path: Any, key: str, modules: int) -> str:

@@ -86,7 +86,7 @@ class FlushResidual(Callback):
     def _flush(self, trainer: Any) -> None:
         if self._averaged:
             return
-        now = [(engine.step, engine._loads) for engine in engines_of(trainer.strategy)]
+        now = [(engine.step, engine._state.loads) for engine in engines_of(trainer.strategy)]
         if now != self._flushed:  # else residuals are empty: nothing was exchanged or loaded since
             with ExitStack() as latest:
                 for optimizer in trainer.optimizers:

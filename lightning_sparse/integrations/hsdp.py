@@ -20,8 +20,7 @@ from lightning_sparse.core.checks import expect, is_integer
 from lightning_sparse.engine import Engine, check_equal_on_ranks, failing_together
 from lightning_sparse.engine.config import StrategyConfig, keywords_of, with_keywords_of
 from lightning_sparse.engine.network import TorchCollective
-from lightning_sparse.engine.state.checkpoint import FORMAT, Found, SideFileError, resume
-from lightning_sparse.engine.state.checkpoint import MARKER as SIDE_FILES
+from lightning_sparse.engine.state.checkpoint import FORMAT, MARKER, Found, SideFileError, resume
 from lightning_sparse.engine.state.sharded import read_sharded, remove_others, save_sharded
 from lightning_sparse.integrations.base import CHECKPOINT_KEY, SparseStrategy, readable
 from lightning_sparse.integrations.earlier import go_on
@@ -34,8 +33,8 @@ if TYPE_CHECKING:  # at run time the class of each package has its own base
 else:
     FabricBase = TrainerBase = object
 
-MARKER = {field: SIDE_FILES[field] for field in ("save", "step")}
-"""Fields of the marker, see those of side files."""
+FIELDS = {field: MARKER[field] for field in ("save", "step")}
+"""Of the marker, see those of side files."""
 FOLDER = "sparse"
 """Folder of residuals in a distributed checkpoint; the ending of the folder beside a checkpoint that is one file."""
 
@@ -69,12 +68,9 @@ class HSDPArguments(StrategyConfig):  # type: ignore[misc]  # see StrategyConfig
         refuse_without_ddp(self)
 
     def for_lightning(self) -> dict[str, Any]:
-        """Return keywords for Lightning's strategy."""
-        told: dict[str, Any] = {
-            "save_distributed_checkpoint": self.save_distributed_checkpoint,
-            "process_group_backend": self.process_group_backend,
-        }
-        return told if self.timeout is None else {**told, "timeout": self.timeout}
+        """Return keywords for Lightning's strategy, without defaults that are None."""
+        names = "save_distributed_checkpoint", "process_group_backend", "timeout"
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 class HSDPStrategy(SparseStrategy):
@@ -156,7 +152,7 @@ class HSDPStrategy(SparseStrategy):
         Args:
             path: of the checkpoint.
             engine: whose residuals these are.
-            own: this package's entry in the checkpoint, which gets the marker for :meth:`_load`.
+            own: this package's entry in the checkpoint, which gets the marker for :meth:`_load_residuals`.
         """
         comm, device = TorchCollective(), self.root_device
         self._saves += 1
@@ -175,20 +171,8 @@ class HSDPStrategy(SparseStrategy):
         if comm.rank == 0:
             remove_others(folder)
 
-    def _load(self, engine: Engine, path: Path, own: dict[str, Any] | None) -> None:
-        """Let an engine continue with the totals and residuals of a checkpoint; all ranks must call this.
-
-        Args:
-            engine: bound to the optimizers, whose states are loaded.
-            path: of the checkpoint.
-            own: this package's entry in the checkpoint; None: it is of a dense training.
-
-        Raises:
-            RuntimeError: on all ranks, with ``strict_resume``, if there are none that fit.
-        """
-        own = readable(own)
-        if own is not None and "totals" in own:
-            engine.totals.load_state_dict(own["totals"])
+    def _load_residuals(self, engine: Engine, path: Any, marker: Any, dense: bool) -> None:
+        """Let an engine, bound to the optimizers whose states are loaded, continue with a folder of residuals."""
         folder, config = self._folder(path), self.config
 
         def read(marker: dict[str, Any]) -> Found:
@@ -197,8 +181,7 @@ class HSDPStrategy(SparseStrategy):
                 raise SideFileError(f"they are of step {found.state['step']}, and the checkpoint of {marker['step']}")
             return found
 
-        marker = None if own is None else own.get("residuals")
-        resume(engine, path, marker, MARKER, folder, read, config.strict_resume, dense=own is None)
+        resume(engine, path, marker, FIELDS, folder, read, config.strict_resume, dense)
 
 
 class SparseHSDPMixin(HSDPStrategy, SparseTrainerMixin, TrainerBase):
@@ -284,7 +267,7 @@ class SparseHSDPMixin(HSDPStrategy, SparseTrainerMixin, TrainerBase):
         """Load a checkpoint as Lightning does, and the residuals of all ranks if there is an engine."""
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         if engine := self._open_engine:
-            self._load(engine, Path(self.broadcast(checkpoint_path)), checkpoint.get(CHECKPOINT_KEY))
+            self._restore(engine, Path(self.broadcast(checkpoint_path)), readable(checkpoint.get(CHECKPOINT_KEY)))
         return checkpoint
 
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -366,10 +349,10 @@ class FabricSparseHSDPMixin(HSDPStrategy, SparseFabricMixin, FabricBase):
             RuntimeError: on all ranks, with ``strict_resume``, if there are no matching residuals.
         """
         rest: dict[str, Any] = super().load_checkpoint(path, state, *args, **kwargs)
-        own: dict[str, Any] | None = rest.pop(CHECKPOINT_KEY, None)
+        own = readable(rest.pop(CHECKPOINT_KEY, None))
         engines = self._engines_in(state if isinstance(state, Mapping) else {}).values()
         for engine in (engine for engine in engines if engine is not None):
-            self._load(engine, Path(self.broadcast(path)), own)
+            self._restore(engine, Path(self.broadcast(path)), own)
         return rest
 
     def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:

@@ -11,13 +11,13 @@ from lightning_sparse.integrations.hsdp import FabricSparseHSDPMixin, SparseHSDP
 from lightning_sparse.integrations.trainer import SparseDDPMixin
 
 
-@takes_over(DDPStrategy)
+@takes_over
 class SparseDDPStrategy(SparseDDPMixin, DDPStrategy):  # type: ignore[misc]  # mypy knows the other package's base
     __doc__ = SparseDDPMixin.__doc__
     package = "lightning.pytorch"
 
 
-@takes_over(FabricDDPStrategy)
+@takes_over
 class FabricSparseDDPStrategy(FabricSparseDDPMixin, FabricDDPStrategy):  # type: ignore[misc]  # likewise
     __doc__ = FabricSparseDDPMixin.__doc__
     package = "lightning.fabric"

@@ -9,7 +9,7 @@ from lightning_sparse.integrations.fabric import FabricSparseDDPMixin
 from lightning_sparse.integrations.hsdp import FabricSparseHSDPMixin
 
 
-@takes_over(DDPStrategy)
+@takes_over
 class FabricSparseDDPStrategy(FabricSparseDDPMixin, DDPStrategy):
     __doc__ = FabricSparseDDPMixin.__doc__
     package = "lightning_fabric"

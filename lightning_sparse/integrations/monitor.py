@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from lightning_sparse.core.checks import check_flag, check_integer, plain
+from lightning_sparse.core.checks import check_flag, check_integer
 from lightning_sparse.core.console import Table
 from lightning_sparse.core.messages import ring_all_reduce_bytes
 from lightning_sparse.core.names import named_parameters
@@ -67,10 +67,10 @@ class SparsityMonitor(Callback):
         shadow_every: int = 10,
         shadow_density: Any = 0.01,
     ) -> None:
-        check_integer(shadow_every, "shadow_every")
+        self.shadow_every = check_integer(shadow_every, "shadow_every")
         for name, given in (("groups", groups), ("table", table)):
             check_flag(given, name)
-        self.groups, self.table, self.shadow_every = plain((groups, table, shadow_every))
+        self.groups, self.table = bool(groups), bool(table)
         named = shadow if isinstance(shadow, Iterable) and not isinstance(shadow, str) else [shadow]
         self.shadow = [SPARSIFIERS.resolve(one) for one in named]
         self.shadow_density = as_schedule(shadow_density, "shadow_density")

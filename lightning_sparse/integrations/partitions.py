@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_sparse.core.checks import check_integer, plain
+from lightning_sparse.core.checks import check_integer
 from lightning_sparse.core.console import Table
 from lightning_sparse.core.step import Context
 from lightning_sparse.engine import Engine
@@ -50,9 +50,7 @@ class PartitionMap(Callback):
     """
 
     def __init__(self, every: int = 50, most: int = 4) -> None:
-        check_integer(every, "every")
-        check_integer(most, "most")
-        self.every, self.most = plain((every, most))
+        self.every, self.most = check_integer(every, "every"), check_integer(most, "most")
         self.rows: list[Range] = []
         """Recorded ranges of this fit."""
         self._recorded = 0

@@ -7,7 +7,7 @@ from lightning_sparse.integrations.hsdp import SparseHSDPMixin
 from lightning_sparse.integrations.trainer import SparseDDPMixin
 
 
-@takes_over(DDPStrategy)
+@takes_over
 class SparseDDPStrategy(SparseDDPMixin, DDPStrategy):
     __doc__ = SparseDDPMixin.__doc__
     package = "pytorch_lightning"

@@ -69,7 +69,6 @@ class SparseTrainerMixin(SparseStrategy, ParallelStrategy):
         self._earlier: tuple[Engine, dict[str, int]] | None = None
         """Engine of the fit before, and checksums of its weights."""
         self._left: Left | None = None
-        self._totals: dict[str, float] | None = None
         self._telling = Telling()
         self._shown: list[Any] = []
         self.engine: Engine | None = None
@@ -89,15 +88,9 @@ class SparseTrainerMixin(SparseStrategy, ParallelStrategy):
         self._close_engine()
         self.engine = self._earlier = None  # frees their buffers
         self.engine = attach(profile)
-        self._take_totals()
+        self._profile = None
         self._telling.follow(self.engine, self._trainer)
         go_on(self.engine, left)
-
-    def _take_totals(self) -> None:
-        """Go on with the totals of the checkpoint that was loaded last, once; its profile is in use or of no use."""
-        totals, self._totals, self._profile = self._totals, None, None
-        if totals is not None:
-            self._telling.totals.load_state_dict(totals)
 
     @property
     def engines(self) -> list[Engine]:
@@ -196,7 +189,7 @@ class SparseTrainerMixin(SparseStrategy, ParallelStrategy):
         vars(self.precision_plugin).pop("clip_gradients", None)
         if at_work is not None:
             self._earlier = at_work, checksums(at_work)
-        self._resume = self._profile = self._totals = None
+        self._resume = self._profile = None
         super().teardown()
 
     def _close_engine(self) -> None:
@@ -276,10 +269,10 @@ class SparseDDPMixin(SparseTrainerMixin, DDPStrategy):
         self._continue()
 
     def _continue(self) -> None:
-        """Load the residuals of the checkpoint that was loaded last into the engine, once."""
+        """Load totals and residuals of the checkpoint that was loaded last into the engine, once."""
         resume, self._resume = self._resume, None
         if resume is not None and (engine := self._open_engine):
-            self._take_totals()  # of a checkpoint that is loaded within fit
+            self._profile = None  # of a checkpoint that is loaded within fit
             self._restore(engine, *resume)
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
@@ -370,15 +363,14 @@ class SparseDDPMixin(SparseTrainerMixin, DDPStrategy):
         self._follow_optimizers(self.engine)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load a checkpoint as Lightning does, and keep its path for residuals, its profile and its totals."""
+        """Load a checkpoint as Lightning does, and keep its path for residuals, its entry and its profile."""
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         own = readable(checkpoint.get(CHECKPOINT_KEY))
-        self._profile, self._totals = (None if own is None else own.get(name) for name in ("profile", "totals"))
         residuals = None if own is None else own.get("residuals")
-        if (
-            own and isinstance(residuals, dict) and "global_step" in residuals
-        ):  # the checkpoint's current value: side files must match it
+        # The checkpoint's current value: side files must match it.
+        if own and isinstance(residuals, dict) and "global_step" in residuals:
             own = {**own, "residuals": {**residuals, "global_step": checkpoint.get("global_step")}}
+        self._profile = None if own is None else own.get("profile")
         self._resume = checkpoint_path, own
         return checkpoint
 

@@ -366,7 +366,7 @@ def ways_to_be_refused() -> Iterator[tuple[str, Callable[[], Any]]]:
         ),
     )
     yield "disagree", lambda: ls.attach_hsdp(built(), mesh, density=0.1 * (1 + dist.get_rank()))
-    version = mock.patch("lightning_sparse.api.hsdp.__version__", "0.0.7" if dist.get_rank() == 1 else "0.0.6")
+    version = mock.patch("lightning_sparse.api.attach.__version__", "0.0.7" if dist.get_rank() == 1 else "0.0.6")
     yield "version of lightning-sparse ('0.0.6' on rank 0", lambda: version(ls.attach_hsdp)(built(), mesh)
 
 

@@ -278,10 +278,10 @@ def test_of_what_the_host_has_heard_it_is_told_without_waiting(streams: Streams)
     run.step()
     (run.ddp(torch.randn(4, 20)).square().mean() * float("inf")).backward()
     waited = streams.host_waits
-    assert run.engine._known_counts[:3] == (1, 0, 0)
+    assert run.engine.router.known_counts[:3] == (1, 0, 0)
     assert streams.host_waits == waited
-    assert (run.engine.skipped_steps, run.engine._known_counts.skipped) == (1, 0)  # until the next step begins
+    assert (run.engine.skipped_steps, run.engine.router.known_counts.skipped) == (1, 0)  # until the next step begins
     run.skip(run.optimizer)
     run.optimizer.step()
     run.step()
-    assert run.engine._known_counts[:2] == (1, 1)
+    assert run.engine.router.known_counts[:2] == (1, 1)

@@ -203,7 +203,7 @@ def in_turns() -> list[bool]:
         for optimizer in both:
             optimizer.zero_grad()
         ddp(torch.ones(4, 64), which).square().mean().backward()
-        clipped.append(engine._clip_in_place_of_averages(0.1, "norm", both[which]))
+        clipped.append(engine._binding.clip_in_place_of_averages(0.1, "norm", both[which]))
         for optimizer in both:
             optimizer.step()
     engine.close()

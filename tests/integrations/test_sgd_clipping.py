@@ -72,7 +72,7 @@ def where_groups_change() -> list[bool]:
     sparse = training.engine.plan
     plans: list[Any] = [sparse, plan_of(training.engine, "model", rules=ls.Rules(dense=["*"])), None, sparse]
     found = []
-    assert not training.engine._clip_in_place_of_averages(LIMIT, "norm", training.optimizer, known=True)
+    assert not training.engine._binding.clip_in_place_of_averages(LIMIT, "norm", training.optimizer, known=True)
     for number, plan in enumerate(plans):
         if plan is not None:
             training.engine.regroup(plan)
@@ -80,11 +80,11 @@ def where_groups_change() -> list[bool]:
             assert training.engine._go_direct()
         for step in (2 * number, 2 * number + 1):
             training.step(step)
-            left_alone = training.engine._clip_in_place_of_averages(LIMIT, "norm", training.optimizer)
+            left_alone = training.engine._binding.clip_in_place_of_averages(LIMIT, "norm", training.optimizer)
             assert clippings_of(training.engine) == [(LIMIT, "norm")]
             found.append(left_alone)
     for limit in (0.0, float("inf")):  # no more
-        training.engine._clip_in_place_of_averages(limit, "norm", training.optimizer)
+        training.engine._binding.clip_in_place_of_averages(limit, "norm", training.optimizer)
         assert not clippings_of(training.engine)
     training.engine.close()
     return found
@@ -98,7 +98,7 @@ def chosen_by_the_user() -> tuple[bool, list[Any]]:
     training = Training(memory="residual")
     training.engine.clip_gradients(1.0, "norm", training.optimizer)
     training.step(0)
-    left_alone = training.engine._clip_in_place_of_averages(LIMIT, "norm", training.optimizer, known=True)
+    left_alone = training.engine._binding.clip_in_place_of_averages(LIMIT, "norm", training.optimizer, known=True)
     training.engine.close()
     return left_alone, clippings_of(training.engine)
 

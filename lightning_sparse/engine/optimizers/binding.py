@@ -5,7 +5,6 @@ One pair of torch's hooks around the steps of all optimizers of the process serv
 
 from __future__ import annotations
 
-import copy
 import math
 import sys
 import warnings
@@ -100,10 +99,9 @@ class OptimizerBinding:
         """The optimizer that has stepped each parameter last, while none was bound; of nested ones, the outermost."""
         self._outermost: Optimizer | None = None
         """The optimizer that is taking a step, of nested ones the outermost."""
-        self._alone: WeakKeyDictionary[Optimizer, int] | None = None
+        several = any(network.world_size > 1 for network in reducer.networks)
+        self._alone: WeakKeyDictionary[Optimizer, int] | None = WeakKeyDictionary() if several else None
         """Steps by optimizer, until the first exchange; None from then on, and with one rank."""
-        if any(network.world_size > 1 for network in reducer.networks):
-            self._alone = WeakKeyDictionary()
         self._told: set[str] = set()
         self._rehearsing = False
         """True if the step that an optimizer is taking only makes its state."""
@@ -239,7 +237,7 @@ class OptimizerBinding:
         chosen = [optimizer for optimizer in listed(optimizers) if reducer.record.hold(optimizer)]
         self.suit(chosen)
         # Where nobody has told processes their ranks, each of them counts as rank zero and would warn.
-        with warnings.catch_warnings(action="ignore") if not self._reducer.speaks else nullcontext():
+        with warnings.catch_warnings(action="ignore") if self._reducer.rank else nullcontext():
             for optimizer in chosen:
                 check_pair(reducer.settings.memory_in_use, optimizer)
         if reducer.settings.lr_aware:
@@ -400,7 +398,21 @@ class OptimizerBinding:
     def clip_in_place_of_averages(
         self, limit: float, algorithm: str, optimizer: Optimizer, known: bool = False
     ) -> bool:
-        """See :meth:`.Engine._clip_in_place_of_averages`."""
+        """Clip each rank's gradients, from the next step on, in place of the averages that an optimizer applies.
+
+        This serves Adam if the engine takes its steps, and with the default memory ``torch.optim.SGD`` (with momentum
+        by norm only), as long as something is sparsified; nothing is done for other optimizers. It ends when the
+        optimizer applies averages for which this was not called. All ranks must call this.
+
+        Args:
+            limit: as in :meth:`.Engine.clip_gradients`; 0 or infinite: nothing is clipped any more.
+            algorithm: "norm" or "value".
+            optimizer: that is about to step.
+            known: whether this is before the first step. Later, nothing is begun for SGD.
+
+        Returns:
+            True if the gradients of the latest averages were clipped already: do not clip these averages.
+        """
         reducer, key = self._reducer, id(optimizer)
         begun = key in reducer.clipping.in_place
         if not 0 < limit < math.inf:
@@ -409,7 +421,7 @@ class OptimizerBinding:
         if not begun and (reducer.direct or not self._suits_clipping(optimizer, algorithm, known)):
             return False
         self.clip(limit, algorithm, optimizer, in_place=True)
-        reducer.clipping.note_asked(key)
+        reducer.clipping.asked.add(key)
         return not reducer.direct and not reducer.clipping.acting.isdisjoint(reducer.record.hold(optimizer))
 
     def _clip_as_before(self) -> None:
@@ -455,17 +467,9 @@ class OptimizerBinding:
             sentence: to say.
             kind: of sentences of which one is said; None: of this one.
         """
-        if self._reducer.speaks and (kind or sentence) not in self._told:
+        if self._reducer.rank == 0 and (kind or sentence) not in self._told:
             self._told.add(kind or sentence)
             tell(sentence)
-
-
-def settings_of_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the settings of each parameter group, which schedules may change afterwards."""
-    return [
-        {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
 
 
 def steps_for_a_scaler() -> bool:

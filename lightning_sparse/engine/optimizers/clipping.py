@@ -81,8 +81,8 @@ class GradientClipping:
         self._parameters = parameters
         self.limits: dict[int | None, Limit] = {}
         """By the id of an optimizer; None: of all parameters."""
-        self._asked: set[int] = set()
-        """Keys of optimizers for which clipping in place of averages was asked since their latest step."""
+        self.asked: set[int] = set()
+        """Ids of optimizers for which clipping in place of averages was asked since their latest step."""
         self.beginning: Set[str] = frozenset()
         """Names of the parameters whose gradients are clipped in the latest step that has begun."""
         self.acting: Set[str] = frozenset()
@@ -140,10 +140,6 @@ class GradientClipping:
         if key in self.in_place:
             del self.limits[key]
 
-    def note_asked(self, key: int) -> None:
-        """Note that clipping was asked for since an optimizer, given by its id, has stepped."""
-        self._asked.add(key)
-
     def before_step(self, key: int, applies: Callable[[], bool]) -> None:
         """Stop clipping in place of an optimizer's averages, if it is about to step and nobody asked for it.
 
@@ -151,8 +147,8 @@ class GradientClipping:
             key: the optimizer's id.
             applies: whether it is about to apply averages of a backward, for the first time.
         """
-        if key in self._asked:
-            self._asked.remove(key)
+        if key in self.asked:
+            self.asked.remove(key)
         elif key in self.in_place and applies():  # asked last, because it may have to look at all parameters
             self.stop_in_place(key)
 

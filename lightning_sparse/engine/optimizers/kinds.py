@@ -14,7 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_sparse.core.checks import TINY
+from lightning_sparse.core.checks import TINY, expect
 from lightning_sparse.core.layout import own
 from lightning_sparse.methods.memory import Memory
 
@@ -92,8 +92,7 @@ def refuse_closure(optimizer: Optimizer) -> None:
 
 def check_is_optimizer(given: Any) -> None:
     """Raise a ValueError unless this is an optimizer, or made like one."""
-    if not hasattr(given, "param_groups"):
-        raise ValueError(f"Expected optimizer to be an optimizer, but got {given!r}.")
+    expect(hasattr(given, "param_groups"), "optimizer", "an optimizer", given)
 
 
 @contextmanager
@@ -251,7 +250,8 @@ class LearningRates:
 
     def __init__(self, names: Mapping[int, str]) -> None:
         self._names = names
-        self._optimizers: list[Optimizer] = []
+        self.optimizers: list[Optimizer] = []
+        """That are followed."""
         self.latest: dict[str, float] = {}
         """Latest rate above 0, by parameter; replaced and never changed."""
         self.surplus: dict[str, tuple[float, int]] = {}
@@ -272,17 +272,12 @@ class LearningRates:
                     f"{type(optimizer).__name__}, which divides gradients by a size of its own: there is no factor "
                     "that would keep the residual's share of a step. Leave lr_aware=False."
                 )
-        self._optimizers = chosen
+        self.optimizers = chosen
 
     def load(self, latest: Mapping[str, float], surplus: Mapping[str, Sequence[Any]]) -> None:
         """Go on with what an engine's state holds."""
         self.latest = dict(latest)
         self.surplus = {name: (value, step) for name, (value, step) in surplus.items()}
-
-    @property
-    def known(self) -> bool:
-        """True if there is an optimizer to follow."""
-        return bool(self._optimizers)
 
     def surplus_of(self, numels: Mapping[str, int], step: int, density: float) -> float:
         """Return the surplus of a group: the geometric mean over its coordinates, as one threshold serves all of them.
@@ -292,8 +287,6 @@ class LearningRates:
             step: the current one; skipped steps do not count.
             density: of the group.
         """
-        if not self.surplus:
-            return 1.0
         logs = sum(numel * math.log(self._surplus_at(name, step, density)) for name, numel in numels.items())
         return math.exp(logs / sum(numels.values()))
 
@@ -316,7 +309,7 @@ class LearningRates:
 
     def factors(self) -> dict[str, float]:
         """Return ``lr_old / lr_new`` of the parameters whose rate has changed since the last call."""
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         rates = {
             name: rate
             for group in groups

@@ -127,7 +127,8 @@ class Spending:
             if host and all(x.stride() == one.grad.stride() for x in one) and fills_memory(one.grad):
                 _where_arrived_(one, by, self._shares_of(by.momentum, by.share, one.grad.device), steps)
             else:
-                elsewhere[(one.grad.device, *(x.dtype for x in one), _serves(one, by, skip))].append(one)
+                has_kernel = {x.dtype for x in one[:3]} <= DTYPES and takes(one, by.rate, skip)
+                elsewhere[(one.grad.device, *(x.dtype for x in one), has_kernel)].append(one)
         for what, alike in elsewhere.items():
             how = by, self._shares_of(by.momentum, by.share, what[0]), skip, steps
             form = Spending, what, isinstance(by.rate, Tensor), skip is None
@@ -143,11 +144,6 @@ def _shares_of(momentum: float, share: float, device: torch.device) -> Tensor:
     waited = torch.arange(LONGEST + 1, dtype=torch.float64, device=device).clamp_(min=1)
     shares: Tensor = spent(momentum, waited) * share
     return shares
-
-
-def _serves(one: Stepped, by: Momentum, skip: Tensor | None) -> bool:
-    """Return True if there is a kernel for a parameter."""
-    return {x.dtype for x in one[:3]} <= DTYPES and takes(one, by.rate, skip)
 
 
 def _where_arrived_(one: Stepped, by: Momentum, shares: Tensor, steps: int) -> None:

@@ -319,7 +319,7 @@ class MomentumRule:
             for parameter, _, group, delivery in ones if by is not None else ():
                 average = parameter, _unchanged(parameter.grad, settings)
                 everything = group is None or not group.sparsified or (delivery is not None and delivery.whole)
-                if group is None or everything:
+                if everything:
                     if WAITED in kept.get(parameter, {}):
                         whole.append(average)
                 elif serves:

@@ -16,11 +16,6 @@ Entrance = Reducer | WithinANode
 """Takes gradients from a source, and gives it averages."""
 
 
-def entrance_of(router: Reducer) -> Entrance:
-    """Return the router, or what stands in front of it."""
-    return router if router.parts is None else WithinANode(router, router.parts)
-
-
 class BucketSource:
     """Passes gradients in DDP's buckets to a router and returns the averages.
 

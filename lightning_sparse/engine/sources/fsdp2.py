@@ -35,7 +35,7 @@ class ShardSource:
     """
 
     def __init__(self, engine: Engine, model: Module) -> None:
-        self._engine = engine
+        self.engine = engine
         self._parameters = engine.parameters
         states = (module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule))
         self._contexts = {id(context): context for state in states if (context := state._state_ctx)}
@@ -43,11 +43,6 @@ class ShardSource:
         self._backward = -1
         """Id of the backward at whose end gradients are exchanged."""
         self._hooks = on_gradients(self._parameters, self._note)
-
-    @property
-    def closed(self) -> bool:
-        """True if the engine has ended."""
-        return self._engine.closed
 
     def before_step(self, engine: Engine) -> None:
         """Do nothing: gradients are passed on at the end of backward."""
@@ -61,16 +56,16 @@ class ShardSource:
 
     def _note(self, name: str, _: Tensor) -> None:
         """Let gradients be exchanged at the end of this backward: FSDP has reduced some."""
-        if self._engine.closed:
+        if self.engine.closed:
             raise RuntimeError("The engine is closed, and replicas would drift apart. Attach a new one to train on.")
         backward = torch._C._current_graph_task_id()
-        if backward != self._backward and not self._engine.accumulates:
+        if backward != self._backward and not self.engine.accumulates:
             self._backward = backward
             _at_the_end(lambda: _at_the_end(self._exchange))
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        router = self._engine.entrance
+        router = self.engine.entrance
         with router.failing_together("in backward"):
             if any(context.post_backward_final_callback_queued for context in self._contexts.values()):
                 raise RuntimeError(
@@ -78,7 +73,7 @@ class ShardSource:
                     "outer one are not here yet. Call checkpoint(..., use_reentrant=False)."
                 )
             router.begin_step()
-            alone = self._engine.comm.world_size == 1  # nobody else can have used what this rank did not
+            alone = self.engine.comm.world_size == 1  # nobody else can have used what this rank did not
             needed = {name: p for name, p in self._parameters.items() if p.grad is not None or not alone}
             grads = {name: _grad_of(p) for name, p in (needed if router.direct else self._parameters).items()}
             flat = {name: flattened(own(grad)) for name, grad in grads.items()}

@@ -110,7 +110,6 @@ def refuse_sparse_gradients(
                 )
 
     for name, p in parameters.items():
-        if own(p) is not p:  # FSDP reduces dense gradients only
-            continue
-        handles[name] = p.register_post_accumulate_grad_hook(partial(look, name))  # type: ignore[no-untyped-call]
+        if own(p) is p:  # FSDP reduces dense gradients only
+            handles[name] = p.register_post_accumulate_grad_hook(partial(look, name))  # type: ignore[no-untyped-call]
     return list(handles.values())

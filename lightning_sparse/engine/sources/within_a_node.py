@@ -61,11 +61,6 @@ class WithinANode:
         """Names of the parameters that no rank used in the latest backward."""
         return set(self._router.unused)
 
-    @property
-    def busy(self) -> bool:
-        """True within a backward, and between several ones of which one step is made."""
-        return self._router.busy
-
     def arrive(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
         """Average gradients within the node, and pass this rank's parts of them on."""
         self.begin_step()
@@ -107,8 +102,8 @@ class WithinANode:
         with router.record.changing():
             router.record.deliver({name: one.delivery for name, one in given.items()})
         place(given, places, scale, skipped)
-        for one in whole:  # of those whose parameters were all used, some averages are noted already
-            if one.delivery is not None and one.delivery.handed is None:
+        for one in whole:
+            if one.delivery is not None:
                 one.delivery.sample([places[name] for name in one.spans], scale)
 
     def put_together(self, own: Sequence[Averages]) -> list[Averages]:

@@ -410,15 +410,10 @@ def _step_of(marker: Any, fields: Mapping[str, int | str]) -> int:
         return 0
 
 
-def _nodes_of(marker: dict[str, Any]) -> tuple[int, int]:
-    """Return the number of nodes that a checkpoint was saved by, and of ranks in each, see :class:`.Nodes`."""
-    return marker["world_size"] // marker["node_size"], marker["node_size"]
-
-
 def _read_state(path: Path, marker: dict[str, Any], engine: Engine, load: Callable[[str], Any]) -> State:
     """Read this rank's own state; join those of its node if parts were others; merge all if nodes were."""
-    nodes, size = _nodes_of(marker)
-    alike = (nodes, marker["exchanging"]) == (engine.comm.world_size, engine._exchanging)
+    size = marker["node_size"]
+    alike = (marker["world_size"] // size, marker["exchanging"]) == (engine.comm.world_size, engine._exchanging)
     if alike and size == engine._ranks_of_a_replica:
         return _read(path, marker, engine.rank, load)
     if alike:

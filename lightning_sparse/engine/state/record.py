@@ -62,9 +62,8 @@ class Averages(NamedTuple):
 
         Coordinates of None are all of them.
         """
-        assert self.values is not None
-        values = self.values
-        span = self.spans[name]
+        values, span = self.values, self.spans[name]
+        assert values is not None
         if self.indices is None:
             return None, values[span].to("cpu", copy=True)
         inside = (self.indices >= span.start) & (self.indices < span.stop)
@@ -178,7 +177,7 @@ class Record:
         self.start = Counts()
         """Counts before the latest exchange."""
         self.decision: Decision | None = None
-        """Of the latest exchange; None: there was none since :attr:`start`."""
+        """Whether the latest exchange counted for nothing; None: there was none since :attr:`start`."""
         self.delivered: dict[str, Delivery | None] = {}
         """Of the averages that optimizers were given last, by parameter."""
         self.lock = threading.RLock()
@@ -204,11 +203,6 @@ class Record:
         return (
             Counts(step, skipped + 1, streak + 1, flushes) if self.decision else Counts(step + 1, skipped, 0, flushes)
         )
-
-    @property
-    def skipped(self) -> bool:
-        """True if the exchange that gradients are of counted for nothing; may wait for the device."""
-        return bool(self.decision)
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -241,10 +235,6 @@ class Record:
     def forget_averages(self) -> None:
         """Forget all averages: another state takes the place of the one that they belonged to."""
         self._handouts = ()
-
-    def begin_step(self) -> None:
-        """Begin a step, whose first gradients are here."""
-        self._drop_applied()
 
     def absorb(self, names: Set[str]) -> None:
         """Note that a new gradient of these parameters is absorbed, within :meth:`changing`."""
@@ -301,20 +291,20 @@ class Record:
         self._seen[optimizer] = self._number
         for handout in self._handouts if names else ():
             handout.step(names)
-        self._drop_applied()
+        self.drop_applied()
 
     def count_as_applied(self) -> None:
         """Count all that was handed out as applied, because it is, or never will be."""
         for handout in self._handouts:
             handout.step(handout.names)
-        self._drop_applied()
+        self.drop_applied()
 
     def close(self) -> None:
         """Let no average be applied any more, whatever is done to parameters."""
         for handout in self._handouts:
             handout.close()
 
-    def _drop_applied(self) -> None:
+    def drop_applied(self) -> None:
         """Give the memory of averages free that nobody waits for."""
         self._handouts = [each for each in self._handouts if each.left(self.held)]
 
@@ -391,12 +381,11 @@ def _scatter(averages: Averages, places: Mapping[str, Tensor], scale: Tensor | N
     if places.keys() == averages.spans.keys():
         place = Gradient.of(places[name] for name in averages.spans)
         flat = place if len(place.runs) == 1 or not static_shapes(place.device) else Gradient([place.flat()])
-    else:
-        place = flat = Gradient([values.new_empty(max(span.stop for span in averages.spans.values()))])
-    scatter_average_(flat, averages.indices, values)
-    if flat is not place:
-        place.spread_(flat.runs[0])
-    for name, piece in places.items() if places.keys() != averages.spans.keys() else ():
-        piece.copy_(flat[averages.spans[name]])
-    if averages.delivery is not None and places.keys() == averages.spans.keys():
-        averages.delivery.sample([places[name] for name in averages.spans], scale)
+        scatter_average_(flat, averages.indices, values)
+        if flat is not place:
+            place.spread_(flat.runs[0])
+        return
+    whole = values.new_empty(max(span.stop for span in averages.spans.values()))
+    scatter_average_(Gradient([whole]), averages.indices, values)
+    for name, piece in places.items():
+        piece.copy_(whole[averages.spans[name]])

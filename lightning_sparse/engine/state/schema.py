@@ -113,7 +113,7 @@ NOTHING: State = {name: type(kind)() for name, kind in FIELDS.items() if not isi
 
 
 def check_state(state: Any) -> State:
-    """Raise unless this is what ``Engine.state_dict()`` gives, of whatever model; return it with all fields.
+    """Raise unless this is what ``Engine.state_dict()`` gives, of whatever model; return a copy.
 
     States of sparsifiers and schedules depend on settings, and are only checked where they are used.
 
@@ -226,7 +226,6 @@ def renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> tuple[State, 
     Returns:
         The state, and a sentence for each parameter that is gone and had something to remember.
     """
-    state = {**NOTHING, **state}
 
     def new(old: Iterable[str]) -> list[str]:
         return [names[one] for one in old if one in names]

@@ -151,7 +151,7 @@ def save_sharded(engine: Engine, folder: str | Path, save: str = "") -> State:
     """
     from torch.distributed.checkpoint.state_dict_saver import save as save_together
 
-    newest = engine._moment.to(engine.device)
+    newest = torch.tensor([engine.router.record.counts.number], device=engine.device)
     for network in engine.networks:
         newest = network.all_gather(newest).amax(0)
     content: dict[str, Any] = {}

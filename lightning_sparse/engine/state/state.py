@@ -126,9 +126,7 @@ class EngineState:
             "spans": {name: list(self._shard(reducer.group_of[name], name)) for name in self._names}
             | self._parked["spans"],
             "layouts": self._layouts(),
-            "pending": {  # of rank 0, whose weights are saved
-                name: _plain(*each) for name, each in (pending.items() if rank == 0 else ())
-            },
+            "pending": {name: _plain(*each) for name, each in pending.items() if rank == 0},  # whose weights are saved
             "absorbed": sorted(record.absorbed),
             "groups": [_plain_learned(group) for group in reducer.groups],
             "rates": dict(reducer.rates.latest),

@@ -68,7 +68,7 @@ class Survey:
             self._tell(engine, "timing backward", 0.0)
         if self._profiler.before_step():
             own = self._measure(self._profiler, engine)
-            self.result = engine.comm.broadcast_object(own, 0, engine.device)
+            self.result = engine.comm.all_gather_object(own, engine.device)[0]
             if engine.comm.rank == 0:
                 self._path.write_text(json.dumps(own.as_dict()))
 

@@ -111,7 +111,7 @@ class Announcer:
     def before_step(self, engine: Engine) -> bool:
         """Log the first line in the first step, when the optimizer is known, which may decide the memory."""
         self._engine = weakref.ref(engine)
-        if engine._speaks:
+        if engine.rank == 0:
             say(at_start(engine))
         engine.totals.start()
         self._before = Counted(engine.totals.state_dict(), engine.step, engine.skipped_steps)
@@ -121,7 +121,7 @@ class Announcer:
         """Log the bytes that this rank sent."""
         engine = None if self._engine is None else self._engine()
         self._engine = None
-        if engine is not None and engine._speaks:
-            known = engine._known_counts
+        if engine is not None and engine.rank == 0:
+            known = engine.router.known_counts
             if line := at_end(engine, self._before, Counted(engine.totals.state_dict(), known.step, known.skipped)):
                 say(line)

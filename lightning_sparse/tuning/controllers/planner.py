@@ -51,7 +51,7 @@ class Planner:
         Returns:
             True if it matches.
         """
-        known = engine.comm.broadcast_object(profile, 0, engine.device)
+        known = engine.comm.all_gather_object(profile, engine.device)[0]
         if not isinstance(known, dict) or known.get("fingerprint") != self._fingerprint:
             return False
         self.close()

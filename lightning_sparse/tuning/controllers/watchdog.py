@@ -275,7 +275,7 @@ class Watchdog:
         """Check the known optimizers now, and others when they take their first step."""
         if self._engine() is not engine:
             self._engine = weakref.ref(engine)
-            engine._watch_optimizers(self._before_optimizer)
+            engine._binding.watchers.append(self._before_optimizer)
         if engine.optimizers is not self._shown:  # replaced optimizers step no more; the others are recorded again
             self._shown = engine.optimizers
             self._stepped.clear()
@@ -298,11 +298,11 @@ class Watchdog:
             p.name
             for group in self._selecting(engine)
             for p in group.plan.parameters
-            if p.name not in engine._held and p.name not in group.unused
+            if p.name not in engine.router.record.held and p.name not in group.unused
             if not made_for({id(engine.parameters[p.name])})
         ]
         names, self._unheld = [name for name in found if name in self._unheld], set(found)
-        if engine._held and names:
+        if engine.router.record.held and names:
             self._tell(
                 engine,
                 "unheld",
@@ -317,10 +317,10 @@ class Watchdog:
         parameters = engine.parameters
         of_any = unsuited(optimizer, {id(parameter) for parameter in parameters.values()})
         if of_any is None or (
-            of_any.by_choice and not (engine._memory_left_open or isinstance(engine.settings.memory, SecondMoment))
+            of_any.by_choice and not (engine._binding.left_open or isinstance(engine.settings.memory, SecondMoment))
         ):
             known = optimizer in self._stepped or stepping(optimizer) in self._stepped
-            if known and engine._known_counts.step:  # its state exists by now
+            if known and engine.router.known_counts.step:  # its state exists by now
                 self._fine.add(optimizer)
             return
         # Without a residual, or with a memory that averages other values, nothing comes too late.
@@ -359,7 +359,7 @@ class Watchdog:
         """Check everything, or between such checks the growth of residuals alone."""
         parameters = engine.parameters if whole and engine.world_size > 1 else {}
         # The updates of a skipped step have no meaning.
-        groups = [] if engine._skipped_streak else self._sparse_groups(engine)
+        groups = [] if engine.router.record.counts.streak else self._sparse_groups(engine)
         histories = {group: self._histories[group] for group in groups if self._histories[group].is_behind(group)}
         sums = [checksum(own(p)) for p in parameters.values()]
         for group, history in histories.items():
@@ -379,7 +379,7 @@ class Watchdog:
             self._check_filling(engine, groups)
 
     def _check_skipped_steps(self, engine: Engine) -> None:
-        skips = engine._skipped_streak
+        skips = engine.router.record.counts.streak
         if skips >= self._settings.skips:
             self._tell(
                 engine,

@@ -89,7 +89,7 @@ class BackwardTimer:
         seconds = {name: median(times) for name, times in taken.items()}
         unused = [name for name in reversed(self._numels) if name not in seconds]
         own = [*sorted(places, key=lambda name: median(places[name])), *unused]
-        order = comm.broadcast_object(own, 0, self._device)
+        order = comm.all_gather_object(own, self._device)[0]
         periods = [
             first[0][1].until(second[0][1]) / 1e3 - (second[0][2] - first[0][2]) for first, second in pairwise(steps)
         ]
@@ -193,7 +193,7 @@ class Profiler:
             fingerprint: of the model, the settings and the ranks.
         """
         own = Profile(fingerprint, self._layers, self._rest, self.network, costs, self.overlap, self._bucket_numels)
-        return self._engine.comm.broadcast_object(own, 0, self._engine.device)
+        return self._engine.comm.all_gather_object(own, self._engine.device)[0]
 
     def close(self) -> None:
         """Stop timing backward."""

@@ -30,7 +30,7 @@ def test_an_attach_that_fails_takes_nothing_from_the_engine_before(two_ranks: Ra
 def watched(closed: bool) -> int:
     """How many steps, of an optimizer of other parameters, a watcher sees."""
     training, seen = Training(), []
-    training.engine._watch_optimizers(seen.append)
+    training.engine._binding.watchers.append(seen.append)
     if closed:
         training.engine.close()
     stranger = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1)

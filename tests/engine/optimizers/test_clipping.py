@@ -48,7 +48,7 @@ def asked_within_a_step() -> list[list[Any]]:
     training = Training()
     engine, optimizer = training.engine, training.optimizer
     loss_of(training.ddp, 0, training.rank).backward()
-    engine._clip_in_place_of_averages(0.5, "norm", optimizer)
+    engine._binding.clip_in_place_of_averages(0.5, "norm", optimizer)
     found = [engine.state_dict()["clippings"]]
     optimizer.step()
     state = engine.state_dict()

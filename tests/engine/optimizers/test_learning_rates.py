@@ -52,7 +52,7 @@ def test_optimizers_that_scale_gradients_by_themselves_are_refused(kind: Any) ->
     rates = LearningRates({})
     with pytest.raises(ValueError, match=f"lr_aware=True needs steps of lr . gradient.*got {kind.__name__}"):
         rates.follow([kind([nn.Parameter(torch.zeros(1))], lr=0.1)])
-    assert not rates.known
+    assert not rates.optimizers
 
 
 def train(lr_aware: bool, executor: str) -> tuple[Tensor, Tensor]:

@@ -256,7 +256,7 @@ def changed(kind: str) -> tuple[list[str], bool]:
         elif kind == "value":
             torch.nn.utils.clip_grad_value_(parameters, 1e-4)
         elif kind == "value that is taken over":  # from the second step on
-            if not training.engine._clip_in_place_of_averages(1e-4, "value", training.optimizer):
+            if not training.engine._binding.clip_in_place_of_averages(1e-4, "value", training.optimizer):
                 torch.nn.utils.clip_grad_value_(parameters, 1e-4)
         elif kind == "norm":
             torch.nn.utils.clip_grad_norm_(parameters, 0.01)
