@@ -12,7 +12,8 @@ pytest.importorskip("rich", reason="rich is not installed")
 
 import lightning_sparse_cli as cli
 from lightning_sparse.tools import probe
-from lightning_sparse.tuning.performance import NOTHING, GroupCost, Line, Link, Links, Network, Traffic
+from lightning_sparse.tools.links import Link, Links
+from lightning_sparse.tuning.performance import NOTHING, GroupCost, Line, Network, Traffic
 
 LATENCY, RATE = 1e-4, 1e9
 NETWORK = Network.ring(4, LATENCY, RATE)

@@ -24,6 +24,7 @@ from lightning_sparse.engine.pipeline import exchange_group
 from lightning_sparse.methods.grouping import ParameterSize
 from lightning_sparse.methods.sparsifiers import SPARSIFIERS
 from lightning_sparse.tools.advisor import Measured, Method, Prediction, Scenario
+from lightning_sparse.tools.advisor.networks import farther
 from lightning_sparse.tools.advisor.prediction import (
     BEST_TRAINED,
     LATENCY,
@@ -586,6 +587,6 @@ def test_a_round_trip_is_added_to_fixed_prices_only() -> None:
     seen = measured(ranks=4)
     near, far = (next(p for p in predict(seen, [Scenario(4, None, rtt)]) if p.sparse) for rtt in (0.0, 100.0))
     assert far.step_seconds > near.step_seconds + 0.1
-    network = Network(Line(1.0, 2.0), Line(3.0, 4.0), 4).farther(0.1)
+    network = farther(Network(Line(1.0, 2.0), Line(3.0, 4.0), 4), 0.1)
     assert (network.all_reduce.alpha, network.all_reduce.beta) == (pytest.approx(1.0 + 4 * 0.05), 2.0)
     assert (network.all_gather.alpha, network.all_gather.beta) == (pytest.approx(3.0 + 3 * 0.05), 4.0)

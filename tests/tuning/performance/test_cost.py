@@ -195,69 +195,6 @@ def test_one_rank_needs_no_operation_and_unknown_ones_are_refused() -> None:
         NETWORK.line("scatter")
 
 
-@settings(deadline=None, max_examples=60)
-@given(ranks=st.integers(2, 100), others=st.integers(2, 100), prices=st.tuples(seconds, seconds, seconds, seconds))
-def test_a_network_between_others_and_back(ranks: int, others: int, prices: tuple[float, ...]) -> None:
-    network = Network(Line(*prices[:2]), Line(*prices[2:]), ranks)
-    there = network.between(others)
-    assert there.ranks == others
-    back = there.between(ranks)
-    for name in ("all_reduce", "all_gather"):
-        before, after = getattr(network, name), getattr(back, name)
-        assert (after.alpha, after.beta) == pytest.approx((before.alpha, before.beta), rel=1e-9)
-    if others >= ranks:
-        assert there.all_gather(1000) >= network.all_gather(1000) * (1 - 1e-9)
-        assert there.all_reduce(1000) >= network.all_reduce(1000) * (1 - 1e-9)
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 16])
-def test_between_other_ranks_bytes_are_those_of_a_ring(ranks: int) -> None:
-    known = Network.ring(4, 1e-4, 1e9)
-    expected = Network.ring(ranks, 1e-4, 1e9)
-    for found in (known.between(ranks), known.between(ranks, 1e9)):
-        assert found.all_reduce.beta == pytest.approx(expected.all_reduce.beta)
-        assert found.all_gather.beta == pytest.approx(expected.all_gather.beta)
-        assert found.all_gather.alpha == pytest.approx(expected.all_gather.alpha)
-        # A tree of log2 n levels, of which 4 ranks have two.
-        assert found.all_reduce.alpha == pytest.approx(known.all_reduce.alpha * math.log2(ranks) / 2)
-    fast = known.between(ranks, math.inf)
-    assert (fast.all_reduce.beta, fast.all_gather.beta) == (0, 0)
-    assert fast.all_gather.alpha == found.all_gather.alpha
-
-
-def test_where_ranks_send_to_all_at_once_exchanges_take_as_long_between_more_ranks() -> None:
-    network = Network(Line(6e-3, 6e-9), Line(1e-3, 3e-9), 4, one_hop=True)
-    there = network.between(8)
-    assert (there.all_gather.alpha, there.all_reduce.alpha, there.one_hop) == (1e-3, pytest.approx(14e-3), True)
-    assert (there.all_gather.beta, there.all_reduce.beta) == pytest.approx((7e-9, 7e-9))
-    farther = network.farther(0.05)
-    assert (farther.all_gather.alpha, farther.all_reduce.alpha) == pytest.approx((0.051, 0.306))
-    expected = {
-        "library_all_reduce": (6e-3, 6e-9),
-        "all_gather": (1e-3, 3e-9),
-        "all_to_all": (1e-3, 0.75e-9),
-        "all_reduce": (2e-3, 1.5e-9),
-        "send_recv": (1e-3, 1e-9),
-        "broadcast": (2e-3, 2e-9),
-    }
-    for operation, (alpha, beta) in expected.items():
-        line = network.line(operation)
-        assert (line.alpha, line.beta) == pytest.approx((alpha, beta)), operation
-
-
-def test_between_one_rank_nothing_is_known_and_nothing_takes_time() -> None:
-    assert NETWORK.between(1) == Network(Line(0, 0), Line(0, 0), 1)
-    with pytest.raises(ValueError, match="known between at least 2 ranks, but got those of one rank"):
-        Network.ring(1, 1e-3, 1e9).between(2)
-    for ranks in (0, -1, 2.0, True):
-        with pytest.raises(ValueError, match="Expected ranks to be a positive integer, but got"):
-            NETWORK.between(ranks)
-        with pytest.raises(ValueError, match="Expected ranks to be a positive integer, but got"):
-            Network(Line(1, 1), Line(1, 1), ranks)
-    with pytest.raises(ValueError, match="Expected bits_per_second to be a positive number, but got 0"):
-        NETWORK.between(4, 0)
-
-
 def test_a_curve_goes_through_what_was_measured() -> None:
     curve = Curve((10, 100, 1000), (1.0, 2.0, 30.0))
     for amount, seconds in [
