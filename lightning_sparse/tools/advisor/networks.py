@@ -1,12 +1,34 @@
-"""Networks other than the measured one: of more ranks, of another rate, with longer ways."""
+"""Networks other than the measured one: of more ranks, of another rate, with longer ways, or made up."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
 
-from lightning_sparse.core.checks import check_integer, check_number
+from lightning_sparse.core.checks import check_integer, check_number, check_positive
 from lightning_sparse.tuning.performance import NOTHING, Line, Network
+
+
+def ring(ranks: int, latency: float, bits_per_second: float) -> Network:
+    """Return the network of ranks in a ring, of which each sends to the next.
+
+    All-reduce of B bytes: ``2 (n - 1) latency + 2 (n - 1) / n 8 B / rate``. All-gather of b bytes from each rank:
+    ``(n - 1) latency + (n - 1) 8 b / rate``. One rank needs no time. Real collectives choose other algorithms
+    for small messages: if they can be measured, fit the two lines instead (:meth:`.Line.fit`).
+
+    Args:
+        ranks: n, at least 1.
+        latency: seconds from one rank to the next for an empty message, at least 0.
+        bits_per_second: rate of a link in one direction, above 0; may be infinite.
+
+    Raises:
+        ValueError: if a number is outside its range.
+    """
+    check_integer(ranks, "ranks")
+    check_number(latency, "latency", "a finite number of seconds of at least 0")
+    check_positive(bits_per_second, "bits_per_second", infinite=True)
+    hops, byte = ranks - 1, 8 / bits_per_second
+    return Network(Line(2 * hops * latency, 2 * hops / ranks * byte), Line(hops * latency, hops * byte), ranks)
 
 
 def between(known: Network, ranks: int, bits_per_second: float | None = None) -> Network:
@@ -14,7 +36,7 @@ def between(known: Network, ranks: int, bits_per_second: float | None = None) ->
 
     Fixed prices are scaled: an all-reduce's as ``log2 n``, because libraries sum small vectors along trees, and gloo's,
     which is a ring, as ``n - 1``; an all-gather's as ``n - 1``, as in a ring, or not at all, where each rank sends to
-    all others at once. Prices per byte are the ring's (:meth:`.Network.ring`): scaled, or at the given rate. Prices
+    all others at once. Prices per byte are the ring's (:func:`ring`): scaled, or at the given rate. Prices
     between at least two ranks are needed.
 
     Args:
@@ -39,7 +61,7 @@ def between(known: Network, ranks: int, bits_per_second: float | None = None) ->
     tree = math.log2(ranks) / math.log2(known.ranks)
     sum_hops, gather_hops = (hops, 1.0) if known.one_hop else (tree, hops)
     if bits_per_second is not None:
-        rated = Network.ring(ranks, 0.0, bits_per_second)
+        rated = ring(ranks, 0.0, bits_per_second)
         reduced, gathered = rated.all_reduce.beta, rated.all_gather.beta
     else:
         reduced = known.all_reduce.beta * hops * known.ranks / ranks
@@ -64,7 +86,7 @@ def farther(near: Network, round_trip: float) -> Network:
         ValueError: if it is negative or not finite.
 
     Example:
-        >>> network = farther(Network.ring(ranks=4, latency=0.0, bits_per_second=1e9), 0.5)
+        >>> network = farther(ring(ranks=4, latency=0.0, bits_per_second=1e9), 0.5)
         >>> network.all_gather.alpha, network.all_reduce.alpha
         (0.75, 1.0)
     """

@@ -1,4 +1,4 @@
-"""Cost of collectives between ranks: of a ring, and as measured."""
+"""Cost of collectives between ranks, as measured."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from lightning_sparse.core.checks import Settings, check_integer, check_number, check_positive
+from lightning_sparse.core.checks import Settings, check_integer
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.tuning.performance.cost import NOTHING, Line
 from lightning_sparse.tuning.performance.rank_sync import busy_processor, measure
@@ -37,7 +37,7 @@ class Network(Settings):
         ValueError: if ``ranks`` is no positive integer.
 
     Example:
-        >>> network = Network.ring(ranks=4, latency=50e-6, bits_per_second=10e9)
+        >>> network = Network(all_reduce=Line(3e-4, 1.2e-9), all_gather=Line(1.5e-4, 2.4e-9), ranks=4)
         >>> [f"{1e3 * seconds:.2f} ms" for seconds in (network.all_reduce(4_000_000), network.all_gather(80_000))]
         ['5.10 ms', '0.34 ms']
     """
@@ -80,28 +80,6 @@ class Network(Settings):
         if operation not in lines:
             raise ValueError(f"Expected operation to be one of {', '.join(lines)}, but got {operation!r}.")
         return lines[operation]
-
-    @classmethod
-    def ring(cls, ranks: int, latency: float, bits_per_second: float) -> Network:
-        """Return the network of ranks in a ring, of which each sends to the next.
-
-        All-reduce of B bytes: ``2 (n - 1) latency + 2 (n - 1) / n 8 B / rate``. All-gather of b bytes from each rank:
-        ``(n - 1) latency + (n - 1) 8 b / rate``. One rank needs no time. Real collectives choose other algorithms
-        for small messages: if they can be measured, fit the two lines instead (:meth:`Line.fit`).
-
-        Args:
-            ranks: n, at least 1.
-            latency: seconds from one rank to the next for an empty message, at least 0.
-            bits_per_second: rate of a link in one direction, above 0; may be infinite.
-
-        Raises:
-            ValueError: if a number is outside its range.
-        """
-        check_integer(ranks, "ranks")
-        check_number(latency, "latency", "a finite number of seconds of at least 0")
-        check_positive(bits_per_second, "bits_per_second", infinite=True)
-        hops, byte = ranks - 1, 8 / bits_per_second
-        return cls(Line(2 * hops * latency, 2 * hops / ranks * byte), Line(hops * latency, hops * byte), ranks)
 
 
 def measure_network(

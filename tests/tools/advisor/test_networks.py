@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_sparse.tools.advisor.networks import between, farther
+from lightning_sparse.tools.advisor.networks import between, farther, ring
 from lightning_sparse.tuning.performance import Line, Network
 
 seconds = st.floats(0, 1e3)
@@ -32,8 +32,8 @@ def test_a_network_between_others_and_back(ranks: int, others: int, prices: tupl
 
 @pytest.mark.parametrize("ranks", [2, 3, 16])
 def test_between_other_ranks_bytes_are_those_of_a_ring(ranks: int) -> None:
-    known = Network.ring(4, 1e-4, 1e9)
-    expected = Network.ring(ranks, 1e-4, 1e9)
+    known = ring(4, 1e-4, 1e9)
+    expected = ring(ranks, 1e-4, 1e9)
     for found in (between(known, ranks), between(known, ranks, 1e9)):
         assert found.all_reduce.beta == pytest.approx(expected.all_reduce.beta)
         assert found.all_gather.beta == pytest.approx(expected.all_gather.beta)
@@ -68,7 +68,7 @@ def test_where_ranks_send_to_all_at_once_exchanges_take_as_long_between_more_ran
 def test_between_one_rank_nothing_is_known_and_nothing_takes_time() -> None:
     assert between(NETWORK, 1) == Network(Line(0, 0), Line(0, 0), 1)
     with pytest.raises(ValueError, match="known between at least 2 ranks, but got those of one rank"):
-        between(Network.ring(1, 1e-3, 1e9), 2)
+        between(ring(1, 1e-3, 1e9), 2)
     for ranks in (0, -1, 2.0, True):
         with pytest.raises(ValueError, match="Expected ranks to be a positive integer, but got"):
             between(NETWORK, ranks)

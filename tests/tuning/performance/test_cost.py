@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_sparse.tools.advisor.networks import ring
 from lightning_sparse.tuning.performance import CostModel, Curve, Line, Network
 
 seconds = st.floats(0, 1e3)
@@ -54,7 +55,7 @@ def ring_seconds(ranks: int, chunk_bytes: float, steps: int, latency: float, bit
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_a_ring_takes_as_long_as_its_steps(ranks: int) -> None:
-    network = Network.ring(ranks, latency=1e-4, bits_per_second=1e9)
+    network = ring(ranks, latency=1e-4, bits_per_second=1e9)
     reduced = ring_seconds(ranks, 6000 / ranks, 2 * (ranks - 1), 1e-4, 1e9)
     assert network.all_reduce(6000) == pytest.approx(reduced, rel=1e-12)
     gathered = ring_seconds(ranks, 6000, ranks - 1, 1e-4, 1e9)
@@ -62,7 +63,7 @@ def test_a_ring_takes_as_long_as_its_steps(ranks: int) -> None:
 
 
 def test_an_infinite_rate_leaves_latencies() -> None:
-    assert Network.ring(4, 1e-3, math.inf) == Network(Line(6e-3, 0), Line(3e-3, 0), ranks=4)
+    assert ring(4, 1e-3, math.inf) == Network(Line(6e-3, 0), Line(3e-3, 0), ranks=4)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1e-5, 2e-3])
@@ -149,7 +150,7 @@ def test_bad_prices_are_refused(value: float) -> None:
     with pytest.raises(ValueError, match="Expected beta to be a finite number of seconds per unit of at least 0"):
         Line(0, value)
     with pytest.raises(ValueError, match="Expected latency to be a finite number of seconds of at least 0, but got"):
-        Network.ring(2, value, 1e9)
+        ring(2, value, 1e9)
 
 
 def test_other_settings_are_refused() -> None:
@@ -159,10 +160,10 @@ def test_other_settings_are_refused() -> None:
         CostModel(Line(1, 1), None)
     for ranks in (0, -1, 2.0, True):
         with pytest.raises(ValueError, match="Expected ranks to be a positive integer, but got"):
-            Network.ring(ranks, 0, 1e9)
+            ring(ranks, 0, 1e9)
     for rate in (0, -1, math.nan, True, "1e9"):
         with pytest.raises(ValueError, match="Expected bits_per_second to be a positive number, but got"):
-            Network.ring(2, 0, rate)
+            ring(2, 0, rate)
     with pytest.raises(ValueError, match="Expected amount to be a finite number of at least 0, but got -1"):
         CostModel(Line(1, 1)).exchange_seconds(-1)
     with pytest.raises(ValueError, match="Expected amount to be a finite number of at least 0, but got -1"):
@@ -171,7 +172,7 @@ def test_other_settings_are_refused() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_other_operations_follow_from_a_hop_of_the_ring(ranks: int) -> None:
-    network = Network.ring(ranks, latency=1e-4, bits_per_second=1e9)
+    network = ring(ranks, latency=1e-4, bits_per_second=1e9)
     one, steps = 6000, ranks - 1
     expected = {
         "all_reduce": ring_seconds(ranks, one / ranks, 2 * steps, 1e-4, 1e9),
@@ -186,7 +187,7 @@ def test_other_operations_follow_from_a_hop_of_the_ring(ranks: int) -> None:
 
 
 def test_one_rank_needs_no_operation_and_unknown_ones_are_refused() -> None:
-    alone = Network.ring(1, 1e-3, 1e9)
+    alone = ring(1, 1e-3, 1e9)
     for operation in ("all_reduce", "all_gather", "broadcast", "all_to_all", "send_recv"):
         assert alone.line(operation)(1000) == 0
     with pytest.raises(
