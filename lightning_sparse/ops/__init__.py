@@ -32,7 +32,6 @@ from lightning_sparse.ops import host, on_device, reference
 from lightning_sparse.ops.c import native
 from lightning_sparse.ops.c.native import Native, compiled_on
 from lightning_sparse.ops.host import put_in_runs_, under, unite
-from lightning_sparse.ops.on_device import divisors
 from lightning_sparse.ops.reference import (
     Weights,
     advance_,
@@ -136,6 +135,20 @@ def weigh_(
     cleared = [] if score.data_ptr() == runs[0].data_ptr() else runs
     candidates.note(score, cleared, found, finite)
     return torch.tensor(finite, device="cpu")
+
+
+def divisors(second: Tensor, values: Tensor, power: Tensor, eps: float, damping: float) -> Tensor:
+    """Return what averages are divided by, see :meth:`.SecondMoment.divisors`.
+
+    Args:
+        second: (u,) float32 or float64, mean second moments at the coordinates of the averages.
+        values: (u,) of the same dtype, the averages.
+        power: () float64 ``beta2^t``.
+        eps: Adam's.
+        damping: what averages are multiplied by before their squares are added, a number of float32.
+    """
+    divide = on_device.divisors if static_shapes(second.device) else reference.divisors
+    return divide(second, values, power, eps, damping)
 
 
 def top_k(x: Tensor, k: int, candidates: Candidates | None = None) -> Tensor:

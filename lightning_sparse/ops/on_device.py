@@ -243,15 +243,7 @@ def weigh_(
 
 
 def divisors(second: Tensor, values: Tensor, power: Tensor, eps: float, damping: float) -> Tensor:
-    """Return what averages are divided by, see :meth:`.SecondMoment.divisors`.
-
-    Args:
-        second: (u,) float32 or float64, mean second moments at the coordinates of the averages.
-        values: (u,) of the same dtype, the averages.
-        power: () float64 ``beta2^t``.
-        eps: Adam's.
-        damping: what averages are multiplied by before their squares are added, a number of float32.
-    """
+    """Do the work of :func:`lightning_sparse.ops.divisors`."""
     given = second, values, power, eps, damping
     found: Tensor = DIVISORS.best((second, values), given, eps)(*given)
     return found
