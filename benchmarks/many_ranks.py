@@ -11,7 +11,7 @@ lengths that they have on CUDA. On the CPU they are as long as what was found: e
 longer or shorter by the factor that the largest measured number of ranks shows, and a sum to be no longer than the
 model. UnionTopK sends a quarter less after its first 64 steps, which is not counted.
 
-Computed: seconds of these messages on a network (`Network.ring(2, latency, rate).between(n, rate)`, as in
+Computed: seconds of these messages on a network (`between(ring(2, latency, rate), n, rate)`, as in
 `lightning-sparse advise --ranks --gbit`): bytes as in a ring; an all-gather pays the latency n - 1 times, an all-reduce
 2 log2 n times. Dense is one all-reduce of everything, and its own work counts as nothing. Nothing overlaps with
 backward on either side: dense would gain more by it. Memory is what outlives a step, scaled from the measured group,
@@ -43,6 +43,7 @@ from rich.table import Table
 
 import lightning_sparse as ls
 from lightning_sparse.engine.traffic import count_bytes
+from lightning_sparse.tools.advisor.networks import between, ring
 from lightning_sparse.tools.style import INK, label_ends, look, panels, plain_numbers, save
 from lightning_sparse.tuning.performance import GroupCost, Line, Network, Traffic
 from lightning_sparse.tuning.performance.cost import NOTHING
@@ -162,7 +163,7 @@ def transfer_seconds(traffic: Sequence[Traffic], numel: int, network: Network) -
 
 def network_of(n: int, gbit: float, latency: float) -> Network:
     """Between n ranks, as the advisor has it where no network could be measured."""
-    return Network.ring(2, latency, gbit * 1e9).between(n, gbit * 1e9)
+    return between(ring(2, latency, gbit * 1e9), n, gbit * 1e9)
 
 
 def answer_bytes(traffic: Sequence[Traffic], numel: int, n: int) -> list[float]:

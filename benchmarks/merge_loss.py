@@ -29,6 +29,7 @@ from rich.progress import track
 from rich.table import Table
 
 from lightning_sparse.methods.grouping import merge_below
+from lightning_sparse.tools.advisor.networks import ring
 from lightning_sparse.tuning.performance import (
     CostModel,
     Curve,
@@ -81,7 +82,7 @@ def main(layers: tuple[int, ...] = (9, 60, 160), models: int = 200, seed: int = 
     cases = [(number, link, kind) for number in layers for link in LINKS for kind in COSTS]
     for number, link, kind in track(cases, description="drawing"):
         rate, latency = LINKS[link]
-        cost = COSTS[kind](Network.ring(RANKS, latency, rate))
+        cost = COSTS[kind](ring(RANKS, latency, rate))
         generator = random.Random(seed)
         times, sizes = [], []
         losses: dict[str, list[float]] = {rule: [] for rule in RULES}

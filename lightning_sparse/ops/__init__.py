@@ -31,7 +31,7 @@ from lightning_sparse.core.step import Candidates, Found
 from lightning_sparse.ops import host, on_device, reference
 from lightning_sparse.ops.c import native
 from lightning_sparse.ops.c.native import Native, compiled_on
-from lightning_sparse.ops.host import places_of, put_in_runs_, under, unite
+from lightning_sparse.ops.host import put_in_runs_, under, unite
 from lightning_sparse.ops.reference import (
     Weights,
     advance_,
@@ -54,7 +54,7 @@ __all__ = [
     # of single numbers
     "Flag", "Number", "known", "at_most", "tensor", "whole", "functions", "divisor", "either", "lesser", "greater",
     # on the CPU only
-    "places_of", "unite", "under", "put_in_runs_",
+    "unite", "under", "put_in_runs_",
     # not on the CPU
     "united", "spread", "scatter_",
 ]  # fmt: skip

@@ -1,13 +1,13 @@
 """Passes over whole vectors, and work on selected coordinates, on the CPU: in C where it takes the vectors.
 
-Else they are operations of torch, in chunks that stay in cache, and of numpy where torch takes several times as long.
+Else they are operations of torch, most of them those of the reference, and of numpy where torch takes several times
+as long.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -19,8 +19,6 @@ from lightning_sparse.ops.c import native
 from lightning_sparse.ops.c.native import compiled_on, written
 from lightning_sparse.ops.reference import Weights
 
-CHUNK = 1 << 18
-"""Elements per chunk: few enough to stay in cache, and so many that what Python does for each of them hardly counts."""
 LINE = 64
 """Bytes of a line of the cache."""
 MARGIN = 0.9
@@ -40,11 +38,6 @@ def zeros(size: int, dtype: torch.dtype) -> Tensor:
     room = np.zeros(size + LINE // kind.itemsize, kind)
     first = -room.ctypes.data % LINE // kind.itemsize
     return torch.from_numpy(room[first : first + size])
-
-
-def reach(magnitudes: Tensor, bound: float) -> Tensor:
-    """Return which of some magnitudes reach a bound; in numpy, since torch takes seven times as long."""
-    return torch.from_numpy(np.greater_equal(magnitudes.numpy(), bound))
 
 
 def kth(magnitudes: Tensor, k: int) -> float:
@@ -79,56 +72,27 @@ def tail(x: Tensor, threshold: float) -> Tensor:
 
 
 def reached(magnitudes: Tensor, threshold: float) -> int:
-    """Return how many magnitudes reach a threshold, compared in their precision."""
-    return int(reach(magnitudes, _number(magnitudes, threshold)).sum())
+    """Return how many magnitudes reach a threshold, compared in their precision; torch takes seven times as long."""
+    return int(np.greater_equal(magnitudes.numpy(), _number(magnitudes, threshold)).sum())
 
 
 def reaching_of(indices: Tensor, magnitudes: Tensor, threshold: float) -> Tensor:
     """Return the int32 coordinates whose magnitudes reach a threshold, as int64."""
-    return indices.index_select(0, places_of(reach(magnitudes, _number(magnitudes, threshold)))).long()
+    return indices[_reaching(magnitudes, threshold)[0]].long()
 
 
 def reaching(x: Tensor, bound: float) -> Found:
     """Return what of a vector reaches a bound, NaN never: ascending int32 coordinates, and magnitudes."""
     if compiled := compiled_on(x):
         return compiled.above(x, bound)
-    hits = Hits(x, bound, x.numel())
-    for start, chunk in enumerate(torch.split(x, CHUNK)):
-        hits.add(chunk, start * CHUNK)
-    found = hits.found()
-    assert found is not None  # there is room for all
-    return found
+    return _reaching(x, bound)
 
 
-class Hits:
-    """Find the coordinates of a vector's chunks that reach a bound; in numpy, since torch takes three times as long.
-
-    Args:
-        x: the vector.
-        bound: magnitude; NaN is not reached.
-        room: for so many.
-    """
-
-    def __init__(self, x: Tensor, bound: float, room: int) -> None:
-        self._bound, self._room = _number(x, bound), room
-        self._indices, self._magnitudes = [np.empty(0, np.int32)], [x[:0].numpy()]
-
-    def add(self, chunk: Tensor, start: int) -> None:
-        """Look at a chunk, which begins at a coordinate; nothing is looked at any more where there is no room."""
-        if self._room >= 0:
-            values = chunk.numpy()
-            flags = np.greater_equal(values, self._bound)
-            flags |= np.less_equal(values, -self._bound)
-            places = places_of(torch.from_numpy(flags)).numpy()
-            self._room -= len(places)
-            self._indices.append((places + start).astype(np.int32))
-            self._magnitudes.append(np.abs(values.take(places)))
-
-    def found(self) -> Found | None:
-        """Return ascending coordinates and magnitudes, None if there was no room."""
-        if self._room < 0:
-            return None
-        return torch.from_numpy(np.concatenate(self._indices)), torch.from_numpy(np.concatenate(self._magnitudes))
+def _reaching(x: Tensor, bound: float) -> Found:
+    """Do the work of :func:`reaching` in numpy, since torch takes three times as long."""
+    magnitudes = np.abs(x.numpy())
+    places = np.greater_equal(magnitudes, _number(x, bound)).nonzero()[0]
+    return torch.from_numpy(places.astype(np.int32)), torch.from_numpy(magnitudes[places])
 
 
 def lowest(x: Tensor, threshold: float) -> float:
@@ -278,16 +242,7 @@ def _more(k: int) -> int:
 
 def _best(magnitudes: Tensor, k: int) -> Tensor:
     """Places of the k largest, ascending, of equal ones the first."""
-    if not k:
-        return torch.empty(0, dtype=torch.int64, device="cpu")
-    least = kth(magnitudes, k)
-    keep = places_of(reach(magnitudes, least))
-    if keep.numel() > k:  # of those that are equal to the k-th, the last ones are too many
-        equal = places_of(magnitudes.index_select(0, keep) == least)
-        stay = torch.ones(keep.numel(), dtype=torch.bool, device="cpu")
-        stay[equal[k - keep.numel() :]] = False
-        keep = keep.index_select(0, places_of(stay))
-    return keep
+    return torch.from_numpy(np.sort(np.argsort(-magnitudes.numpy(), kind="stable")[:k]))
 
 
 def _next_bound(magnitudes: Tensor, k: int, more: int) -> float:
@@ -322,7 +277,8 @@ def accumulate(acc: Tensor, runs: Sequence[Tensor], bound: float) -> tuple[Found
     if compiled := compiled_on(acc, *runs):
         written(acc, *runs)
         return compiled.form((acc, None, None), runs, True, (), bound, acc.numel() // Candidates.ROOM)
-    return _in_chunks(_add_, [acc], runs, True, bound)
+    finite = bool(reference.accumulate_(acc, runs, 1.0))
+    return _collected(acc, finite, runs, bound)
 
 
 def weigh(
@@ -347,36 +303,17 @@ def weigh(
         written(acc, second, score, *runs)
         room = score.numel() // Candidates.ROOM
         return compiled.form((acc, second, score), runs, clear, numbers, bound, room)
-    form = partial(reference.weigh_piece_, room=acc.new_empty(3, min(CHUNK, acc.numel())), numbers=numbers)
-    return _in_chunks(form, [acc, second, score], runs, clear, bound)
+    finite = bool(reference.weigh_(acc, second, score, runs, by._replace(units=by.units.new_tensor([1, 1, by.beta2]))))
+    return _collected(score, finite, runs if clear else (), bound)
 
 
-def _add_(acc: Tensor, piece: Tensor) -> Tensor:
-    """Add a piece of a gradient, which is written to; () whether all is finite, see :func:`accumulate`."""
-    formed = piece.add_(acc) if piece.dtype == acc.dtype else torch.add(piece, acc)
-    return reference.advance_([acc], [formed])
-
-
-def _in_chunks(
-    form: Callable[..., Tensor], formed: Sequence[Tensor], runs: Sequence[Tensor], clear: bool, bound: float
-) -> tuple[Found | None, bool]:
-    """Call a pass in torch for pieces that stay in cache, and collect what reaches a bound while they are there.
-
-    Args:
-        form: takes pieces of the vectors that are formed, and of the gradient, and returns whether all is finite.
-        formed: the vectors, of which the last one is looked at.
-        runs: of the gradient.
-        clear: whether to set the gradient to zero.
-        bound: magnitude.
-    """
-    start, finite, hits = 0, True, Hits(formed[-1], bound, formed[-1].numel() // Candidates.ROOM)
-    for piece, *here in reference.pieces(runs, formed, CHUNK):
-        finite &= bool(form(*here, piece))
-        if clear:
-            piece.zero_()
-        hits.add(here[-1], start)
-        start += len(piece)
-    return hits.found() if finite else None, finite
+def _collected(x: Tensor, finite: bool, cleared: Sequence[Tensor], bound: float) -> tuple[Found | None, bool]:
+    """Set vectors to zero, and return what :func:`accumulate` does of a vector that operations of torch have formed."""
+    for run in cleared:
+        run.zero_()
+    found = _reaching(x, bound) if finite else None
+    few = found is not None and len(found[0]) <= x.numel() // Candidates.ROOM
+    return found if few else None, finite
 
 
 def take(x: Tensor, indices: Tensor) -> Tensor:
@@ -408,23 +345,16 @@ def put_in_runs_(runs: Sequence[Tensor], indices: Tensor, values: Tensor) -> Non
     if len(runs) == 1:
         put_(runs[0], indices, values)
         return
-    for run, chosen, places in _by_run(runs, indices):
-        put_(run, places, values[chosen])
-    written(*runs)
-
-
-def _by_run(runs: Sequence[Tensor], indices: Tensor) -> Iterator[tuple[Tensor, slice | Tensor, Tensor]]:
-    """Of each run that some indices fall into: it, which ones these are, and where they lie in it."""
     starts = torch.tensor([0, *(len(run) for run in runs)], device="cpu").cumsum(0)
-    ascend = bool((indices[1:] >= indices[:-1]).all())
-    ordered, order = (indices, None) if ascend else indices.sort(stable=True)
-    if len(ordered) and not 0 <= ordered[0] <= ordered[-1] < starts[-1]:
+    if not bool((indices[1:] >= indices[:-1]).all()):
+        indices, order = indices.sort(stable=True)
+        values = values[order]
+    if len(indices) and not 0 <= indices[0] <= indices[-1] < starts[-1]:
         raise IndexError(f"an index is outside of a vector of {int(starts[-1])}")
-    ends = torch.searchsorted(ordered, starts).tolist()
+    ends = torch.searchsorted(indices, starts).tolist()
     for run, start, first, last in zip(runs, starts.tolist(), ends, ends[1:], strict=False):
-        if first < last:
-            chosen = slice(first, last)
-            yield run, chosen if order is None else order[chosen], ordered[chosen] - start
+        put_(run, indices[first:last] - start, values[first:last])
+    written(*runs)
 
 
 def are_places(indices: Tensor) -> bool:
@@ -455,25 +385,8 @@ def unite(
     """
     if native.library and (made := native.library.unite(picks, levels, spare, padding, limit, phase)):
         return made
-    keys = torch.cat(list(picks)) << 21
-    keys |= levels << 1
-    if spare is not None:
-        keys |= torch.cat(list(spare))
-    # Ranks' coordinates ascend, as a rule: numpy merges what does, in a fifth of the time that torch takes.
-    keys = torch.from_numpy(np.sort(keys.numpy(), kind="stable"))
-    keys = keys[: int(torch.searchsorted(keys, padding << 21))]
-    coordinates, ends = keys >> 21, torch.ones_like(keys, dtype=torch.bool)
-    torch.ne(coordinates[1:], coordinates[:-1], out=ends[:-1])  # of those that name a coordinate, the largest level
-    kept = places_of(ends)
-    named = kept.numel()
-    if limit is not None and limit < named:
-        ours = (keys & 1 == 0).cumsum(0, dtype=torch.int32).index_select(0, kept)  # how many up to here are not spare
-        first = torch.diff(ours, prepend=ours.new_zeros(1)) > 0
-        stay = torch.zeros_like(first)
-        for places in (places_of(first), places_of(~first)):
-            slots = min(limit, places.numel())
-            limit -= slots
-            ordinals = reference.spread(torch.tensor(places.numel(), device="cpu"), slots, phase)
-            stay.index_fill_(0, places.index_select(0, ordinals.sub_(1)), True)
-        kept = kept.index_select(0, places_of(stay))
-    return coordinates.index_select(0, kept), keys.index_select(0, kept) >> 1 & 0xFFFFF, named
+    more = torch.zeros(1, dtype=torch.int64, device="cpu")  # the reference needs a slot
+    indices, told = torch.cat([*picks, more + padding]), torch.cat([levels, more])
+    flags = None if spare is None else torch.cat([*spare, more.bool()])
+    union, size, named, largest = reference.united(indices, flags, told, padding, None, limit, phase)
+    return union[:size], largest[:size], int(named)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ FEWEST = 8
 """Elements of a cell, at least, with which cells move fewer bytes."""
 PIECE = 1 << 24
 """Elements worked on at once: of float32, 64 MiB for each vector that is only needed on the way."""
+CHUNK = 1 << 18
+"""The same on the CPU: few enough to stay in cache, and so many that what Python does for each hardly counts."""
 
 
 class Weights(NamedTuple):
@@ -49,9 +51,14 @@ def static_shapes(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def pieces(runs: Sequence[Tensor], vectors: Sequence[Tensor], size: int) -> Iterator[tuple[Tensor, ...]]:
-    """Cut a gradient that lies in runs, and vectors as long as all of it, into pieces of at most this size."""
-    lengths = [len(run) for run in runs]
+def at_once(device: torch.device) -> int:
+    """Return how many elements to work on at once, at most."""
+    return PIECE if static_shapes(device) else CHUNK
+
+
+def pieces(runs: Sequence[Tensor], vectors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    """Cut a gradient that lies in runs, and vectors as long as all of it, into pieces to work on."""
+    lengths, size = [len(run) for run in runs], at_once(runs[0].device)
     for parts in zip(runs, *(torch.split(x, lengths) for x in vectors), strict=True):
         yield from zip(*(torch.split(part, size) for part in parts), strict=True)
 
@@ -59,7 +66,7 @@ def pieces(runs: Sequence[Tensor], vectors: Sequence[Tensor], size: int) -> Iter
 def accumulate_(acc: Tensor, runs: Sequence[Tensor], decay: float) -> Tensor:
     """``acc = decay * acc + grad`` where that is finite; () whether all was. See :func:`.ops.accumulate_`."""
     finite = []
-    for given, kept in pieces(runs, [acc], PIECE):
+    for given, kept in pieces(runs, [acc]):
         # Each rounded by itself, as kernels do; alpha= may round once.
         formed = torch.add(given, kept) if decay == 1 else torch.mul(kept, decay).add_(given)
         finite.append(advance_([kept], [formed]))
@@ -69,44 +76,20 @@ def accumulate_(acc: Tensor, runs: Sequence[Tensor], decay: float) -> Tensor:
 def weigh_(acc: Tensor, second: Tensor, score: Tensor, runs: Sequence[Tensor], by: Weights) -> Tensor:
     """Form residual, second moment and score; () whether the new acc was finite. See :func:`.ops.weigh_`."""
     take, carry, keep = by.units.to(acc.dtype).unbind()
-    start = (1 - by.power).sqrt()
-    numbers = keep, 1 - by.beta2, by.eps * start, start * by.damping
-    room, finite = acc.new_empty(3, min(PIECE, acc.numel())), []
-    for run, own, moments, scores in pieces(runs, [acc, second, score], PIECE):
-        finite.append(weigh_piece_(own, moments, scores, run * take.to(run.dtype), room, numbers, carry))
+    start, most, finite = (1 - by.power).sqrt(), torch.finfo(acc.dtype).max, []
+    # Made once: memory that the system gives anew costs more than the operations.
+    room = acc.new_empty(3, min(at_once(acc.device), acc.numel()))
+    for run, residual, moments, scores in pieces(runs, [acc, second, score]):
+        a, v, within = room[:, : len(run)]
+        g = (run * take.to(run.dtype)).to(acc.dtype)
+        torch.mul(residual, carry, out=a).add_(g)
+        torch.mul(g, 1 - by.beta2, out=within).mul_(g)  # each operation rounded by itself, as in C
+        torch.mul(moments, keep, out=v).add_(within).clamp_(max=most)  # squares overflow where gradients do not
+        finite.append(advance_([residual, moments], [a, v], judged=[a]))
+        torch.mul(residual, start * by.damping, out=within).square_().add_(moments).clamp_(max=most)
+        within = sqrt_(sqrt_(within).add_(by.eps * start))
+        torch.div(residual, within, out=scores)  # last, since it may take the gradient's place
     return reduce(torch.logical_and, finite)
-
-
-def weigh_piece_(
-    acc: Tensor,
-    second: Tensor,
-    score: Tensor,
-    grad: Tensor,
-    room: Tensor,
-    numbers: tuple[Any, Any, Any, Any],
-    carry: Tensor | None = None,
-) -> Tensor:
-    """Form a piece of each; () whether all of the new acc was finite.
-
-    Args:
-        acc: of the residual, changed in place.
-        second: of the second moment, the same.
-        score: overwritten; may be the gradient's place.
-        grad: of the gradient.
-        room: (3, at least numel), written to: memory that the system gives anew costs more than the operations.
-        numbers: factors of the second moment and of the gradient's square, what is added to roots, and the damping.
-        carry: factor of acc; None: 1.
-    """
-    most, g = torch.finfo(acc.dtype).max, grad.to(acc.dtype)
-    a, v, within = room[:, : len(acc)]
-    keep, add, least, damping = numbers
-    torch.add(acc if carry is None else torch.mul(acc, carry, out=a), g, out=a)
-    torch.mul(g, add, out=within).mul_(g)  # each operation rounded by itself, as in C
-    torch.mul(second, keep, out=v).add_(within).clamp_(max=most)  # squares overflow where gradients do not
-    finite = advance_([acc, second], [a, v], judged=[a])
-    torch.mul(acc, damping, out=within).square_().add_(second).clamp_(max=most)
-    torch.div(acc, sqrt_(sqrt_(within).add_(least)), out=score)  # last, since it may take the gradient's place
-    return finite
 
 
 def advance_(vectors: Sequence[Tensor], values: Sequence[Tensor], judged: Sequence[Tensor] = ()) -> Tensor:

@@ -11,8 +11,9 @@ from lightning_sparse import FabricSparseDDPStrategy
 from lightning_sparse.core.checks import check_positive, expect
 from lightning_sparse.core.console import Table, plain
 from lightning_sparse.density import check_density
+from lightning_sparse.tools.advisor.networks import between, farther
 from lightning_sparse.tools.advisor.prediction import MARGIN, Method, Scenario, scenarios
-from lightning_sparse.tuning.performance import Links, measure_links
+from lightning_sparse.tools.links import Links, measure_links
 
 BACKWARD = 2 / 3
 """Share of backward in the computation of a step: dense all-reduces go on beside it."""
@@ -151,9 +152,9 @@ def expect_on(
     method = Method("union_top_k", density, links.sparse, second_moments=True)
     for scenario in scenarios(known, ranks, gbit, rtt):
         n, rate, added = scenario
-        near = links.network if (n, rate) == (known, None) else links.network.between(n, rate and rate * 1e9)
+        near = links.network if (n, rate) == (known, None) else between(links.network, n, rate and rate * 1e9)
         cost = links.sparse if near is links.network else method.between(known, n, near).cost
-        network = near.farther(added / 1e3)
+        network = farther(near, added / 1e3)
         for count in map(int, parameters):
             dense, half = network.all_reduce(4 * count), network.all_reduce(2 * count)
             longer = cost.on(network).transfer(count) - cost.on(near).transfer(count)

@@ -167,8 +167,8 @@ def test_a_decay_and_other_devices_accumulate_as_torch_does() -> None:
         assert finite.dtype == torch.bool
 
 
-def test_on_devices_long_runs_are_added_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference, "PIECE", 100)
+def test_long_runs_are_added_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "CHUNK", 100)
     for place in (None, 0, 99, 100, 449, 450, 999):
         acc, grad = torch.randn(1000), torch.randn(1000).bfloat16()
         if place is not None:

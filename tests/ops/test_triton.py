@@ -96,7 +96,7 @@ def test_a_gradient_is_taken_in_as_by_torch(dtype: torch.dtype, monkeypatch: pyt
     acc, grad = values(TILE + 300, "normal", 1).to(wide), values(TILE + 300, "inf", 2).to(dtype)
     found, expected, given = acc.clone(), acc.clone(), grad.clone()
     hints = Candidates()
-    monkeypatch.setattr(reference, "PIECE", 1000)
+    monkeypatch.setattr(reference, "CHUNK", 1000)
     assert not reference.accumulate_(expected, [grad], 0.7)
     with in_triton() as chosen:
         assert not on_device.accumulate_(found, [given], 0.7, hints)

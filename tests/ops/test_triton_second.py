@@ -89,7 +89,7 @@ def test_kernels_take_what_they_are_made_for(dtype: torch.dtype, kind: str) -> N
         vectors = residual.clone(), now.abs().to(wide), torch.empty(numel, dtype=wide)
         with in_triton() as chosen, ExactRoots(), pytest.MonkeyPatch.context() as patch:
             patch.setattr(on_device, "FEW", 99)
-            patch.setattr(reference, "PIECE", 1000)
+            patch.setattr(reference, "CHUNK", 1000)
             by = Weights(units, power, BETA2, EPS, DAMPING)
             finite = on_device.weigh_(*vectors, [grad.clone()], by, candidates)
             assert chosen.trouble is None

@@ -12,10 +12,12 @@ pytest.importorskip("rich", reason="rich is not installed")
 
 import lightning_sparse_cli as cli
 from lightning_sparse.tools import probe
-from lightning_sparse.tuning.performance import NOTHING, GroupCost, Line, Link, Links, Network, Traffic
+from lightning_sparse.tools.advisor.networks import ring
+from lightning_sparse.tools.links import Link, Links
+from lightning_sparse.tuning.performance import NOTHING, GroupCost, Line, Traffic
 
 LATENCY, RATE = 1e-4, 1e9
-NETWORK = Network.ring(4, LATENCY, RATE)
+NETWORK = ring(4, LATENCY, RATE)
 BYTES = 0.02
 """Of an all-gather, for each coordinate."""
 COMPUTE = 2e-9

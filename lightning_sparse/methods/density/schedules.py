@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -82,17 +81,14 @@ class DensitySchedule(Settings, ABC):
         """Densities at which a profile measures the cost of groups."""
         return [self.final]
 
-    def assign(self, plan_at: Callable[[float], Any], profile: Any) -> Any:
+    def assign(self, plan: Any, profile: Any) -> Any:
         """Return the groups to use after the first steps have been profiled, maybe with densities of their own.
 
         Args:
-            plan_at: returns the groups (:class:`~lightning_sparse.methods.grouping.Group`) for a density.
+            plan: the groups (:class:`~lightning_sparse.methods.grouping.Group`) for :attr:`final`.
             profile: a :class:`~lightning_sparse.tuning.performance.Profile`.
-
-        Raises:
-            ValueError: if no density meets the request.
         """
-        return plan_at(self.final)
+        return plan
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from lightning_sparse.core.messages import AllGather, AllReduce, AllToAll, Steps
 from lightning_sparse.core.step import Agreement, Context, Selection, Update
 from lightning_sparse.methods.density import count
 from lightning_sparse.methods.exchanges.base import EXCHANGES, Exchange, values_at
-from lightning_sparse.methods.exchanges.merging import add_up, masked, pack, pack_rows, strongest, unpack_rows
-from lightning_sparse.ops import pad, spread
+from lightning_sparse.methods.exchanges.merging import masked, pack, pack_rows, strongest, unpack_rows
+from lightning_sparse.ops import add_up, pad, spread
 
 
 @EXCHANGES.register
@@ -54,7 +54,7 @@ class Balanced(Exchange):
         mine = _split(selection.indices, bounds, slots, ctx.step)
         sent = mine.flatten()
         rows = yield AllToAll(pack_rows(mine, values_at(acc, sent, ctx).view_as(mine)))
-        sums = add_up(unpack_rows(rows, slots, acc.dtype, padding), padding)
+        sums = add_up(unpack_rows(rows, slots, acc.dtype, padding), padding)[:2]
         largest = masked(sums, strongest(sums, slots, padding), padding)
         rows = yield AllGather(pack(largest, slots, padding))
         found = unpack_rows(rows, slots, acc.dtype, padding)

@@ -6,23 +6,14 @@ are static (not on the CPU), slots without a coordinate hold the padding index.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from lightning_sparse import ops
 from lightning_sparse.methods.exchanges.base import reinterpreted
-from lightning_sparse.ops import pad, static_shapes, top_k
+from lightning_sparse.ops import pad, static_shapes, top_k, under
 
 Pairs = tuple[Tensor, Tensor]
 """Coordinates and values."""
-
-
-def add_up(parts: Sequence[Pairs], padding: int) -> Pairs:
-    """Add up sparse vectors, see :func:`lightning_sparse.ops.add_up`."""
-    union, total, _ = ops.add_up(parts, padding)
-    return union, total
 
 
 def strongest(pairs: Pairs, keep: int | Tensor, padding: int) -> Tensor:
@@ -47,7 +38,7 @@ def masked(pairs: Pairs, mask: Tensor, padding: int) -> Pairs:
     """Return the pairs under a mask, in order: on the CPU only these, elsewhere in all slots, padding at the end."""
     indices, values = pairs
     if not static_shapes(values.device):
-        kept, their = ops.under(mask, indices, values)
+        kept, their = under(mask, indices, values)
         return kept, their
     indices, order = indices.masked_fill(~mask, padding).sort()
     return indices, values.masked_fill(~mask, 0)[order]

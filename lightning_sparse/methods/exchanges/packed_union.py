@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +23,7 @@ from lightning_sparse.methods.exchanges.base import (
     values_at,
 )
 from lightning_sparse.methods.exchanges.reduce_union import union_of
-from lightning_sparse.ops import compiled, on_device, pad, places_of, static_shapes, take, under
+from lightning_sparse.ops import compiled, on_device, pad, static_shapes, take, under
 from lightning_sparse.ops.c.native import Native
 from lightning_sparse.ops.form import (
     CLASS_BITS,
@@ -287,9 +286,6 @@ def _largest_codes(picks: Picks, union: Tensor, padding: int) -> Tensor:
     """(u,) int64 the largest code that any rank has told for each coordinate of the union."""
     assert picks.codes is not None
     told, codes = picks.joined().long(), joined(picks.codes)
-    if not static_shapes(codes.device):  # torch takes several times as long for finding places
-        largest = torch.zeros(padding + 1, dtype=torch.uint8, device="cpu")
-        return largest.scatter_reduce_(0, told, codes.to(torch.uint8), "amax")[union].long()
     places = torch.searchsorted(union, told) if union.numel() else told
     # Padding, and what was thinned out of the union, goes to one more slot.
     hit = pad(union, union.numel() + 1, -1)[places.clamp(max=union.numel())] == told
@@ -376,15 +372,10 @@ def _read(rows: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor]:
     wide, device = torch.int32 if 2 * form.numel < 2**31 else torch.int64, rows.device
     octets = rows[:, MARKS : form.octets].contiguous().view(torch.uint8)
     slots = torch.arange(form.slots, dtype=torch.int32, device=device)
-    if static_shapes(device):
-        bits = octets[..., None] >> torch.arange(8, dtype=torch.uint8, device=device) & 1
-        until, fits = bits.flatten(1).cumsum(1, dtype=torch.int32), slots
-        marks = torch.searchsorted(until, (slots + 1).expand(len(rows), -1).contiguous(), out_int32=True)
-    else:
-        flags = torch.from_numpy(np.unpackbits(octets.numpy(), axis=1, bitorder="little").view(np.bool_))
-        fits = flags.sum(1) == form.slots
-        flags[~fits] = torch.arange(flags.shape[1], device=device) < form.slots  # so that all have equally many
-        marks = torch.stack([places_of(row) for row in flags])
+    bits = (octets[..., None] >> torch.arange(8, dtype=torch.uint8, device=device) & 1).flatten(1)
+    fits = slots if static_shapes(device) else bits.sum(1) == form.slots
+    until = bits.cumsum(1, dtype=torch.int32)
+    marks = torch.searchsorted(until, (slots + 1).expand(len(rows), -1).contiguous(), out_int32=True)
     places = (marks - slots).to(wide) << form.bits
     places |= _unpack_octets(rows[:, form.octets : form.nibbles], form.slots)
     planes = rows[:, form.nibbles : form.seconds].view(len(rows), form.planes + 1, form.seconds - form.classes)

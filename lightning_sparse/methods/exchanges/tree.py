@@ -10,7 +10,8 @@ from torch import Tensor
 from lightning_sparse.core.messages import AllGather, Broadcast, SendRecv, Steps
 from lightning_sparse.core.step import Agreement, Context, Selection, Update
 from lightning_sparse.methods.exchanges.base import EXCHANGES, Exchange, values_at
-from lightning_sparse.methods.exchanges.merging import add_up, masked, pack, strongest, unpack
+from lightning_sparse.methods.exchanges.merging import masked, pack, strongest, unpack
+from lightning_sparse.ops import add_up
 
 
 @EXCHANGES.register
@@ -53,7 +54,7 @@ class Tree(Exchange):
             to, source = rank - distance if gives else None, rank + distance if takes else None
             received = yield SendRecv(pack(merged, slots, padding), to, source)
             if takes:
-                both = add_up([merged, unpack(received, slots, acc.dtype, padding)], padding)
+                both = add_up([merged, unpack(received, slots, acc.dtype, padding)], padding)[:2]
                 kept = strongest(both, keep, padding)
                 merged = masked(both, kept, padding)
                 indices, values = masked(both, ~kept, padding)
@@ -61,5 +62,5 @@ class Tree(Exchange):
             distance *= 2
         message = yield Broadcast(pack(merged, slots, padding), 0)
         union, total = unpack(message, slots, acc.dtype, padding)
-        sent, sent_values = add_up(gone, padding)
+        sent, sent_values, _ = add_up(gone, padding)
         return Update(union, total / n, sent, sent_values, counts, (union < padding).sum())

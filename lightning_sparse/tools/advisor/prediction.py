@@ -14,6 +14,7 @@ from lightning_sparse.core.checks import check_integer, check_number, check_posi
 from lightning_sparse.engine.traffic import count_bytes
 from lightning_sparse.grouping import DDP_BUCKET_MB, Messages, ParameterSize, bucket_numels, make_plan
 from lightning_sparse.memories import SecondMoment
+from lightning_sparse.tools.advisor.networks import between, farther, ring
 from lightning_sparse.tuning.performance import GroupCost, Line, Network, Overlap, Plain, Profile, Traffic
 from lightning_sparse.tuning.unsuited import Unsuited
 
@@ -241,8 +242,8 @@ def predict(measured: Measured, wanted: Sequence[Scenario], rules: Rules = ALL_S
             methods = list(measured.methods)
         else:
             rate = None if scenario.gbit is None else scenario.gbit * 1e9
-            here = measured.profile.network if known > 1 else Network.ring(2, LATENCY, float("inf"))
-            network = here.between(scenario.ranks, rate).farther(scenario.rtt_ms / 1e3)
+            here = measured.profile.network if known > 1 else ring(2, LATENCY, float("inf"))
+            network = farther(between(here, scenario.ranks, rate), scenario.rtt_ms / 1e3)
             value_bytes = measured.sizes[0].element_size
             methods = [method.between(known, scenario.ranks, network, value_bytes) for method in measured.methods]
         for method in methods:

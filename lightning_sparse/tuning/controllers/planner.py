@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from lightning_sparse.core.console import Table
@@ -110,12 +109,11 @@ class Planner:
         """
         possible: Sequence[Messages] = ("step", "group") if settings.messages == "auto" else (settings.messages,)
         assert settings.bucket_cap_mb is not None
-        plan_at = partial(
-            make_plan, self._sizes, settings.grouping, settings.rules, settings.bucket_cap_mb, frozen=frozen
-        )
+        cut, density = (settings.grouping, settings.rules, settings.bucket_cap_mb), settings.density
         profiles = [replace(profile, messages=messages) for messages in possible]
-        choices = [(settings.density.assign(partial(plan_at, one), one), one) for one in profiles]
-        return min(choices, key=lambda choice: choice[1].step_seconds(choice[0], settings.density.final))
+        plans = [density.assign(make_plan(self._sizes, *cut, one, density.final, frozen), one) for one in profiles]
+        choices = zip(plans, profiles, strict=True)
+        return min(choices, key=lambda choice: choice[1].step_seconds(choice[0], density.final))
 
 
 def fingerprint(sizes: Sequence[ParameterSize], engine: Engine) -> str:

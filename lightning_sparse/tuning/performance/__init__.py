@@ -7,7 +7,6 @@ and densities by a profile.
 
 from lightning_sparse.tuning.performance.cost import NOTHING, CostModel, Curve, Line
 from lightning_sparse.tuning.performance.densities import HiddenDensity, hidden_densities
-from lightning_sparse.tuning.performance.links import Link, Links, measure_links
 from lightning_sparse.tuning.performance.merge import OptimalMerge, greedy_merge, iteration_seconds, optimal_merge
 from lightning_sparse.tuning.performance.network import Network
 from lightning_sparse.tuning.performance.profile import GroupCost, LayerTime, Overlap, Plain, Profile, Traffic
@@ -21,8 +20,6 @@ __all__ = [
     "HiddenDensity",
     "LayerTime",
     "Line",
-    "Link",
-    "Links",
     "NOTHING",
     "Network",
     "OptimalMerge",
@@ -35,6 +32,5 @@ __all__ = [
     "hidden_densities",
     "iteration_seconds",
     "measure",
-    "measure_links",
     "optimal_merge",
 ]

@@ -65,9 +65,8 @@ class HiddenDensity(DensitySchedule):
         """Densities at which costs are measured; between them, costs are taken as straight lines."""
         return sorted({self.floor, math.sqrt(self.floor * self.cap), self.cap})
 
-    def assign(self, plan_at: Callable[[float], list[Group]], profile: Profile) -> list[Group]:
+    def assign(self, plan: list[Group], profile: Profile) -> list[Group]:
         """Return the plan with the density of each group that hides, unless it has one of its own."""
-        plan = plan_at(self.floor)
         groups, timeline = profile.timeline(plan)
         densities = hidden_densities(timeline, profile, self.floor, self.cap, [group.density for group in groups])
         found = {group.name: density for group, density in zip(groups, densities, strict=True)}
@@ -113,7 +112,7 @@ def hidden_densities(
     for (groups, backward), window in zip(runs, windows, strict=True):
         progress = progress._replace(ready=progress.ready + backward)
         fits = partial(_ends_by, progress.ready + window, profile, groups, progress)
-        density = floor if nothing_hides else _largest(fits, floor, cap) or floor
+        density = floor if nothing_hides else _largest(fits, floor, cap)
         progress = _exchanged(profile, groups, progress, density)
         densities += [density if given is None else given for _, given in groups]
     return densities
@@ -130,12 +129,12 @@ def _ends_by(deadline: float, profile: Profile, groups: Groups, progress: Progre
     return _exchanged(profile, groups, progress, density).done <= deadline
 
 
-def _largest(fits: Callable[[float], bool], floor: float, cap: float) -> float | None:
-    """Return the largest density that fits, by bisection of its logarithm; None if the floor does not fit."""
+def _largest(fits: Callable[[float], bool], floor: float, cap: float) -> float:
+    """Return the largest density that fits, by bisection of its logarithm; the floor if none does."""
     if fits(cap):
         return cap
     if not fits(floor):
-        return None
+        return floor
     low, high = math.log(floor), math.log(cap)
     for _ in range(HALVINGS):
         middle = (low + high) / 2

@@ -1,18 +1,18 @@
-"""Cost of collectives between ranks: of a ring, as measured, and extrapolated to other numbers of ranks."""
+"""Cost of collectives between ranks, as measured."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
 import torch
 from torch import Tensor
 
-from lightning_sparse.core.checks import Settings, check_integer, check_number, check_positive
+from lightning_sparse.core.checks import Settings, check_integer
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.tuning.performance.cost import NOTHING, Line
 from lightning_sparse.tuning.performance.rank_sync import busy_processor, measure
@@ -30,14 +30,14 @@ class Network(Settings):
     Args:
         all_reduce: seconds by bytes of the vector that DDP or another user of the library sums.
         all_gather: seconds by bytes of each rank.
-        ranks: number n of measured ranks, at least 1; see :meth:`line` and :meth:`between`.
+        ranks: number n of measured ranks, at least 1; see :meth:`line`.
         one_hop: True if exchanges send from each rank to all others at once, see :attr:`.TorchCollective.one_hop`.
 
     Raises:
         ValueError: if ``ranks`` is no positive integer.
 
     Example:
-        >>> network = Network.ring(ranks=4, latency=50e-6, bits_per_second=10e9)
+        >>> network = Network(all_reduce=Line(3e-4, 1.2e-9), all_gather=Line(1.5e-4, 2.4e-9), ranks=4)
         >>> [f"{1e3 * seconds:.2f} ms" for seconds in (network.all_reduce(4_000_000), network.all_gather(80_000))]
         ['5.10 ms', '0.34 ms']
     """
@@ -80,96 +80,6 @@ class Network(Settings):
         if operation not in lines:
             raise ValueError(f"Expected operation to be one of {', '.join(lines)}, but got {operation!r}.")
         return lines[operation]
-
-    def between(self, ranks: int, bits_per_second: float | None = None) -> Network:
-        """Extrapolate the cost to another number of ranks, or to another rate.
-
-        Fixed prices are scaled: an all-reduce's as ``log2 n``, because libraries sum small vectors along trees, and
-        gloo's, which is a ring, as ``n - 1``; an all-gather's as ``n - 1``, as in a ring, or not at all, where each
-        rank sends to all others at once. Prices per byte are the ring's (:meth:`ring`): scaled, or at the given rate.
-        Prices between at least two ranks are needed.
-
-        Args:
-            ranks: n, at least 1.
-            bits_per_second: rate of a link in one direction, above 0; None: as measured.
-
-        Raises:
-            ValueError: if a number is outside its range, or this network has one rank only.
-
-        Example:
-            >>> network = Network(Line(2e-4, 1e-9), Line(1e-4, 1e-9), ranks=2).between(8, 1e9)
-            >>> f"{network.all_gather(1e6):.4f} {network.all_reduce(1e6):.4f}"
-            '0.0567 0.0146'
-        """
-        check_integer(ranks, "ranks")
-        if self.ranks < 2:
-            raise ValueError("Expected prices that are known between at least 2 ranks, but got those of one rank.")
-        if ranks == 1:
-            return Network(NOTHING, NOTHING, 1)
-        hops = (ranks - 1) / (self.ranks - 1)
-        tree = math.log2(ranks) / math.log2(self.ranks)
-        sum_hops, gather_hops = (hops, 1.0) if self.one_hop else (tree, hops)
-        if bits_per_second is not None:
-            rated = Network.ring(ranks, 0.0, bits_per_second)
-            reduced, gathered = rated.all_reduce.beta, rated.all_gather.beta
-        else:
-            reduced = self.all_reduce.beta * hops * self.ranks / ranks
-            gathered = self.all_gather.beta * hops
-        all_reduce = Line(self.all_reduce.alpha * sum_hops, reduced)
-        return Network(all_reduce, Line(self.all_gather.alpha * gather_hops, gathered), ranks, self.one_hop)
-
-    def farther(self, round_trip: float) -> Network:
-        """Return the network with a longer way from rank to rank.
-
-        Each hop takes half a round trip more: an all-gather has n - 1 of them, as in a ring, an all-reduce
-        ``2 log2 n``, as along trees. Over gloo, each takes a whole one, because a message waits until its receiver has
-        asked for it: ``2 (n - 1)`` in the library's all-reduce, and one in an all-gather where each rank sends to all
-        others at once.
-
-        Args:
-            round_trip: seconds that a message and its answer take more, at least 0.
-
-        Raises:
-            ValueError: if it is negative or not finite.
-
-        Example:
-            >>> network = Network.ring(ranks=4, latency=0.0, bits_per_second=1e9).farther(0.5)
-            >>> network.all_gather.alpha, network.all_reduce.alpha
-            (0.75, 1.0)
-        """
-        check_number(round_trip, "round_trip", "a finite number of seconds of at least 0")
-        if self.ranks == 1:
-            return self
-        others = self.ranks - 1
-        of_sum, of_gather = (2 * others, 1) if self.one_hop else (math.log2(self.ranks), others / 2)
-        reduced, gathered = self.all_reduce, self.all_gather
-        return replace(
-            self,
-            all_reduce=replace(reduced, alpha=reduced.alpha + of_sum * round_trip),
-            all_gather=replace(gathered, alpha=gathered.alpha + of_gather * round_trip),
-        )
-
-    @classmethod
-    def ring(cls, ranks: int, latency: float, bits_per_second: float) -> Network:
-        """Return the network of ranks in a ring, of which each sends to the next.
-
-        All-reduce of B bytes: ``2 (n - 1) latency + 2 (n - 1) / n 8 B / rate``. All-gather of b bytes from each rank:
-        ``(n - 1) latency + (n - 1) 8 b / rate``. One rank needs no time. Real collectives choose other algorithms
-        for small messages: if they can be measured, fit the two lines instead (:meth:`Line.fit`).
-
-        Args:
-            ranks: n, at least 1.
-            latency: seconds from one rank to the next for an empty message, at least 0.
-            bits_per_second: rate of a link in one direction, above 0; may be infinite.
-
-        Raises:
-            ValueError: if a number is outside its range.
-        """
-        check_integer(ranks, "ranks")
-        check_number(latency, "latency", "a finite number of seconds of at least 0")
-        check_positive(bits_per_second, "bits_per_second", infinite=True)
-        hops, byte = ranks - 1, 8 / bits_per_second
-        return cls(Line(2 * hops * latency, 2 * hops / ranks * byte), Line(hops * latency, hops * byte), ranks)
 
 
 def measure_network(

@@ -158,7 +158,7 @@ class Profile(Plain):
 
     Example:
         >>> from lightning_sparse.methods.grouping import ParameterSize, make_plan
-        >>> network = Network.ring(ranks=4, latency=50e-6, bits_per_second=1e9)
+        >>> network = Network(all_reduce=Line(3e-4, 1.2e-8), all_gather=Line(1.5e-4, 2.4e-8), ranks=4)
         >>> head, body = LayerTime("head", ("h",), 500_000, 2e-3), LayerTime("body", ("b",), 9_000, 1e-4)
         >>> costs = [GroupCost(d, Line(30e-6, 2e-9), NOTHING, network.all_gather.per(8 * d)) for d in (0.001, 0.1)]
         >>> profile = Profile("", [head, body], 10e-3, network, costs, "comm", (0, 0))

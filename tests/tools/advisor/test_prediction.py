@@ -24,6 +24,7 @@ from lightning_sparse.engine.pipeline import exchange_group
 from lightning_sparse.methods.grouping import ParameterSize
 from lightning_sparse.methods.sparsifiers import SPARSIFIERS
 from lightning_sparse.tools.advisor import Measured, Method, Prediction, Scenario
+from lightning_sparse.tools.advisor.networks import farther, ring
 from lightning_sparse.tools.advisor.prediction import (
     BEST_TRAINED,
     LATENCY,
@@ -264,7 +265,7 @@ def known_between(name: str, ranks: int, density: float) -> Method:
 @in_one_test("name, known", [(name, 2) for name, _ in SPARSIFIERS.items()] + [(name, 1) for name in EXACT])
 def test_messages_grow_with_ranks_as_they_do_in_simulations(name: str, known: int) -> None:
     density = 0.02
-    moved = known_between(name, known, density).between(known, 8, Network.ring(8, 1e-5, 1e9))
+    moved = known_between(name, known, density).between(known, 8, ring(8, 1e-5, 1e9))
     real = recorded(name, 8, LARGE, density)
     assert {part.operation for part in moved.cost.traffic} == set(real)
     tolerance = {"rel": 0.002, "abs": 8} if name in EXACT else {"rel": 0.25}
@@ -296,7 +297,7 @@ def test_messages_grow_with_ranks_as_they_do_in_simulations(name: str, known: in
 )
 def test_bytes_of_a_coordinate_by_hand(name: str, operation: str, factor: float) -> None:
     cost = GroupCost(0.1, Line(1, 1), Line(2, 2), Line(3, 3), (Traffic(operation, 3.0, Line(8, 0.4)),))
-    moved = method(name, 0.01, cost).between(2, 8, Network.ring(8, 1e-5, 1e9))
+    moved = method(name, 0.01, cost).between(2, 8, ring(8, 1e-5, 1e9))
     [part] = moved.cost.traffic
     assert (part.operation, part.calls) == (operation, 3.0)
     # Messages of counted groups hold some words besides.
@@ -307,7 +308,7 @@ def test_bytes_of_a_coordinate_by_hand(name: str, operation: str, factor: float)
 @pytest.mark.parametrize(("each", "expected"), [(0.4, 1.6), (1.5, 4.0), (4.0, 4.0), (5.0, 5.0)])
 def test_a_union_grows_up_to_everything(each: float, expected: float) -> None:
     cost = GroupCost(0.1, NOTHING, NOTHING, NOTHING, (Traffic("all_reduce", 1.0, Line(0, each)),))
-    network = Network.ring(8, 0, 1e9)
+    network = ring(8, 0, 1e9)
     assert method("hard_threshold", 0.01, cost).between(2, 8, network).cost.traffic[0].nbytes.beta == pytest.approx(
         expected
     )
@@ -320,7 +321,7 @@ def test_a_tree_has_a_round_more_with_each_doubling(known: int) -> None:
     cost = GroupCost(0.1, NOTHING, NOTHING, NOTHING, (Traffic("send_recv", 1.0, Line(8, 0.5)),))
     for ranks in (2, 5, 8, 33):
         rounds = math.ceil(math.log2(ranks)) / math.ceil(math.log2(known))
-        [part] = method("gtop_k", 0.1, cost).between(known, ranks, Network.ring(ranks, 0, 1e9)).cost.traffic
+        [part] = method("gtop_k", 0.1, cost).between(known, ranks, ring(ranks, 0, 1e9)).cost.traffic
         assert (part.calls, part.nbytes.alpha, part.nbytes.beta) == pytest.approx((rounds, 8 * rounds, 0.5 * rounds))
 
 
@@ -480,7 +481,7 @@ def test_what_the_optimizer_needs_goes_before_what_is_faster() -> None:
 
 def test_what_stays_dense_by_name_is_one_message_more() -> None:
     seen = measured(3, "comm")
-    method, network, numels = seen.methods[-1], Network.ring(4, 1e-3, 1e6), {one.name: one.numel for one in seen.sizes}
+    method, network, numels = seen.methods[-1], ring(4, 1e-3, 1e6), {one.name: one.numel for one in seen.sizes}
     rules = rules_of({"init_args": {"dense": ["m0.weight"], "rules": {"densities": {"m1.weight": 1.0}}}})
     assert (rules.dense, rules.dense_ndim, rules.dense_numel) == (("m0.weight", "m1.weight"), 0, 0)
     some, _ = seen.step_seconds(method, "layer", "step", rules, network)
@@ -582,6 +583,6 @@ def test_a_round_trip_is_added_to_fixed_prices_only() -> None:
     seen = measured(ranks=4)
     near, far = (next(p for p in predict(seen, [Scenario(4, None, rtt)]) if p.sparse) for rtt in (0.0, 100.0))
     assert far.step_seconds > near.step_seconds + 0.1
-    network = Network(Line(1.0, 2.0), Line(3.0, 4.0), 4).farther(0.1)
+    network = farther(Network(Line(1.0, 2.0), Line(3.0, 4.0), 4), 0.1)
     assert (network.all_reduce.alpha, network.all_reduce.beta) == (pytest.approx(1.0 + 4 * 0.05), 2.0)
     assert (network.all_gather.alpha, network.all_gather.beta) == (pytest.approx(3.0 + 3 * 0.05), 4.0)

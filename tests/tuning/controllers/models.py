@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_sparse as ls
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.network import TorchCollective
+from lightning_sparse.tools.advisor.networks import ring
 from lightning_sparse.tuning.performance import GroupCost, Line, Network
 from tests.trainers import EVERYTHING_SPARSE
 
@@ -100,6 +101,6 @@ def fix_network(patch: pytest.MonkeyPatch) -> None:
     """The network is this one, and is not measured, which takes a second."""
 
     def measure_network(comm: TorchCollective, *args: Any, **kwargs: Any) -> Network:
-        return Network.ring(comm.world_size, 1e-5, 1e9)
+        return ring(comm.world_size, 1e-5, 1e9)
 
     patch.setattr("lightning_sparse.tuning.performance.profiler.measure_network", measure_network)

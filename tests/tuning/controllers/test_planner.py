@@ -7,7 +7,7 @@ import io
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -447,8 +447,7 @@ class ByBackward(ls.density.DensitySchedule):
     def __call__(self, step: int) -> float:
         return 0.05
 
-    def assign(self, plan_at: Callable[[float], list[Group]], profile: Profile) -> list[Group]:
-        plan = plan_at(0.2)
+    def assign(self, plan: list[Group], profile: Profile) -> list[Group]:
         last = profile.timeline(plan)[0][-1].name
         return [group._replace(density=0.5 if group.name == last else 0.05) for group in plan]
 
@@ -459,7 +458,7 @@ def test_groupings_and_densities_of_ones_own_can_follow_from_a_profile(two_ranks
         assert [group.name for group in plan] == ["early", "late at 0.05"]
         assert sum(len(group.parameters) for group in plan) == sum(len(layer[1]) for layer in saved["layers"])
     for plan, saved, _ in two_ranks(densities, {**options, "density": ByBackward()}, Line(0.0, 0.0), None):
-        assert [(group.name, group.density) for group in plan] == [("early", 0.05), ("late at 0.2", 0.5)]
+        assert [(group.name, group.density) for group in plan] == [("early", 0.05), ("late at 0.05", 0.5)]
         assert [cost["density"] for cost in saved["costs"]] == [0.05, 0.5]
 
 

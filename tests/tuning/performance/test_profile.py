@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sparse.methods.grouping import ParameterSize, make_plan
+from lightning_sparse.tools.advisor.networks import ring
 from lightning_sparse.tuning.performance import (
     GroupCost,
     LayerTime,
@@ -64,7 +65,7 @@ def profile(
     buckets: tuple[float, float] = (0.0, 0.0),
 ) -> Profile:
     layers = [LayerTime(f"m{i}", (f"m{i}.p",), *pair) for i, pair in enumerate(zip(numels, backward, strict=True))]
-    return Profile("", layers, rest, Network.ring(2, 0, 1e9), costs, overlap, buckets)
+    return Profile("", layers, rest, ring(2, 0, 1e9), costs, overlap, buckets)
 
 
 def merge(measured: Profile, density: float, rule: Any = "optimal") -> list[list[int]]:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sparse.engine.network import TorchCollective
-from lightning_sparse.tuning.performance import Links, links, measure_links
+from lightning_sparse.tools import links
+from lightning_sparse.tools.links import Links, measure_links
 from tests.ranks import RankError, Ranks
 
 CPU = torch.device("cpu")
