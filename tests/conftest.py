@@ -83,34 +83,34 @@ def alone() -> Iterator[Ranks]:
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator[Ranks]:
     """Two real processes."""
-    ranks = Ranks(2)
-    yield ranks
-    ranks.stop()
+    with Ranks(2) as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="module")
 def four_ranks() -> Iterator[Ranks]:
     """Four of them, which take memory as long as they are there."""
-    ranks = Ranks(4)
-    yield ranks
-    ranks.stop()
+    with Ranks(4) as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="session")
 def three_ranks() -> Iterator[Ranks]:
     """Three real processes: sums depend on their order, and nothing divides evenly."""
-    ranks = Ranks(3)
-    yield ranks
-    ranks.stop()
+    with Ranks(3) as ranks:
+        yield ranks
 
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    """A process group of this process alone."""
+    """A process group of this process alone, whose engines end with it."""
     import torch.distributed as dist
 
+    from tests.engines import closing
+
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
+    with closing():
+        yield
     dist.destroy_process_group()
 
 

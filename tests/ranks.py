@@ -2,6 +2,7 @@
 
 Ranks are forked off a process that has imported torch and Lightning, and stay: a job takes milliseconds. Jobs are
 functions of a module with picklable arguments; `rank` and `world_size` are what `torch.distributed` says inside.
+Engines that a job leaves open are closed after it.
 """
 
 from __future__ import annotations
@@ -73,6 +74,12 @@ class Ranks:
         self.world_size = world_size
         self.workers: list[Any] = []
 
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
     def __call__(self, job: Callable[..., Any], *args: Any) -> list[Any]:
         """Run `job(*args)` on all ranks; return the results by rank.
 
@@ -139,6 +146,15 @@ class Ranks:
         self.workers = []
 
 
+def error_of(call: Callable[..., Any], *args: Any) -> str:
+    """What a call that ought to fail says, after the kind of its error; "nothing" if it does not fail."""
+    try:
+        call(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
 def strict_warnings() -> None:
     """The filters of pyproject.toml, which pytest applies in its own process only."""
     options = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["tool"]["pytest"]
@@ -166,6 +182,8 @@ def _work(pipe: Any, rank: int, world_size: int, port: int) -> None:
     torch.distributed.init_process_group("gloo", rank=rank, world_size=world_size)
     import pytorch_lightning  # noqa: F401  # once, outside the time of any job
 
+    from tests.engines import closing
+
     strict_warnings()
     gc.freeze()  # torch and Lightning stay: each look at them for garbage takes as long as a short job
     modules = len(sys.modules)
@@ -180,6 +198,9 @@ def _work(pipe: Any, rank: int, world_size: int, port: int) -> None:
         except EOFError:
             return
         try:
-            send(pipe, (True, job(*args)))
+            with closing():
+                result = job(*args)
+            send(pipe, (True, result))
+            del result
         except BaseException:
             pipe.send((False, traceback.format_exc()))

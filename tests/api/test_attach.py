@@ -22,7 +22,7 @@ from lightning_sparse.api.attach import refuse_two_orders, warn_of_slow_groups
 from lightning_sparse.engine import failing_together
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.methods.grouping import ParameterSize, make_plan
-from tests.ranks import Ranks
+from tests.ranks import Ranks, error_of
 from tests.trainers import EVERYTHING_SPARSE
 
 SPARSE: dict[str, Any] = {"rules": EVERYTHING_SPARSE, "sparsifier": "top_k", "density": 0.1}
@@ -47,11 +47,7 @@ def on_rank(rank: int, here: Any, elsewhere: Any) -> Any:
 
 def told(ddp: DistributedDataParallel, **options: Any) -> str:
     """What a call that must fail says, at once."""
-    try:
-        ls.attach(ddp, **options)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+    return error_of(partial(ls.attach, ddp, **options))
 
 
 # Who calls it, and how
@@ -133,7 +129,6 @@ def told_of_wrong_arguments() -> list[str]:
             with pytest.raises(ValueError, match=rf"^Expected {name} to be .*, but got 3\.$") as caught:
                 call(3)
             said.append(str(caught.value))
-    engine.close()
     return said
 
 
@@ -155,15 +150,14 @@ def train(ddp: dict[str, Any], sparse: bool) -> Tensor:
         model = DistributedDataParallel(nn.Sequential(nn.Linear(60, 60), nn.Tanh(), nn.Linear(60, 9)), **ddp)
     for p in model.parameters():
         nn.init.normal_(p, generator=torch.Generator().manual_seed(p.numel()))
-    engine = ls.attach(model, **SPARSE | {"density": 1.0}) if sparse else None
+    if sparse:
+        ls.attach(model, **SPARSE | {"density": 1.0})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(4):
         model(torch.randn(8, 60, generator=generator)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    if engine is not None:
-        engine.close()
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
@@ -208,8 +202,7 @@ def test_buckets_that_ddp_would_keep_back_are_refused(two_ranks: Ranks) -> None:
 
 
 def stepping_in_backward() -> str:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch uses what torch itself has deprecated
+    with warnings.catch_warnings(action="ignore"):  # torch uses what torch itself has deprecated
         from torch.distributed.optim import _apply_optimizer_in_backward
     model = nn.Linear(60, 60)
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
@@ -227,7 +220,8 @@ def test_optimizers_in_backward_are_refused_before_training(two_ranks: Ranks) ->
 def train_uneven(sparse: dict[str, Any] | None, **join: Any) -> Tensor | str:
     """Rank 0 has 2 batches, rank 1 has 5."""
     model = DistributedDataParallel(Spare(), find_unused_parameters=True)
-    engine = None if sparse is None else ls.attach(model, **SPARSE | sparse)
+    if sparse is not None:
+        ls.attach(model, **SPARSE | sparse)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     try:
         with warnings.catch_warnings(), model.join(**join):  # join() changes the filters
@@ -237,9 +231,6 @@ def train_uneven(sparse: dict[str, Any] | None, **join: Any) -> Tensor | str:
                 optimizer.zero_grad()
     except ValueError as error:
         return str(error)
-    finally:
-        if engine is not None:
-            engine.close()
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
@@ -264,27 +255,23 @@ def scaler(**options: Any) -> torch.amp.GradScaler:
 
 
 def differing(what: str) -> str:
-    ddp: dict[str, Any] = {}
-    options: dict[str, Any] = {}
-    if what in ("find_unused_parameters", "static_graph"):
-        ddp[what] = on_rank(1, True, False)
-    elif what == "bucket_cap_mb":
-        ddp[what] = on_rank(1, 1, 2)
-    elif what == "scaler":
-        options[what] = on_rank(1, scaler(), None)
-    elif what == "scaler enabled":
-        options["scaler"] = scaler(enabled=on_rank(1, True, False))
-    elif what == "scaler scale":
-        options["scaler"] = scaler(init_scale=on_rank(1, 2.0, 4.0))
-    elif what == "rules":
-        options[what] = ls.Rules(dense_ndim=0, dense_numel=on_rank(1, 0, 1))
-    elif what == "watch":
-        options[what] = on_rank(1, None, ls.Watch())
-    elif what == "density":
-        options[what] = on_rank(1, 0.2, 0.1)
-    version = on_rank(1, "0.0.7", "0.0.6") if what == "version" else "0.0.6"
+    ddp = {
+        "find_unused_parameters": on_rank(1, True, False),
+        "static_graph": on_rank(1, True, False),
+        "bucket_cap_mb": on_rank(1, 1, 2),
+    }
+    options = {
+        "scaler": on_rank(1, scaler(), None),
+        "scaler enabled": scaler(enabled=on_rank(1, True, False)),
+        "scaler scale": scaler(init_scale=on_rank(1, 2.0, 4.0)),
+        "rules": ls.Rules(dense_ndim=0, dense_numel=on_rank(1, 0, 1)),
+        "watch": on_rank(1, None, ls.Watch()),
+        "density": on_rank(1, 0.2, 0.1),
+    }
+    name, version = what.split()[0], on_rank(1, "0.0.7", "0.0.6") if what == "version" else "0.0.6"
+    model = DistributedDataParallel(Spare(), **({what: ddp[what]} if what in ddp else {}))
     with mock.patch("lightning_sparse.api.attach.__version__", version):
-        said = told(DistributedDataParallel(Spare(), **ddp), **SPARSE | options)
+        said = told(model, **SPARSE | ({name: options[what]} if what in options else {}))
     dist.barrier()  # nobody is left inside
     return said
 
@@ -309,7 +296,6 @@ def same_buckets() -> int:
     engine = ls.attach(ddp, **SPARSE, bucket_cap_mb=on_rank(1, None, 25))
     ddp(torch.ones(2, 20)).sum().backward()
     engine.regroup(engine.plan)
-    engine.close()
     return engine.step
 
 
@@ -446,18 +432,16 @@ def grew(counts: list[tuple[int, int]]) -> bool:
 def leaks(kind: str) -> list[tuple[int, int]]:
     counts = []
     ddp = DistributedDataParallel(Spare())
-    engine = ls.attach(ddp, **SPARSE) if kind == "hook" else None
+    if kind == "hook":
+        ls.attach(ddp, **SPARSE)
+    options = {
+        "density": {"density": on_rank(0, 0.1, 0.2)},
+        "invalid": {"density": on_rank(0, 0.1, 2.0)},
+        "state": {"sparsifier": Failing()},
+        "hook": {},
+    }[kind]
     for _ in range(3):
-        options = (
-            SPARSE
-            | {
-                "density": {"density": on_rank(0, 0.1, 0.2)},
-                "invalid": {"density": on_rank(0, 0.1, 2.0)},
-                "state": {"sparsifier": Failing()},
-                "hook": {},
-            }[kind]
-        )
-        assert told(ddp, **options) != "nothing"
+        assert told(ddp, **SPARSE | options) != "nothing"
         dist.barrier()
         gc.collect()
         counts.append(held())
@@ -466,8 +450,6 @@ def leaks(kind: str) -> list[tuple[int, int]]:
     while grew(counts) and time.monotonic() < deadline:
         time.sleep(0.01)
         counts[-1] = held()
-    if engine is not None:
-        engine.close()
     return counts
 
 
@@ -480,19 +462,14 @@ def test_a_failing_attach_leaves_nothing_open(two_ranks: Ranks, kind: str) -> No
 
 def after_closing(executor: str) -> str:
     ddp = DistributedDataParallel(Spare(), find_unused_parameters=True)
-    engine = ls.attach(ddp, **SPARSE, executor=executor)
-    engine.close()
-    try:
-        ddp(torch.ones(2, 60)).sum().backward()
-    except RuntimeError as error:
-        return str(error)
-    return "nothing"
+    ls.attach(ddp, **SPARSE, executor=executor).close()
+    return error_of(lambda: ddp(torch.ones(2, 60)).sum().backward())
 
 
 @pytest.mark.parametrize("executor", ["inline", "thread"])
 def test_a_backward_after_closing_says_so(two_ranks: Ranks, executor: str) -> None:
     for said in two_ranks(after_closing, executor):
-        assert said.startswith("The engine is closed.")
+        assert said.startswith("RuntimeError: The engine is closed.")
 
 
 # Gradients that are no flat vectors
@@ -512,21 +489,15 @@ class Functional(nn.Module):
 
 def looked_up(sparse_on: list[int], executor: str) -> str:
     ddp = DistributedDataParallel(Functional())
-    engine = ls.attach(ddp, **SPARSE, executor=executor)
-    try:
-        ddp(torch.arange(8), dist.get_rank() in sparse_on).sum().backward()
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        engine.close()
-    return "nothing"
+    ls.attach(ddp, **SPARSE, executor=executor)
+    return error_of(lambda: ddp(torch.arange(8), dist.get_rank() in sparse_on).sum().backward())
 
 
 @pytest.mark.parametrize("executor", ["inline", "thread"])
 def test_functional_sparse_gradients_are_named(two_ranks: Ranks, executor: str) -> None:
     for sparse_on in ([0, 1], [1]):
         first, second = two_ranks(looked_up, sparse_on, executor)
-        assert second.startswith("The gradient of 'table' is a sparse tensor")
+        assert second.startswith("RuntimeError: The gradient of 'table' is a sparse tensor")
         assert "Set sparse=False" in second
         assert first == second if 0 in sparse_on else "lost another rank" in first
 

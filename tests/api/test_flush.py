@@ -83,7 +83,6 @@ def flush_sgd(options: dict[str, Any], view: bool) -> dict[str, Any]:
     left = residual(training.engine)
     training.steps(2)  # and training goes on
     goes_on = not np.array_equal(training.parameters, after)
-    training.engine.close()
     return {
         "begin": begin,
         "before": before,
@@ -133,7 +132,6 @@ def train_then_flush(options: dict[str, Any]) -> tuple[Any, Any, float]:
     own = training.own
     norm = ls.flush(training.engine, [training.optimizer])
     moved = training.parameters - begin
-    training.engine.close()
     return moved, own, norm
 
 
@@ -154,7 +152,6 @@ def flush_after(options: dict[str, Any], kind: str) -> tuple[bool, float]:
     state = [v for s in training.optimizer.state_dict()["state"].values() for v in s.values() if v is not None]
     state_before = [v for s in before[1]["state"].values() for v in s.values() if v is not None]
     same = all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(state, state_before, strict=True))
-    training.engine.close()
     return same and np.array_equal(before[0], training.parameters), norm
 
 
@@ -174,7 +171,6 @@ def flush_adam(options: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
     before = [training.parameters[:300], training.parameters[300:330], training.parameters[330:]]
     ls.flush(training.engine, [training.optimizer])
     after = [training.parameters[:300], training.parameters[300:330], training.parameters[330:]]
-    training.engine.close()
     return held, moments, before, after
 
 

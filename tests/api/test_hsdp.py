@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import lightning_sparse as ls
 from lightning_sparse.integrations.callback import LocalGradients, trained_parameters
 from tests.covering import by_default
+from tests.engines import Raises
 from tests.hsdp import (
     SHAPES,
     Given,
@@ -39,7 +40,7 @@ from tests.hsdp import (
     weights,
     whole,
 )
-from tests.ranks import Ranks
+from tests.ranks import Ranks, error_of
 from tests.trainers import EVERYTHING_SPARSE
 
 OPTIMIZERS: dict[str, Any] = {
@@ -63,8 +64,6 @@ def train(replicas: int, ranks: int, kind: str, each: int, native: bool) -> list
         optimizer.step()
         optimizer.zero_grad()
         found.append(weights(model))
-    if engine is not None:
-        engine.close()
     return found
 
 
@@ -120,7 +119,6 @@ def law(replicas: int, ranks: int, steps: int, skipped: int) -> list[dict[str, A
         optimizer.step()
         lost.append(_lost(engine, model, absorbed, mesh))
         looks.append({"skipped": not counted, "weights": weights(model), "lost": lost})
-    engine.close()
     return looks
 
 
@@ -219,12 +217,11 @@ def exact(integers: bool) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Averages of four replicas of one rank, their means, and the sums of magnitudes."""
     mesh = grid(4, 1)
     model = fully_shard(Given(SHAPES), mesh=mesh["shard"])
-    engine = engine_of(model, mesh, density=1.0)
+    engine_of(model, mesh, density=1.0)
     scale = 1.0 if integers else math.pi
     model({name: x * scale for name, x in given(0, dist.get_rank()).items()}).backward()
     of_ranks = [[x * scale for x in given(0, rank).values()] for rank in range(4)]
     found = [part(p.grad).clone() for p in model.parameters()]
-    engine.close()
     columns = [torch.stack(each).double() for each in zip(*of_ranks, strict=True)]
     return found, [each.mean(0) for each in columns], [each.abs().sum(0) for each in columns]
 
@@ -244,9 +241,7 @@ def clipped(limit: float) -> dict[str, Tensor]:
     engine = engine_of(model, mesh, density=1.0)
     engine.clip_gradients(limit)
     model(given(0, dist.get_rank())).backward()
-    found = {name: whole(p.grad) for name, p in model.named_parameters()}
-    engine.close()
-    return found
+    return {name: whole(p.grad) for name, p in model.named_parameters()}
 
 
 def test_the_norm_of_a_replica_is_clipped(four_ranks: Ranks) -> None:
@@ -280,12 +275,8 @@ def sync_and_flush() -> dict[str, Any]:
         model(given(2, dist.get_rank())).backward()
     found["within no_sync"] = engine.step
     engine.close()
-    try:
-        model(given(3, dist.get_rank())).backward()
-    except RuntimeError as error:
-        found["closed"] = str(error)
-    again = engine_of(model, mesh)
-    again.close()
+    found["closed"] = error_of(lambda: model(given(3, dist.get_rank())).backward())
+    engine_of(model, mesh)
     return found
 
 
@@ -304,17 +295,11 @@ def replicas_at_the_start() -> tuple[dict[str, Tensor], str]:
     """Weights of a model that replicas have made with other seeds; then the error where one changes its weights."""
     mesh = grid(2, 2)
     model = sharded(made(seed=mesh.get_coordinate()[0]), mesh["shard"])
-    engine = engine_of(model, mesh)
+    engine_of(model, mesh)
     found = weights(model)
     if mesh.get_coordinate()[0] == 1:
         part(model.first.weight).add_(1.0)
-    try:
-        model(torch.ones(1, 13)).sum().backward()
-    except RuntimeError as error:
-        return found, str(error)
-    finally:
-        engine.close()
-    return found, ""
+    return found, error_of(lambda: model(torch.ones(1, 13)).sum().backward())
 
 
 def test_replicas_begin_as_the_first_one_and_have_to_stay_so(four_ranks: Ranks) -> None:
@@ -371,14 +356,7 @@ def ways_to_be_refused() -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def refuse() -> list[tuple[str, str]]:
-    told = []
-    for words, attach in ways_to_be_refused():
-        try:
-            attach().close()
-            told.append((words, ""))
-        except (ValueError, TypeError, RuntimeError) as error:
-            told.append((words, str(error)))
-    return told
+    return [(words, error_of(attach)) for words, attach in ways_to_be_refused()]
 
 
 def test_what_cannot_work_is_refused_on_all_ranks_by_name(four_ranks: Ranks) -> None:
@@ -405,7 +383,7 @@ class Checkpointed(Net):
 
 def other_ways(kind: str) -> tuple[list[dict[str, Tensor]], int, str]:
     """Weights after two steps by FSDP itself and by this library at density 1, its exchanges, and an error."""
-    mesh, found, steps, told = grid(2, 2), [], 0, ""
+    mesh, found, told = grid(2, 2), [], ""
     for native in (True, False):
         model = made(lambda: Checkpointed(kind == "reentrant") if "reentrant" in kind else Net())
         over = mesh if native else mesh["shard"]
@@ -424,9 +402,7 @@ def other_ways(kind: str) -> tuple[list[dict[str, Tensor]], int, str]:
         except RuntimeError as error:
             told = str(error)
         found.append(weights(model))
-        if engine is not None:
-            steps = engine.step
-            engine.close()
+        steps = 0 if native else engine.step
     return found, steps, told
 
 
@@ -446,30 +422,18 @@ def test_a_backward_within_a_backward_is_refused(four_ranks: Ranks) -> None:
 # ---- An error on one rank
 
 
-class FailsOnOneRank:
-    """Raises in the second step on the last rank."""
-
-    def before_step(self, engine: ls.Engine) -> None:
-        if engine.step == 1 and dist.get_rank() == 3:
-            raise ValueError("the last rank has had enough")
-
-    def close(self) -> None:
-        pass
-
-
 def one_fails() -> tuple[str, float]:
     mesh = grid(2, 2)
     model = sharded(made(), mesh["shard"])
-    engine = engine_of(model, mesh, observers=[FailsOnOneRank()])
+    engine = engine_of(model, mesh, observers=[Raises(3, 1, ValueError("the last rank has had enough"))])
     engine.bind([torch.optim.SGD(model.parameters(), lr=0.1)])
-    told, begin = "", time.monotonic()
-    try:
+
+    def steps() -> None:
         for [(x, y)] in batches(3):
             mse_loss(model(x), y).backward()
-    except (ValueError, RuntimeError) as error:
-        told = f"{type(error).__name__}: {error}"
-    engine.close()
-    return told, time.monotonic() - begin
+
+    begin = time.monotonic()
+    return error_of(steps), time.monotonic() - begin
 
 
 def test_an_error_on_one_rank_ends_the_step_on_all_parts_of_all_replicas(four_ranks: Ranks) -> None:
@@ -498,7 +462,6 @@ def decayed(native: bool) -> dict[str, Tensor]:
         n: part(p).flatten().shape for n, p in model.named_parameters()
     }
     found = {name: whole(p.grad) for name, p in model.named_parameters()}
-    engine.close()
     return {name: x + 0.5 * start[name] * (native and x.dim() > 1) for name, x in found.items()}
 
 
@@ -527,7 +490,6 @@ def parked(folder: str) -> tuple[float, float]:
     engine = engine_of(model, mesh, **sparse)
     ls.load_sharded(engine, folder)
     after = engine.residual("first.weight").clone()
-    engine.close()
     return float(before.norm()), float((after - before).norm())
 
 

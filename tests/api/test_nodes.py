@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import platform
 import time
@@ -22,6 +23,7 @@ from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.state.checkpoint import SideFiles, restore
 from lightning_sparse.methods.grouping import Group, ParameterSize, make_plan
 from tests.covering import by_default
+from tests.engines import Raises
 from tests.nodes import (
     SHAPES,
     Given,
@@ -36,7 +38,7 @@ from tests.nodes import (
     weights,
     wrapped,
 )
-from tests.ranks import Ranks
+from tests.ranks import Ranks, error_of
 
 NAMES = list(SHAPES)
 OPTIMIZERS: dict[str, Any] = {
@@ -67,8 +69,6 @@ def dense(size: int | None, kind: str, each: int, given: Given) -> list[dict[str
         ddp(here(10 * step + 9, given)).backward()
         optimizer.step()
         found.append(weights(ddp))
-    if size is not None:
-        engine.close()
     return found
 
 
@@ -84,9 +84,8 @@ def test_density_1_is_ddp_bit_for_bit_where_sums_are_exact(four_ranks: Ranks, ki
 
 
 def averages(size: int, step: int) -> dict[str, Tensor]:
-    ddp, engine = wrapped(size, density=1.0)
+    ddp, _ = wrapped(size, density=1.0)
     ddp(here(step)).backward()
-    engine.close()
     return {name: ddp.module.get_parameter(name).grad.clone() for name in NAMES}
 
 
@@ -115,7 +114,6 @@ def summed(options: dict[str, Any], steps: int) -> dict[str, Any]:
             optimizer.step()
     state = engine.state_dict()
     residuals = {name: engine.residual(name).clone() for name in NAMES}
-    engine.close()
     moved = {name: (start[name] - now).flatten() for name, now in weights(ddp).items()}
     return {"residuals": residuals, "moved": moved, "state": state}
 
@@ -144,7 +142,6 @@ def averages_of_a_step(step: int) -> dict[str, Tensor]:
         ddp.zero_grad()
         ddp(here(now, integers)).backward()
         engine.count_as_applied()
-    engine.close()
     return {name: ddp.module.get_parameter(name).grad.clone() for name in NAMES}
 
 
@@ -158,7 +155,6 @@ def with_adamw(steps: int) -> list[dict[str, Tensor]]:
         ddp(here(step)).backward()
         optimizer.step()
         found.append(weights(ddp))
-    engine.close()
     return found
 
 
@@ -184,7 +180,6 @@ def clipped(limit: float, algorithm: str) -> tuple[dict[str, Tensor], float]:
     ddp, engine = wrapped(2, density=1.0, memory="residual")
     engine.clip_gradients(limit, algorithm)
     ddp(here(0)).backward()
-    engine.close()
     return {name: ddp.module.get_parameter(name).grad.clone() for name in NAMES}, engine.skipped
 
 
@@ -228,7 +223,6 @@ def skipping(bad: int) -> list[Any]:
         if step == 1:
             unchanged = all(torch.equal(before[name], now) for name, now in weights(ddp).items())
     counts = engine.step, engine.skipped_steps
-    engine.close()
     return [skipped, nowhere_finite, unchanged, counts, weights(ddp)]
 
 
@@ -253,7 +247,6 @@ def unused(options: dict[str, Any]) -> list[dict[str, Tensor | None]]:
         engine.count_as_applied()
         grads = [(name, ddp.module.get_parameter(name).grad) for name in NAMES]
         found.append({name: None if grad is None else grad.clone() for name, grad in grads})
-    engine.close()
     return found
 
 
@@ -284,7 +277,6 @@ def flushed(kind: str) -> dict[str, Any]:
     norm = ls.flush(engine, [optimizer])
     left = [float(engine.residual(name).abs().sum()) for name in NAMES]
     summary = engine.summary()
-    engine.close()
     moved = {name: weights(Linear())[name] - now for name, now in weights(ddp).items()}
     return {"norm": norm, "left": left, "moved": moved, "summary": summary}
 
@@ -309,9 +301,7 @@ def test_with_adamw_all_ranks_stay_equal_through_a_flush(four_ranks: Ranks) -> N
 def memory(size: int) -> tuple[int, float, int]:
     ddp, engine = wrapped(size)
     ddp(here(0)).backward()
-    found = engine.memory_bytes, engine.totals.state_dict()["dense_bytes"], engine.groups[0].plan.numel
-    engine.close()
-    return found
+    return engine.memory_bytes, engine.totals.state_dict()["dense_bytes"], engine.groups[0].plan.numel
 
 
 def test_a_rank_of_a_node_keeps_and_sends_its_part(four_ranks: Ranks) -> None:
@@ -340,7 +330,6 @@ def narrow(dtype: torch.dtype, scaled: bool) -> list[Any]:
             scaler.step(optimizer)
             scaler.update()
     residuals = [float(engine.residual(name).abs().max()) for name in NAMES]
-    engine.close()
     return [weights(ddp), residuals]
 
 
@@ -362,12 +351,9 @@ def refused(size: Any, hosts: list[str] | None, options: dict[str, Any]) -> str:
     if hosts is not None:
         platform.node = lambda: hosts[dist.get_rank()]
     try:
-        wrapped(size, **options)[1].close()
-    except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
+        return error_of(functools.partial(wrapped, size, **options))
     finally:
         platform.node = name
-    return ""
 
 
 @pytest.mark.parametrize(
@@ -376,7 +362,7 @@ def refused(size: Any, hosts: list[str] | None, options: dict[str, Any]) -> str:
         (3, None, {}, "divide the number of ranks, 4, but got 3"),
         ("auto", ["a", "a", "a", "b"], {}, "3 on 'a', 1 on 'b'"),
         ("auto", ["a", "b", "a", "b"], {}, "one after another"),
-        (2, None, {"grouping": "layer", "sparsifier": "top_k"}, ""),
+        (2, None, {"grouping": "layer", "sparsifier": "top_k"}, "nothing"),
         (4, None, {"grouping": "layer"}, "has none of group 'few'. Choose a coarser grouping"),
         ("nodes", None, {}, "but got 'nodes'"),
         (2, None, {"fallback": True}, "Expected fallback to be False with node_size"),
@@ -389,7 +375,7 @@ def test_what_cannot_be_nodes_is_refused_on_all_ranks(
 ) -> None:
     for found in four_ranks(refused, size, hosts, options):
         assert told in found
-        assert bool(told) == bool(found)
+        assert (told == "nothing") == (found == "nothing")
 
 
 def on_one_node(size: Any, single: str) -> tuple[list[dict[str, Tensor]], bool, int]:
@@ -402,7 +388,6 @@ def on_one_node(size: Any, single: str) -> tuple[list[dict[str, Tensor]], bool, 
         found.append({name: ddp.module.get_parameter(name).grad.clone() for name in NAMES})
     kept = engine.memory_bytes
     direct = engine._direct
-    engine.close()
     return found, direct, kept
 
 
@@ -448,18 +433,8 @@ def drifted() -> str:
     engine.count_as_applied()
     if dist.get_rank() in (1, 3):
         engine._flush_next_step()
-    return error_of(ddp, engine)
-
-
-def error_of(ddp: DistributedDataParallel, engine: ls.Engine) -> str:
-    try:
-        ddp.zero_grad()
-        ddp(here(1)).backward()
-    except (RuntimeError, OSError) as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        engine.close()
-    return ""
+    ddp.zero_grad()
+    return error_of(lambda: ddp(here(1)).backward())
 
 
 def test_ranks_of_a_node_that_have_drifted_apart_all_raise(four_ranks: Ranks) -> None:
@@ -468,19 +443,8 @@ def test_ranks_of_a_node_that_have_drifted_apart_all_raise(four_ranks: Ranks) ->
         assert "flush (no on rank 0, yes on rank 1)" in found
 
 
-class Raises:
-    """Ends a step on one rank."""
-
-    def before_step(self, engine: ls.Engine) -> None:
-        if engine.step == 1 and dist.get_rank() == 1:
-            raise OSError("as asked for")
-
-    def close(self) -> None:
-        pass
-
-
 def one_fails() -> tuple[str, float, str]:
-    ddp, engine = wrapped(2, observers=[Raises()], timeout=timedelta(seconds=60))
+    ddp, engine = wrapped(2, observers=[Raises(1, 1, OSError("as asked for"))], timeout=timedelta(seconds=60))
     ddp(here(0)).backward()
     engine.count_as_applied()
     begin = time.monotonic()
@@ -493,11 +457,8 @@ def one_fails() -> tuple[str, float, str]:
 
 
 def test_an_error_on_one_rank_ends_the_step_on_all_of_all_nodes() -> None:
-    ranks = Ranks(4)
-    try:
+    with Ranks(4) as ranks:
         found = ranks(one_fails)
-    finally:
-        ranks.stop()
     assert found[1][0] == "OSError: as asked for"
     for rank, (told, seconds, note) in enumerate(found):
         assert told.startswith(f"LostRankError: Rank {rank} lost another rank" if rank != 1 else "OSError")
@@ -521,7 +482,6 @@ def saved(folder: Path, size: int, steps: int) -> list[dict[str, Tensor]]:
     dist.barrier()
     kept = {name: engine.residual(name).clone() for name in NAMES}
     take(ddp, optimizer, range(steps, 2 * steps))
-    engine.close()
     return [kept, weights(ddp)]
 
 
@@ -547,7 +507,6 @@ def loaded(folder: Path, size: int | None, steps: int) -> list[dict[str, Tensor]
     restore(engine, folder / "last.ckpt", content["marker"], load, strict=True)
     kept = {name: engine.residual(name).clone() for name in NAMES}
     take(ddp, optimizer, range(steps, 2 * steps))
-    engine.close()
     return [kept, weights(ddp)]
 
 
@@ -584,16 +543,13 @@ def test_another_number_of_nodes_gets_the_mean_of_what_all_remembered(
 
 
 def test_as_many_nodes_of_another_size_keep_what_each_remembered(tmp_path: Path, four_ranks: Ranks) -> None:
-    two = Ranks(2)
-    try:
+    with Ranks(2) as two:
         before = whole(two(saved, tmp_path, 1, 3), 1)
         after = whole(four_ranks(loaded, tmp_path, 2, 3), 2)
         back = tmp_path / "back"
         back.mkdir()
         again = whole(four_ranks(saved, back, 2, 3), 2)
         flat = whole(two(loaded, back, None, 3), 1)
-    finally:
-        two.stop()
     for old, new in ((before, after), (again, flat)):
         for one, other in zip(old, new, strict=True):
             assert all(torch.equal(one[name], other[name]) for name in NAMES)
@@ -613,7 +569,6 @@ def merged(steps: int) -> list[Any]:
     dist.all_gather_object(states, state)
     residuals = {name: engine.residual(name).clone() for name in NAMES}
     grads = {name: ddp.module.get_parameter(name).grad.clone() for name in NAMES}
-    engine.close()
     return [residuals, states, grads]
 
 
@@ -648,7 +603,6 @@ def regrouped() -> list[Any]:
             rules = ls.Rules(dense=["few"], dense_ndim=0, dense_numel=0)
             engine.regroup(make_plan(sizes, "layer", rules)[::-1])
     residuals = {name: engine.residual(name).clone() for name in NAMES}
-    engine.close()
     return [residuals, sent]
 
 
@@ -672,7 +626,6 @@ def diverged(rank: int) -> list[str]:
             ddp.zero_grad()
             ddp(here(step)).backward()
             engine.count_as_applied()
-    engine.close()
     return engine.warnings
 
 
@@ -688,9 +641,8 @@ def test_the_watchdog_sees_weights_that_differ_within_a_node_and_between_nodes(f
 
 def decayed(size: int | None) -> dict[str, Tensor]:
     """Averages at density 1 of gradients with a decay of matrices alone."""
-    ddp, engine = wrapped(size, density=1.0, memory=ls.memories.WeightDecay(0.5, min_ndim=2))
+    ddp, _ = wrapped(size, density=1.0, memory=ls.memories.WeightDecay(0.5, min_ndim=2))
     ddp(here(0, integers)).backward()
-    engine.close()
     return {name: ddp.module.get_parameter(name).grad.clone() for name in NAMES}
 
 
@@ -736,17 +688,15 @@ def regrouped_by(size: int, alike: bool) -> str:
     sizes = [ParameterSize.of(name, p) for name, p in engine.parameters.items()]
     single = alike or dist.get_rank() % 2
     groups = [Group(p.name, (p,), dense=False) for p in sizes] if single else [Group("all", tuple(sizes), dense=False)]
-    try:
+
+    def follow() -> None:
         engine.regroup(groups)
         ddp(here(0)).backward()
-    except (ValueError, RuntimeError) as error:
-        return str(error)
-    finally:
-        engine.close()
-    return "followed"
+
+    return error_of(follow)
 
 
 def test_plans_that_nodes_cannot_follow_are_refused_on_all_ranks(four_ranks: Ranks) -> None:
-    assert four_ranks(regrouped_by, 2, True) == ["followed"] * 4
+    assert four_ranks(regrouped_by, 2, True) == ["nothing"] * 4
     assert all("The ranks disagree" in told for told in four_ranks(regrouped_by, 2, False))
     assert all("none of group 'few'" in told for told in four_ranks(regrouped_by, 4, True))

@@ -44,7 +44,6 @@ def differing(size: int, options: dict[str, Any], world_size: int = 4) -> list[s
         own, [group] = traces[rank % size], engine.groups
         if group.residual is not None and group.residual_norm() != float(own.residual_norm[rank // size]):
             wrong.append(f"{options}: the residual in step {step}")
-    engine.close()
     return wrong
 
 
@@ -112,10 +111,7 @@ def test_what_crosses_a_nodes_card_falls_as_the_page_says(sparsifier: str, nodes
 @pytest.mark.thorough
 @pytest.mark.parametrize("size", [2, 4])
 def test_eight_ranks(size: int) -> None:
-    ranks = Ranks(8)
-    try:
+    with Ranks(8) as ranks:
         cases = [{"sparsifier": name} for name in ("union_top_k", "top_k", "exdyna", "clt_k", "gtop_k")]
         for found in ranks(together, [size], cases, 8):
             assert not found
-    finally:
-        ranks.stop()

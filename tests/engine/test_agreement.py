@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.engine.agreement import Note, check_equal_on_ranks
-from lightning_sparse.engine.network import LostRankError, TorchCollective
+from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.ops.on_cuda import on_cuda
-from tests.ranks import Ranks
+from tests.ranks import Ranks, error_of
 
 CPU = torch.device("cpu")
 
@@ -34,28 +34,20 @@ def test_objects_of_any_length_reach_all_ranks(two_ranks: Ranks) -> None:
 
 def do_not_come() -> str:
     """What rank 0 is told in a gather to which the other one does not come."""
-    comm, told = TorchCollective.of_its_own(timeout=timedelta(seconds=1)), ""
-    if dist.get_rank() == 0:
-        try:
-            comm.all_gather_object("", CPU)
-        except LostRankError as error:
-            told = str(error)
+    comm = TorchCollective.of_its_own(timeout=timedelta(seconds=1))
+    told = error_of(comm.all_gather_object, "", CPU) if dist.get_rank() == 0 else ""
     dist.barrier()
     comm.close()
     return told
 
 
 def test_a_rank_that_does_not_come_is_told_within_the_timeout(two_ranks: Ranks) -> None:
-    assert two_ranks(do_not_come)[0].startswith("Rank 0 lost another rank in all_gather_object")
+    assert two_ranks(do_not_come)[0].startswith("LostRankError: Rank 0 lost another rank in all_gather_object")
 
 
 def differ() -> str:
     facts = {"seed": 1, "long": "x" * 500 + str(dist.get_rank()), "density": 0.1 * (1 + dist.get_rank())}
-    try:
-        check_equal_on_ranks(facts, TorchCollective(), CPU)
-    except RuntimeError as error:
-        return str(error)
-    return "equal"
+    return error_of(check_equal_on_ranks, facts, TorchCollective(), CPU)
 
 
 class Unnamed:
@@ -66,11 +58,7 @@ class Unnamed:
 
 
 def differ_in_addresses() -> str:
-    try:
-        check_equal_on_ranks({"seed": 1, "sparsifier": Unnamed()}, TorchCollective(), CPU)
-    except RuntimeError as error:
-        return str(error)
-    return "equal"
+    return error_of(check_equal_on_ranks, {"seed": 1, "sparsifier": Unnamed()}, TorchCollective(), CPU)
 
 
 def test_settings_that_only_differ_in_where_they_lie_in_memory_need_a_repr(two_ranks: Ranks) -> None:
@@ -101,7 +89,6 @@ def fall_back_on_one() -> list[str]:
         engine = ls.attach(ddp, rules=ls.Rules(dense_ndim=0, dense_numel=0), density=0.5)
         for _ in range(2):
             ddp(torch.ones(1, 4)).sum().backward()
-        engine.close()
     return engine.warnings
 
 

@@ -83,14 +83,11 @@ def test_a_copied_model_averages_densely_until_an_engine_is_attached(two_ranks: 
 
 def profiled() -> float:
     model = DistributedDataParallel(nn.Linear(20, 20))
-    engine = ls.attach(
-        model, **SPARSE, grouping=ls.tuning.OptimalMerge(), scaler=torch.amp.GradScaler("cpu"), fallback=True
-    )
+    ls.attach(model, **SPARSE, grouping=ls.tuning.OptimalMerge(), scaler=torch.amp.GradScaler("cpu"), fallback=True)
     batch = torch.ones(2, 20)
     gradient(model, batch)
     gradient(saved_and_loaded(model), batch)
     gradient(AveragedModel(model), batch)
-    engine.close()
     return float(model.module.weight.grad.sum())
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from functools import cache
 from itertools import product
 from typing import Any
 
@@ -20,7 +20,7 @@ from lightning_sparse.methods.grouping import Group, ParameterSize, make_plan
 from tests.covering import by_default, covering, in_turns
 from tests.gpu.models import Branches
 from tests.gpu.training import LAYOUTS
-from tests.ranks import RankError, Ranks
+from tests.ranks import RankError, Ranks, error_of
 from tests.trainers import EVERYTHING_SPARSE
 
 PAIRS = [
@@ -59,17 +59,14 @@ def train(layout: str, options: dict[str, Any], accumulate: int = 1, steps: int 
         if ddp.require_backward_grad_sync:
             optimizer.step()
             optimizer.zero_grad()
-    exchanged = 0 if engine is None else engine.step
-    if engine is not None:
-        engine.close()
-    return flat(ddp), exchanged
+    return flat(ddp), 0 if engine is None else engine.step
 
 
 GROUPINGS: list[Any] = ["bucket", "layer", "model", ls.grouping.MergeBelow(3000)]
 EXECUTORS = ["inline", "thread"]
 
 
-@cache
+@functools.cache
 def plainly(ranks: Ranks, layout: str) -> Tensor:
     """Parameters after the same training with DDP alone."""
     plain, *others = (parameters for parameters, _ in ranks(train, layout, {}))
@@ -188,21 +185,18 @@ def regroup(engine: Engine, number: int) -> None:
 def train_with_changing_groups(options: dict[str, Any]) -> Tensor:
     """As :func:`train`, with other groups after each step."""
     ddp, engine = wrapped("small_buckets", **options)
-    assert engine is not None
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     for number, batch in enumerate(batches(6)):
         ddp.zero_grad()
         ddp(batch).square().mean().backward()
         optimizer.step()
         regroup(engine, number)
-    engine.close()
     return flat(ddp)
 
 
 def balance_with_changing_groups(options: dict[str, Any]) -> list[tuple[Tensor, Tensor, Tensor]]:
     """After each step: all residuals before and after other groups, and what was given so far without being applied."""
     ddp, engine = wrapped("default", torch.float64, **options)
-    assert engine is not None
     torch.manual_seed(0)
     alone = Branches().double()
     missing = torch.zeros_like(flat(alone))
@@ -226,7 +220,6 @@ def balance_with_changing_groups(options: dict[str, Any]) -> list[tuple[Tensor, 
         regroup(engine, number + 3)  # twice, without a step between
         regroup(engine, number)
         seen.append((before, residuals(), missing.clone()))
-    engine.close()
     return seen
 
 
@@ -277,7 +270,6 @@ def sparse_plan(sizes: list[ParameterSize], grouping: str) -> list[Group]:
 
 def bad_plans() -> list[str]:
     ddp, engine = wrapped("default", sparsifier="top_k")
-    assert engine is not None
     sizes = [p for group in engine.plan for p in group.parameters][::-1]
     told = []
     for plan in (
@@ -305,7 +297,6 @@ def bad_plans() -> list[str]:
     before = engine.plan
     ddp(batches(1)[0]).square().mean().backward()  # still at work, with the old groups
     assert engine.plan == before
-    engine.close()
     return told
 
 
@@ -320,7 +311,6 @@ def test_plans_that_cannot_work_are_refused_on_all_ranks(two_ranks: Ranks) -> No
 def balance(layout: str, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """(n * what was applied + all residuals, all gradients) after five steps at fixed parameters, float64."""
     ddp, engine = wrapped(layout, torch.float64, **options)
-    assert engine is not None
     torch.manual_seed(0)
     alone = Branches().double()
     n = dist.get_world_size()
@@ -337,7 +327,6 @@ def balance(layout: str, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     )
     dist.all_reduce(given)
     dist.all_reduce(residual)
-    engine.close()
     return n * applied + residual, given
 
 
@@ -371,7 +360,6 @@ def unused(executor: str, messages: str = "step") -> dict[str, Any]:
     rank = dist.get_rank()
     options = {"grouping": "layer", "executor": executor, "messages": messages}
     ddp, engine = wrapped("find_unused", sparsifier="top_k", density=0.05, **options)
-    assert engine is not None
     seen = {}
     for step, use in enumerate(["both", "both", "right", ("left", "right")[rank]]):
         ddp.zero_grad()
@@ -381,7 +369,6 @@ def unused(executor: str, messages: str = "step") -> dict[str, Any]:
             engine.residual("left.weight").clone(),
             engine.residual("trunk.weight").clone(),
         )
-    engine.close()
     return seen
 
 
@@ -400,7 +387,6 @@ def test_residual_of_a_parameter_that_no_rank_used_is_kept(two_ranks: Ranks, exe
 def unused_vectors(memory: ls.memories.Memory) -> list[tuple[str, bool, bool]]:
     """What a step without the left branch changed in the memory: of the left branch, of the others in its group."""
     ddp, engine = wrapped("find_unused", sparsifier="top_k", density=0.05, memory=memory, dense=["left.bias"])
-    assert engine is not None
     seen = []
     for step, use in enumerate(["both", "both", "right"]):
         before = [{k: v.clone() for k, v in g.memory.vectors(g.state.memory).items()} for g in engine.groups]
@@ -413,7 +399,6 @@ def unused_vectors(memory: ls.memories.Memory) -> list[tuple[str, bool, bool]]:
                 mine[span] = parameter.startswith("left")
             same = vector[:-1] == vectors[name][:-1]
             seen.append((name, bool(same[mine[:-1]].all()), bool(same[~mine[:-1]].all())))
-    engine.close()
     return seen
 
 
@@ -433,7 +418,6 @@ def test_a_parameter_that_no_rank_used_keeps_all_that_is_remembered_of_it(
 def two_backwards() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A backward through one branch while the old average of the other is still in .grad."""
     ddp, engine = wrapped("find_unused", sparsifier="top_k", density=0.05, grouping="bucket")
-    assert engine is not None
     first, second = batches(2)
     ddp(first, "left").square().mean().backward()
     average, residual = ddp.module.left.weight.grad.clone(), engine.residual("left.weight").clone()
@@ -459,7 +443,6 @@ def poisoned(
         Averages and residuals after each step, and this rank's own gradient in the second one.
     """
     ddp, engine = wrapped("default", executor=executor, density=0.05, **options)
-    assert engine is not None
     grads, residuals, own = [], [], torch.empty(0)
     for step, batch in enumerate(batches(3)):
         hook = None
@@ -478,7 +461,6 @@ def poisoned(
             hook.remove()
         grads.append(torch.cat([p.grad.flatten() for p in ddp.parameters()]))
         residuals.append(torch.cat([engine.residual(name) for name, _ in ddp.module.named_parameters()]).clone())
-    engine.close()
     return grads, residuals, own
 
 
@@ -502,14 +484,12 @@ def test_a_bad_number_on_one_rank_voids_the_step_on_all(two_ranks: Ranks, execut
 def kept_dense() -> tuple[Tensor, Tensor, list[tuple[str, bool]], float]:
     ddp, engine = wrapped("default", sparsifier="top_k", density=0.01, dense=["*.bias"])
     plain, _ = wrapped("default")
-    assert engine is not None
     [batch] = batches(1)
     ddp(batch).square().mean().backward()
     plain(batch).square().mean().backward()
     biases = [torch.cat([m.module.left.bias.grad, m.module.head.bias.grad]) for m in (ddp, plain)]
     summary = engine.summary()
     plan = [(group.name, group.dense) for group in engine.plan]
-    engine.close()
     return biases[0], biases[1], plan, summary["density"]
 
 
@@ -521,11 +501,7 @@ def test_dense_parameters_get_the_exact_mean_and_do_not_count_as_density(two_ran
 
 
 def disagreeing() -> str:
-    try:
-        wrapped("default", sparsifier="top_k", density=0.01 * (1 + dist.get_rank()))
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    return error_of(functools.partial(wrapped, sparsifier="top_k", density=0.01 * (1 + dist.get_rank())))
 
 
 def test_ranks_with_different_settings_are_refused_everywhere(two_ranks: Ranks) -> None:
@@ -559,12 +535,9 @@ def failing(executor: str) -> str:
 
 
 def test_an_error_in_a_sparsifier_comes_out_of_backward() -> None:
-    ranks = Ranks(2)  # of its own: DDP is not usable after an error inside backward
-    try:
+    with Ranks(2) as ranks:  # of its own: DDP is not usable after an error inside backward
         for executor in EXECUTORS:
             assert ranks(failing, executor) == ["second selection"] * 2
-    finally:
-        ranks.stop()
 
 
 def test_a_job_that_fails_on_a_rank_fails_the_test() -> None:
@@ -579,7 +552,6 @@ def divide() -> float:
 
 def summaries() -> tuple[dict[str, float], dict[str, dict[str, float]], dict[str, float], float]:
     ddp, engine = wrapped("default", sparsifier="top_k", density=0.05, grouping="layer", executor="thread")
-    assert engine is not None
     empty = engine.summary()
     for batch in batches(3):
         ddp(batch).square().mean().backward()
@@ -593,12 +565,9 @@ def summaries() -> tuple[dict[str, float], dict[str, dict[str, float]], dict[str
 
 def bytes_with_flags() -> float:
     ddp, engine = wrapped("find_unused", sparsifier="top_k", density=0.05, grouping="model")
-    assert engine is not None
     [batch] = batches(1)
     ddp(batch, "left").square().mean().backward()
-    sent = engine.summary()["traffic/sent_mb"] * 1e6
-    engine.close()
-    return sent
+    return engine.summary()["traffic/sent_mb"] * 1e6
 
 
 def test_asking_which_parameters_were_used_counts_as_traffic(two_ranks: Ranks) -> None:
@@ -633,7 +602,6 @@ def test_summary_combines_groups_and_ranks(two_ranks: Ranks) -> None:
 
 def closed() -> tuple[bool, bool]:
     ddp, engine = wrapped("default", sparsifier="top_k")
-    assert engine is not None
     ddp(batches(1)[0]).square().mean().backward()
     group = weakref.ref(engine.comm.group)
     before = group() is not None
@@ -646,54 +614,39 @@ def test_a_closed_engine_holds_no_process_group(two_ranks: Ranks) -> None:
     assert two_ranks(closed) == [(True, True)] * 2
 
 
-def test_one_rank_needs_no_network(tmp_path: Any) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        ddp, engine = wrapped("default", sparsifier="exdyna", density=0.1, single_device="sparse")
-        assert engine is not None
-        for batch in batches(3):
-            ddp.zero_grad()
-            ddp(batch).square().mean().backward()
-        summary = engine.summary()
-        engine.close()
-        assert summary["traffic/sent_mb"] == 0
-        assert summary["density"] == pytest.approx(0.1, rel=0.01)
-        applied = torch.cat([p.grad.flatten() for p in ddp.parameters()]).count_nonzero()
-        assert applied <= 0.1 * 8885
-    finally:
-        dist.destroy_process_group()
+def test_one_rank_needs_no_network(one_rank: None) -> None:
+    ddp, engine = wrapped("default", sparsifier="exdyna", density=0.1, single_device="sparse")
+    for batch in batches(3):
+        ddp.zero_grad()
+        ddp(batch).square().mean().backward()
+    summary = engine.summary()
+    assert summary["traffic/sent_mb"] == 0
+    assert summary["density"] == pytest.approx(0.1, rel=0.01)
+    applied = torch.cat([p.grad.flatten() for p in ddp.parameters()]).count_nonzero()
+    assert applied <= 0.1 * 8885
 
 
-def test_gradients_that_are_no_flat_vectors_are_refused(tmp_path: Any) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        embedding = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))
-        with pytest.raises(ValueError, match=r"gradients of '0' are sparse tensors.*Set sparse=False"):
-            ls.attach(DistributedDataParallel(embedding))
-        rotation = nn.ParameterDict({"phase": nn.Parameter(torch.ones(3, dtype=torch.complex64))})
-        with pytest.raises(ValueError, match=r"phase is torch.complex64"):
-            ls.attach(DistributedDataParallel(rotation))
-    finally:
-        dist.destroy_process_group()
+def test_gradients_that_are_no_flat_vectors_are_refused(one_rank: None) -> None:
+    embedding = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))
+    with pytest.raises(ValueError, match=r"gradients of '0' are sparse tensors.*Set sparse=False"):
+        ls.attach(DistributedDataParallel(embedding))
+    rotation = nn.ParameterDict({"phase": nn.Parameter(torch.ones(3, dtype=torch.complex64))})
+    with pytest.raises(ValueError, match=r"phase is torch.complex64"):
+        ls.attach(DistributedDataParallel(rotation))
 
 
 def test_what_a_model_calls_sparse_itself_is_no_gradient(one_rank: None) -> None:
     attention = nn.Sequential(nn.Linear(20, 20))
     attention.sparse = True
-    engine = ls.attach(DistributedDataParallel(attention))
-    engine.close()
+    ls.attach(DistributedDataParallel(attention))
 
 
-def test_reducers_that_bypass_buckets_are_refused(tmp_path: Any) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        with (
-            torch._dynamo.config.patch(optimize_ddp="python_reducer"),
-            pytest.raises(ValueError, match="bypasses DDP's buckets"),
-        ):
-            wrapped("default", sparsifier="top_k")
-    finally:
-        dist.destroy_process_group()
+def test_reducers_that_bypass_buckets_are_refused(one_rank: None) -> None:
+    with (
+        torch._dynamo.config.patch(optimize_ddp="python_reducer"),
+        pytest.raises(ValueError, match="bypasses DDP's buckets"),
+    ):
+        wrapped("default", sparsifier="top_k")
 
 
 def train_and_listen(ask_hosts: bool, messages: str) -> tuple[Tensor, list[tuple[bool, bool]]]:

@@ -100,7 +100,6 @@ def costs(dtype: torch.dtype, grouping: str | None, adam: bool = False, profiled
     after, peak = held() - before, median(most(step) for _ in range(3)) if profiled else math.nan
     if engine is None:
         return Cost(attached, (told, told), after, peak)
-    engine.close()
     return Cost(attached, (told, engine.memory_bytes / NUMEL), after, peak)
 
 
@@ -150,7 +149,6 @@ def around_a_step() -> tuple[float, float]:
         before = held()
         optimizer.step()
         after = held()
-    engine.close()
     return before, after
 
 

@@ -42,7 +42,6 @@ MANY = {"grouping": "layer", "rules": ls.Rules(dense_ndim=2, dense_numel=0)}
 def collectives(layout: str, options: dict[str, Any]) -> tuple[Counter[str], int]:
     """Count the collectives that a step asks torch for, by operation and dtype; also return the number of groups."""
     ddp, engine = wrapped(layout, **options)
-    assert engine is not None
     seen: Counter[str] = Counter()
 
     def counting(name: str, operation: Any) -> Any:
@@ -60,7 +59,6 @@ def collectives(layout: str, options: dict[str, Any]) -> tuple[Counter[str], int
                     patch.setattr(dist, name, counting(name, getattr(dist, name)))
             ddp(batch).square().mean().backward()
     groups = len(engine.plan)
-    engine.close()
     return seen, groups
 
 
@@ -114,7 +112,7 @@ def events(settings: dict[str, Any]) -> list[str]:
     """When groups select, when a message is sent, and when the last gradient of backward comes."""
     options = {"sparsifier": Noting(), "density": 0.05, "grouping": "layer", "executor": "inline"}
     ddp = DistributedDataParallel(Branches(), bucket_cap_mb=0.01, **settings)
-    engine = ls.attach(ddp, rules=EVERYTHING_SPARSE, **options)
+    ls.attach(ddp, rules=EVERYTHING_SPARSE, **options)
     ddp.module.trunk.weight.register_post_accumulate_grad_hook(lambda _: EVENTS.append("trunk"))
     gather = TorchCollective.all_gather
 
@@ -127,9 +125,7 @@ def events(settings: dict[str, Any]) -> list[str]:
         for batch in batches(3):
             EVENTS.clear()
             ddp(batch).square().mean().backward()
-    seen = list(EVENTS)
-    engine.close()
-    return seen
+    return list(EVENTS)
 
 
 def test_local_work_begins_as_gradients_come_where_all_parameters_are_used(two_ranks: Ranks) -> None:
@@ -193,14 +189,12 @@ def test_memories_keep_the_same_bits_while_groups_wait_for_each_other(
 def remembering(dtype: torch.dtype, options: dict[str, Any]) -> list[Tensor]:
     """Parameters, and all that is remembered, after some steps."""
     ddp, engine = wrapped("small_buckets", dtype, **options)
-    assert engine is not None
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     for batch in batches(5, dtype):
         ddp(batch).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     vectors = [v.clone() for group in engine.groups for v in group.memory.vectors(group.state.memory).values()]
-    engine.close()
     return [*(p.detach().clone() for p in ddp.parameters()), *vectors]
 
 
@@ -217,12 +211,9 @@ def test_exchanges_that_travel_together_bring_the_same_bits(three_ranks: Ranks, 
 
 
 def test_the_default_brings_the_same_bits_on_four_ranks() -> None:
-    ranks = Ranks(4)
-    try:
+    with Ranks(4) as ranks:
         options = {"density": 0.05, "grouping": "layer"}
         [first, second] = (ranks(train, "default", {**options, "messages": messages}) for messages in BOTH)
-    finally:
-        ranks.stop()
     assert all(torch.equal(parameters, first[0][0]) for parameters, _ in (*first, *second))
 
 
@@ -294,8 +285,7 @@ class Failing(GatherPairs):
 
 def failing(messages: str, executor: str, before: bool) -> tuple[str, list[str]]:
     options = {"exchange": Failing(305, before), "grouping": "layer", "messages": messages, "executor": executor}
-    ddp, engine = wrapped("small_buckets", sparsifier="top_k", density=0.05, **options)
-    assert engine is not None
+    ddp, _ = wrapped("small_buckets", sparsifier="top_k", density=0.05, **options)
     for batch in batches(3):
         try:
             ddp(batch).square().mean().backward()
@@ -308,11 +298,8 @@ def failing(messages: str, executor: str, before: bool) -> tuple[str, list[str]]
     ("messages", "executor", "before"), covering(product(BOTH, ["inline", "thread"], [True, False]), together=1)
 )
 def test_an_error_names_its_group_and_ends_the_step_on_all_ranks(messages: str, executor: str, before: bool) -> None:
-    ranks = Ranks(2)  # of its own: DDP is not usable after an error inside backward
-    try:
+    with Ranks(2) as ranks:  # of its own: DDP is not usable after an error inside backward
         (lost, _), (kind, notes) = ranks(failing, messages, executor, before)
-    finally:
-        ranks.stop()
     assert lost == "LostRankError"
     assert kind == "ArithmeticError"
     assert notes == ["sparse_ddp: in the exchange of group 'head', step 1, rank 1"]
@@ -344,7 +331,7 @@ def failing_locally(where: str, options: dict[str, Any]) -> tuple[str, list[str]
     model = Branches()
     model.trunk.bias.requires_grad_(where != "thawed")
     ddp = DistributedDataParallel(model, **LAYOUTS["small_buckets"])
-    engine = ls.attach(ddp, rules=EVERYTHING_SPARSE, timeout=timedelta(seconds=20), **options)
+    ls.attach(ddp, rules=EVERYTHING_SPARSE, timeout=timedelta(seconds=20), **options)
     for number, batch in enumerate(batches(4)):
         if number == 1 and dist.get_rank() == 1:
             model.trunk.bias.requires_grad_(True)
@@ -354,7 +341,6 @@ def failing_locally(where: str, options: dict[str, Any]) -> tuple[str, list[str]
             ddp(batch).square().mean().backward()
         except Exception as error:
             return type(error).__name__, getattr(error, "__notes__", []), time.monotonic() - begin < 10
-    engine.close()
     return "", [], False
 
 
@@ -368,12 +354,9 @@ FAILING: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize(("where", "messages"), covering(in_turns(list(FAILING), BOTH), together=1))
 def test_nobody_waits_for_a_rank_that_fails_beside_its_exchange(where: str, messages: str) -> None:
     settings, place = FAILING[where]
-    ranks = Ranks(2)
-    try:
+    with Ranks(2) as ranks:
         options = {"executor": "thread", "grouping": "layer", "messages": messages, **settings}
         (lost, _, soon), (kind, notes, _) = ranks(failing_locally, where, options)
-    finally:
-        ranks.stop()
     assert (lost, soon) == ("LostRankError", True)
     assert kind in ("ArithmeticError", "RuntimeError")
     assert notes == [f"sparse_ddp: {place}, step 1, rank 1"]
@@ -382,7 +365,6 @@ def test_nobody_waits_for_a_rank_that_fails_beside_its_exchange(where: str, mess
 def drifting(what: str, options: dict[str, Any]) -> tuple[str, int, bool]:
     """The error of this rank when one has drifted apart, the steps that count, and whether nothing is lost."""
     ddp, engine = wrapped("default", density=0.05, **options)
-    assert engine is not None
     first, second = batches(2)
     ddp(first).square().mean().backward()
     before = [engine.residual(name).clone() for name in engine.parameters]
@@ -410,11 +392,8 @@ DRIFTED = {
 
 @pytest.mark.parametrize(("what", "executor"), covering(in_turns(list(DRIFTED), ["inline", "thread"]), together=1))
 def test_ranks_that_have_drifted_apart_are_told_before_anything_counts(what: str, executor: str) -> None:
-    ranks = Ranks(2)
-    try:
+    with Ranks(2) as ranks:
         answers = ranks(drifting, what, {"executor": executor, "grouping": "layer"})
-    finally:
-        ranks.stop()
     for (message, step, kept), expected in zip(answers, (1, 7 if what == "step" else 1), strict=True):
         assert "The ranks have drifted apart: rank 1 and rank 0" in message
         assert DRIFTED[what] in message

@@ -49,7 +49,6 @@ def flushing_within_a_step(options: dict[str, Any]) -> list[list[bool]]:
             engine._flush_next_step()
         a.backward()
         left.append([group.remembers for group in engine.groups])
-    engine.close()
     return left
 
 
@@ -75,7 +74,6 @@ def asking_within_a_step(options: dict[str, Any]) -> tuple[list[str], bool]:
                 said.append(str(error))
         a.backward()
     fine = bool(engine.summary() and engine.group_summaries() and engine._take_pending())
-    engine.close()
     return said, fine
 
 
@@ -94,7 +92,6 @@ def leaving_out() -> list[tuple[dict[str, float], set[str]]]:
     for step, uses in enumerate(["ab", "ab", "a", "ab"]):
         sum(ddp(batch(step), uses)).backward()
         seen.append((engine.summary(), set(engine.group_summaries())))
-    engine.close()
     return seen
 
 

@@ -139,8 +139,7 @@ def test_a_scaler_that_the_engine_was_not_shown_is_told_of_where_nothing_adapts(
         run = Run(lambda parameters, kind=kind: kind(parameters, lr=0.01), skip=None)
         run.engine.bind(run.optimizer)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=enabled)
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as told:
             for _ in range(3):
                 run.optimizer.zero_grad()
                 scaler.scale(run.ddp(torch.randn(4, 20)).square().mean()).backward()
@@ -262,15 +261,13 @@ def test_an_engine_that_another_one_has_replaced_takes_nothing_away(streams: Str
     run.step(skipped=True)
     model = run.ddp.module
     again = DistributedDataParallel(model)
-    engine = ls.attach(again, density=0.1, rules=EVERYTHING_SPARSE, single_device="sparse", watch=None)
+    ls.attach(again, density=0.1, rules=EVERYTHING_SPARSE, single_device="sparse", watch=None)
     for _ in range(3):
         run.optimizer.zero_grad()
         again(torch.randn(4, 20)).square().mean().backward()
         before = flat(again)
         run.optimizer.step()
         assert not torch.equal(flat(again), before)
-    engine.close()
-    run.engine.close()
 
 
 def test_of_what_the_host_has_heard_it_is_told_without_waiting(streams: Streams) -> None:

@@ -82,15 +82,9 @@ def plain_steps() -> None:
 
 
 def every_memory() -> None:
-    memories = [
-        ls.memories.NoMemory(),
-        ls.memories.LowPass(0.25),
-        ls.memories.MomentumCorrection(0.5),
-        ls.memories.ClipByNorm(4.0),
-        ls.memories.WeightDecay(1e-2),
-    ]
-    memories += [ls.memories.AdamCorrection()]
-    for memory in memories:
+    of = ls.memories
+    settled = of.LowPass(0.25), of.MomentumCorrection(0.5), of.ClipByNorm(4.0), of.WeightDecay(1e-2)
+    for memory in (of.NoMemory(), *settled, of.AdamCorrection()):
         Training(memory=memory).steps(2)
 
 
@@ -123,7 +117,6 @@ def steps_of_adam() -> None:
             training.step(scale=scale)
         assert training.engine.skipped_steps == 1
         training.engine.state_dict()
-        training.engine.close()
 
 
 def sharded_replicas() -> None:
@@ -138,7 +131,6 @@ def sharded_replicas() -> None:
         engine.ignore_skipped(optimizer)
         optimizer.step()
         optimizer.zero_grad()
-    engine.close()
 
 
 def clipped_gradients() -> None:
@@ -146,7 +138,6 @@ def clipped_gradients() -> None:
         training = Training()
         training.engine.clip_gradients(0.1, algorithm)
         training.steps(3)
-        training.engine.close()
 
 
 def messages_by_group() -> None:

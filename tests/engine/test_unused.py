@@ -53,7 +53,6 @@ def train(
         picks.append(tuple(0 if grad is None else int(grad.count_nonzero()) for grad in grads))
         engine.count_as_applied()
         after = engine.state_dict()
-    engine.close()
     assert dist.get_world_size() == 2
     return picks, before, after, ddp.module.used.weight.grad.clone()
 

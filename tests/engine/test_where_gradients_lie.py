@@ -88,7 +88,6 @@ def train(
         engine.count_as_applied()
         for group in engine.groups:
             seen += [vector.clone() for vector in group.memory.vectors(group.state.memory).values()]
-    engine.close()
     return max(runs, default=0), [x.flatten() for x in seen]
 
 

@@ -119,9 +119,7 @@ def test_where_kernels_do_not_work_training_goes_on_in_torch(trouble: str, monke
             assert "; the largest difference is 1 (" in reason
             assert reason in str(warnings[0].message)
             assert ("top_k_and_stripe", torch.device("cpu")) in chosen._tried  # other kernels go on
-    for ours, theirs in zip(found, expected, strict=True):
-        for one, other in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(
@@ -145,9 +143,7 @@ def test_other_parts_use_the_kernels_that_fit(sparsifier: str, memory: ls.memori
         assert chosen.trouble is None
         assert not chosen.refused
         assert {"hand_over_", "packed"} <= {what[0] for what in chosen._tried}
-    for ours, theirs in zip(found, expected, strict=True):
-        for one, other in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-6, atol=0, equal_nan=True)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0, equal_nan=True)
 
 
 def test_scores_of_narrow_gradients_are_let_go_before_messages() -> None:

@@ -68,7 +68,6 @@ def train(optimizer: Callable[..., torch.optim.Optimizer], biases: bool = True, 
             sizes = [p for each in engine.plan for p in each.parameters][::-1]
             engine.regroup(make_plan(sizes, "layer", RULES))
     assert engine.skipped_steps == 1
-    engine.close()
 
 
 @pytest.mark.timeout(120)

@@ -96,8 +96,7 @@ def test_kernels_take_what_they_are_made_for(dtype: torch.dtype, kind: str) -> N
             assert len(chosen._tried) == (dtype != torch.float64 and candidates is not None)
         made.append((finite, *vectors))
     assert bool(made[0][0]) == bool((grad * 0.5 + residual * 0.75).isfinite().all())
-    for ours, theirs in zip(*made, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0, equal_nan=True)
+    torch.testing.assert_close(*made, rtol=1e-6, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("kind", ["wide", "nan", "inf", "zeros"])

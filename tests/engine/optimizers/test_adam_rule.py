@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_sparse as ls
 from lightning_sparse.engine.state.schema import NOTHING, STATE_FORMAT
 from tests.covering import by_default, covering, in_turns
-from tests.ranks import Ranks
+from tests.ranks import Ranks, error_of
 from tests.reference.length import Length
 
 HYPER: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -62,8 +63,7 @@ class Around:
 
 
 def sharded(parameters: Any, cls: type[torch.optim.Optimizer], **settings: Any) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, of torch.jit
+    with warnings.catch_warnings(action="ignore"):  # torch's own, of torch.jit
         from torch.distributed.optim import ZeroRedundancyOptimizer
     return ZeroRedundancyOptimizer(parameters, cls, **settings)
 
@@ -103,17 +103,30 @@ class Training:
     def weights(self) -> list[Tensor]:
         return [p.detach().clone() for p in self.module.parameters()]
 
+    def saved(self) -> tuple[Any, Any, Any]:
+        return copy.deepcopy((self.module.state_dict(), self.optimizer.state_dict(), self.engine.state_dict()))
+
+    def load(self, saved: tuple[Any, Any, Any]) -> list[str]:
+        """What of a saved state does not fit."""
+        self.module.load_state_dict(saved[0])
+        self.optimizer.load_state_dict(saved[1])
+        return self.engine.load_state_dict(saved[2])
+
+
+def assert_near(weights: list[Tensor], expected: list[Tensor]) -> None:
+    torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-6, check_dtype=False)
+
 
 def rising(step: int) -> tuple[float, float]:
     """A schedule of the second beta and eps."""
     return 0.5 + 0.04 * step, 1e-8 if step < 6 else 1e-3
 
 
+Schedule = Callable[[int], tuple[float, float]]
+
+
 def reference(
-    steps: int,
-    hyper: Any,
-    limit: float = math.inf,
-    schedule: Callable[[int], tuple[float, float]] = lambda step: (HYPER["betas"][1], 1e-8),
+    limit: float = math.inf, schedule: Schedule = lambda step: (HYPER["betas"][1], 1e-8)
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Two ranks in loops, SharedTopK by hand; dense parameters by torch's AdamW on the mean gradient."""
     module = model().double()
@@ -125,14 +138,14 @@ def reference(
     k = round(0.1 * total)
     acc, v = (torch.zeros(N, total, dtype=torch.float64) for _ in range(2))
     lengths = [Length() for _ in range(N)]
-    lr, decay = hyper["lr"], hyper["weight_decay"]
+    lr, decay = HYPER["lr"], HYPER["weight_decay"]
     left = 1.0
     """Of what a second moment began with."""
-    dense = torch.optim.AdamW([p for i, p in enumerate(parameters) if i not in sparse], **hyper)
-    for step in range(steps):
+    dense = torch.optim.AdamW([p for i, p in enumerate(parameters) if i not in sparse], **HYPER)
+    for step in range(STEPS):
         beta2, eps = schedule(step)
         left *= beta2
-        dense.param_groups[0].update(betas=(hyper["betas"][0], beta2), eps=eps)
+        dense.param_groups[0].update(betas=(HYPER["betas"][0], beta2), eps=eps)
         rows, others = [], []
         for rank, replica in enumerate(replicas):
             replica.load_state_dict(module.state_dict())
@@ -173,11 +186,7 @@ def reference(
 
 
 def train(
-    kind: str,
-    closure: bool,
-    follow: bool,
-    limit: float | None = None,
-    schedule: Callable[[int], tuple[float, float]] | None = None,
+    kind: str, closure: bool, follow: bool, limit: float | None = None, schedule: Schedule | None = None
 ) -> tuple[list[Tensor], Tensor, list[bool]]:
     training = Training(kind, follow=follow, sparsifier="shared_top_k", exchange="reduce_union")
     if limit is not None:
@@ -190,42 +199,30 @@ def train(
     has_grad = [p.grad is not None for p in training.module.parameters()]
     dense = {p for p in training.module.parameters() if p.dim() == 1}
     assert training.optimizer.state.keys() == dense, (training.optimizer.state.keys(), dense)  # torch's own states
-    training.engine.close()
     return training.weights(), residual, has_grad
 
 
-@pytest.mark.parametrize(("kind", "closure", "follow"), [("torch", False, True), ("ours", True, False)])
-def test_the_steps_are_those_of_the_rule(two_ranks: Ranks, kind: str, closure: bool, follow: bool) -> None:
-    expected, residuals = reference(STEPS, HYPER)
-    for (weights, residual, has_grad), kept in zip(two_ranks(train, kind, closure, follow), residuals, strict=True):
+@pytest.mark.parametrize(
+    ("kind", "closure", "follow", "more"),
+    [
+        ("torch", False, True, {}),
+        ("ours", True, False, {}),
+        ("torch", False, True, {"limit": 0.02}),
+        ("wrapped", True, True, {"schedule": rising}),
+        ("ours", False, False, {"schedule": rising}),
+    ],
+)
+def test_the_steps_are_those_of_the_rule(
+    two_ranks: Ranks, kind: str, closure: bool, follow: bool, more: dict[str, Any]
+) -> None:
+    """Also where each rank's gradients are clipped together, and where beta2 and eps follow a schedule."""
+    expected, residuals = reference(**more)
+    assert not more or not torch.allclose(expected[0], reference()[0][0], rtol=1e-3, atol=1e-4)
+    results = two_ranks(functools.partial(train, **more), kind, closure, follow)
+    for (weights, residual, has_grad), kept in zip(results, residuals, strict=True):
         assert all(has_grad)  # gradients are given back after a step
         torch.testing.assert_close(residual.double(), kept, rtol=1e-3, atol=1e-7)
-        for ours, theirs in zip(weights, expected, strict=True):
-            torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-6)
-
-
-def test_each_ranks_gradients_are_clipped_together(two_ranks: Ranks) -> None:
-    limit = 0.02
-    expected, residuals = reference(STEPS, HYPER, limit)
-    unclipped, _ = reference(STEPS, HYPER)
-    assert not torch.allclose(expected[0], unclipped[0], rtol=1e-3, atol=1e-4)
-    results = two_ranks(train, "torch", False, True, limit)
-    for (weights, residual, _), kept in zip(results, residuals, strict=True):
-        torch.testing.assert_close(residual.double(), kept, rtol=1e-3, atol=1e-7)
-        for ours, theirs in zip(weights, expected, strict=True):
-            torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize(("kind", "closure", "follow"), [("wrapped", True, True), ("ours", False, False)])
-def test_schedules_of_beta2_and_eps_are_followed(two_ranks: Ranks, kind: str, closure: bool, follow: bool) -> None:
-    expected, residuals = reference(STEPS, HYPER, schedule=rising)
-    constant, _ = reference(STEPS, HYPER, schedule=lambda step: rising(0))
-    assert not torch.allclose(expected[0], constant[0], rtol=1e-3, atol=1e-4)
-    results = two_ranks(train, kind, closure, follow, None, rising)
-    for (weights, residual, _), kept in zip(results, residuals, strict=True):
-        torch.testing.assert_close(residual.double(), kept, rtol=1e-3, atol=1e-7)
-        for ours, theirs in zip(weights, expected, strict=True):
-            torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-6)
+        assert_near(weights, expected)
 
 
 def changed_on_one_rank() -> str:
@@ -233,13 +230,7 @@ def changed_on_one_rank() -> str:
     training.step(0)
     if training.rank == 1:
         training.set(0.9, 1e-8)
-    try:
-        training.step(1)
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        training.engine.close()
-    return "nothing"
+    return error_of(training.step, 1)
 
 
 def test_a_second_beta_that_one_rank_changes_alone_is_an_error_on_all(two_ranks: Ranks) -> None:
@@ -249,8 +240,7 @@ def test_a_second_beta_that_one_rank_changes_alone_is_an_error_on_all(two_ranks:
 def short_run(
     kind: str, closure: bool, limit: float | None
 ) -> tuple[list[Tensor], ls.memories.Memory, bool, list[str]]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         training = Training(kind, hyper={"lr": 0.01, "betas": (0.9, 0.95)})
         if limit is not None:
             training.engine.clip_gradients(limit, "norm", training.optimizer)
@@ -258,7 +248,6 @@ def short_run(
             training.step(step, closure)
     engine = training.engine
     taken = engine._takes_steps_of(training.optimizer)
-    engine.close()
     return training.weights(), engine.settings.memory, taken, [str(w.message) for w in caught if "moment" in str(w)]
 
 
@@ -291,8 +280,7 @@ def several_settings(found: bool) -> list[str]:
     engine = ls.attach(ddp, density=0.1)
     cls, betas = ls.AdamW if found else torch.optim.AdamW, (0.9, 0.92, 0.94, 0.96)
     optimizer = cls([{"params": [p], "betas": (0.9, beta)} for p, beta in zip(module.parameters(), betas, strict=True)])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         for step in range(3):
             if not found:
                 engine.bind([optimizer])
@@ -300,7 +288,6 @@ def several_settings(found: bool) -> list[str]:
             optimizer.step()
             optimizer.param_groups[0]["betas"] = 0.9, 0.9 - 0.1 * step
     assert engine.settings.memory == ls.memories.SecondMoment(0.94)
-    engine.close()
     return [str(w.message) for w in caught]
 
 
@@ -322,7 +309,6 @@ def dense_runs(kind: str, options: dict[str, Any], hyper: dict[str, Any]) -> tup
         theirs.step()
     sent, dense = ours.engine.totals.sent_bytes, ours.engine.totals.dense_bytes
     assert sent <= 1.1 * dense, "second moments that nobody reads"
-    ours.engine.close()
     return ours.weights(), [p.detach().clone() for p in module.parameters()]
 
 
@@ -366,17 +352,13 @@ def resumed(kind: str, follow_first: bool, scheduled: bool) -> tuple[list[Tensor
     for step in range(8):
         take(whole, step)
         if step == 4:
-            kept = copy.deepcopy((whole.module.state_dict(), whole.optimizer.state_dict(), whole.engine.state_dict()))
-    whole.engine.close()
+            kept = whole.saved()
     again = Training(kind, follow=follow_first)
-    again.module.load_state_dict(kept[0])
-    again.optimizer.load_state_dict(kept[1])
-    assert again.engine.load_state_dict(kept[2]) == []
+    assert again.load(kept) == []
     if not follow_first:
         again.engine.bind([again.optimizer])
     for step in range(5, 8):
         take(again, step)
-    again.engine.close()
     return whole.weights(), again.weights()
 
 
@@ -400,7 +382,6 @@ def skipped_step(exchange: str) -> tuple[list[Tensor], list[Tensor]]:
                 training.engine.ignore_skipped(training.optimizer)
                 training.optimizer.step()
             training.step(step)
-        training.engine.close()
         runs.append(training.weights())
     return runs[0], runs[1]
 
@@ -434,7 +415,6 @@ def flushed() -> tuple[list[Tensor], list[Tensor], float]:
     norm = ls.flush(engine, [training.optimizer])
     left = max(float(engine.residual(name).abs().max()) for name in names)  # type: ignore[union-attr]
     weights = [before[name].detach().flatten().clone() for name in names]
-    engine.close()
     assert norm > 0
     return weights, expected, left
 
@@ -442,8 +422,7 @@ def flushed() -> tuple[list[Tensor], list[Tensor], float]:
 def test_a_flush_is_a_step_of_adam_with_all_that_waits(two_ranks: Ranks) -> None:
     for weights, expected, left in two_ranks(flushed):
         assert left == 0
-        for ours, theirs in zip(weights, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-7)
 
 
 def narrow(dtype: torch.dtype) -> tuple[list[Tensor], ls.memories.Memory]:
@@ -456,7 +435,6 @@ def narrow(dtype: torch.dtype) -> tuple[list[Tensor], ls.memories.Memory]:
         (ddp(batch(step, dist.get_rank()).to(dtype)) - 1).square().mean().backward()
         optimizer.step()
     memory = engine.settings.memory
-    engine.close()
     return [p.detach() for p in module.parameters()], memory
 
 
@@ -470,12 +448,10 @@ def test_other_precisions_and_a_rate_in_a_tensor(two_ranks: Ranks, dtype: torch.
 
 
 def left_alone(hyper: dict[str, Any], options: dict[str, Any]) -> tuple[Any, bool, list[str]]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         training = Training("torch_adam", hyper=hyper, **options)
         for step in range(3):
             training.step(step)
-    training.engine.close()
     memory = training.engine.settings.memory
     return memory, training.engine._takes_steps_of(training.optimizer), [str(w.message) for w in caught]
 
@@ -519,16 +495,18 @@ def other_ranks_state() -> list[str]:
     vectors = training.engine.state_dict()["parameters"]["0.weight"]
     assert {name: float(v[0]) for name, v in vectors.items()} == {"residual": 1.0, "second": 2.0}
     training.step(0)
-    training.engine.close()
     return told
+
+
+def after_a_step() -> dict[str, Any]:
+    training = Training()
+    training.step(0)
+    return training.engine.state_dict()
 
 
 def no_state_on_one_rank() -> tuple[list[str], bool, bool]:
     """What is raised where one rank has a state of second moments and the other one none; whether a step is taken."""
-    before = Training()
-    before.step(0)
-    state = before.engine.state_dict()
-    before.engine.close()
+    state = after_a_step()
     after = Training(follow=False, watch=None)
     raised, groups = [], list(after.engine.groups)
     for given in (None, {**state, "step": "none"}):
@@ -538,7 +516,6 @@ def no_state_on_one_rank() -> tuple[list[str], bool, bool]:
             raised.append(str(error))
     alike = list(after.engine.groups) == groups and not after.engine.settings.memory.needs_second
     after.step(1)
-    after.engine.close()
     return raised, alike, after.engine.step == 1
 
 
@@ -550,10 +527,7 @@ def test_a_state_that_one_rank_does_not_have_changes_no_memory(two_ranks: Ranks)
 
 def state_in_another_exchange() -> tuple[list[str], float]:
     """What misfits where second moments can not be averaged, and how much of the residual arrives."""
-    before = Training()
-    before.step(0)
-    state = before.engine.state_dict()
-    before.engine.close()
+    state = after_a_step()
     after = Training(follow=False, sparsifier="top_k", exchange="gather_pairs")
     told = after.engine.load_state_dict(state)
     after.engine.bind([after.optimizer])
@@ -562,7 +536,6 @@ def state_in_another_exchange() -> tuple[list[str], float]:
         for name, kept in state["parameters"].items()
         if "residual" in kept
     ]
-    after.engine.close()
     return told, max(differences)
 
 
@@ -590,9 +563,6 @@ def with_an_older_engine(closed: bool) -> list[Tensor]:
         optimizer.zero_grad()
         loss_of(ddp, step, dist.get_rank()).backward()
         optimizer.step()
-    engine.close()
-    if not closed:
-        old.engine.close()
     return old.weights()
 
 
@@ -619,7 +589,6 @@ def two_limits() -> tuple[list[float], bool]:
     norms = [float(residual.norm()) for residual in residuals if residual is not None]
     clipped = engine.router.clipping.acting == {"0.weight", "0.bias"}
     assert [limit.clipping for limit in engine.router.clipping.limits.values()] == [(1e-6, "norm")]
-    engine.close()
     return norms, clipped
 
 
@@ -640,7 +609,6 @@ def regrouped() -> list[bool]:
         for step in range(2):
             training.step(2 * number + step)
         taken.append(training.engine.settings.memory.needs_second)
-    training.engine.close()
     return taken
 
 
@@ -675,7 +643,6 @@ def test_two_backwards_before_the_steps_are_two_averages(at_the_end: bool) -> No
                 optimizer.step()
         for optimizer in optimizers.values() if at_the_end else ():
             optimizer.step()
-    engine.close()
     assert not any(optimizer.state for optimizer in optimizers.values())
     norms = [float(layer.weight.detach().norm()) for layer in (pair.first, pair.second)]
     assert norms[0] == pytest.approx(norms[1], rel=0.3)
@@ -693,7 +660,6 @@ def test_what_is_always_sent_as_a_whole_is_stepped_by_torch_and_the_rest_is_not(
     training = Training(watch=None, single_device="sparse", **options)
     for step in range(3):
         training.step(step)
-    training.engine.close()
     parameters = dict(training.module.named_parameters())
     assert "exp_avg" in training.optimizer.state[parameters["0.weight"]]
     assert parameters["2.weight"] not in training.optimizer.state
@@ -715,7 +681,6 @@ def test_an_optimizer_with_an_adam_for_some_parameters_is_left_alone() -> None:
     engine.bind([Mixed([layer.weight], [layer.bias])])
     ddp(torch.randn(2, WIDTH)).sum().backward()
     assert all(type(group.memory) is not ls.memories.SecondMoment for group in engine.groups)
-    engine.close()
 
 
 def compiled_step(compiled: bool) -> tuple[list[Tensor], list[str]]:
@@ -730,13 +695,11 @@ def compiled_step(compiled: bool) -> tuple[list[Tensor], list[str]]:
         training.optimizer.step()
 
     step = torch.compile(take, backend=backend) if compiled else take
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch uses what torch itself has deprecated
+    with warnings.catch_warnings(action="ignore"):  # torch uses what torch itself has deprecated
         for number in range(4):
             training.optimizer.zero_grad()
             loss_of(training.ddp, number, training.rank).backward()
             step()
-    training.engine.close()
     torch._dynamo.reset()
     return training.weights(), files
 
@@ -747,5 +710,4 @@ def test_what_is_done_around_a_compiled_step_is_not_compiled(two_ranks: Ranks) -
         two_ranks(compiled_step, True), two_ranks(compiled_step, False), strict=True
     ):
         assert files and not any("lightning_sparse" in file for file in files)
-        for ours, theirs in zip(weights, plain, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(weights, plain, rtol=1e-6, atol=1e-7)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -65,17 +64,13 @@ def exchanges_of(sparsifier: str, kind: str, **options: Any) -> tuple[list[Any],
         seen.append(training.engine.settings.exchange)
         training.step(1)
         again = Training(kind, follow=kind != "ours", sparsifier=sparsifier, density=0.3, **options)
-        misfits = again.engine.load_state_dict(training.engine.state_dict())
-        again.module.load_state_dict(training.module.state_dict())
-        again.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
+        misfits = again.load(training.saved())
         seen.append(again.engine.settings.exchange)
         for one in (training, again):
             one.step(2)
         alike = all(map(torch.equal, training.weights(), again.weights())) and not misfits
         training.engine.bind(torch.optim.SGD(training.ddp.parameters(), lr=0.1))
         seen.append(training.engine.settings.exchange)
-        for one in (training, again):
-            one.engine.close()
     return seen, alike, sum("takes the place" in sentence for sentence in told)
 
 
@@ -96,13 +91,11 @@ def refused(name: str) -> list[str]:
     with pytest.raises(ValueError, match="is its exchange") as error:
         training.engine.bind([training.optimizer])
     training.engine.bind(torch.optim.SGD(training.ddp.parameters(), lr=0.1))
-    training.engine.close()
     decided = []
     for options in ({"memory": "residual"}, {"exchange": "reduce_union"}, {"density": 1.0}):
         one = Training(sparsifier=name, watch=None, **options)
         one.step(0)
         decided.append(one.engine._takes_steps_of(one.optimizer))
-        one.engine.close()
     return [str(error.value), *map(str, decided)]
 
 

@@ -53,13 +53,11 @@ def asked_within_a_step() -> list[list[Any]]:
     optimizer.step()
     state = engine.state_dict()
     found.append(state["clippings"])
-    engine.close()
     again = Training()
     if again.rank == 1:  # saved by a signal before clipping was asked for there
         state["clippings"] = []
     again.engine.load_state_dict(state)
     found.append(again.engine.state_dict()["clippings"])
-    again.engine.close()
     return found
 
 
@@ -83,7 +81,6 @@ def past_the_groups() -> list[tuple[bool, float]]:
         loss_of(training.ddp, step, training.rank).backward()
         grads = [p.grad for p in training.ddp.parameters() if p.grad is not None]
         found.append((engine._direct, float(torch.nn.utils.get_total_norm(grads))))
-    engine.close()
     return found
 
 
@@ -120,7 +117,6 @@ def where_optimizers_change() -> list[list[tuple[float, list[str]]]]:
     for optimizer, limit in zip(others, (5.0, 6.0), strict=True):
         engine.clip_gradients(limit, optimizer=optimizer)
         step()
-    engine.close()
     return found
 
 

@@ -76,7 +76,6 @@ def first_step(kind: str, follow: bool, everywhere: bool) -> tuple[float, float,
     inner = getattr(training.optimizer, "optimizer", training.optimizer)
     names = {id(p): name for name, p in training.module.named_parameters()}
     kept = {names[id(p)] for p, each in inner.state.items() if each}
-    training.engine.close()
     return worst, moved, kept
 
 
@@ -106,7 +105,6 @@ def sharded_start() -> tuple[bool, list[Tensor]]:
     )
     for step in (6, 7):
         training.step(step)
-    training.engine.close()
     return whole, training.weights()
 
 
@@ -129,7 +127,6 @@ def late_parameter(late: int | None) -> dict[str, Any]:
     training = gone_on(Training(), weights, optimizer.state_dict())
     training.step(5)
     remembered = training.engine.state_dict()
-    training.engine.close()
     return {
         "steps": remembered["counters"]["0.weight"]["steps"],
         "corrected": {
@@ -157,7 +154,6 @@ def kept_states(options: dict[str, Any], second_step: bool) -> list[set[str]]:
         if second_step and step == 4:
             training.optimizer.step()  # torch's, with the averages that are there
             assert "exp_avg" in training.optimizer.state[training.module[0].weight]  # type: ignore[index]
-    training.engine.close()
     return [set(training.optimizer.state.get(p, {})) for p in training.module.parameters()]
 
 
@@ -182,13 +178,11 @@ def resumed_sparse_state() -> bool:
     for step in range(3):
         training.step(step)
     state, weights = training.engine.state_dict(), copy.deepcopy(training.module.state_dict())
-    training.engine.close()
     again = gone_on(Training(), weights, dense(5)[1].state_dict())
     assert again.engine.load_state_dict(state) == []
     gradients = own_gradients(again.module, 3, again.rank)
     again.step(3)
     remembered = again.engine.state_dict()["parameters"]
-    again.engine.close()
     return all(
         torch.allclose(
             remembered[name]["second"],

@@ -17,7 +17,7 @@ import lightning_sparse as ls
 from lightning_sparse.methods.grouping import make_plan
 from tests.covering import by_default
 from tests.engine.optimizers import test_adam_rule
-from tests.engine.optimizers.test_adam_rule import Around, batch, loss_of, model, sharded
+from tests.engine.optimizers.test_adam_rule import Around, assert_near, batch, loss_of, model, sharded
 from tests.ranks import Ranks
 
 N, STEPS, DENSITY = 2, 12, 0.1
@@ -85,7 +85,6 @@ def train(kind: str, closure: bool, hyper: dict[str, Any], options: dict[str, An
         counted = {p for p, state in training.optimizer.state.items() if "waited" in state}
         chosen = "memory" in options
         assert counted == {p for p in training.module.parameters() if p.dim() == 2 and not chosen}
-    training.engine.close()
     return training.weights()
 
 
@@ -106,32 +105,26 @@ def test_the_steps_are_those_of_the_rule(two_ranks: Ranks, kind: str, closure: b
     expected, left_alone = (reference({**HYPER, **extra}, spends) for spends in (True, False))
     assert not torch.allclose(expected[0], left_alone[0], rtol=1e-3, atol=1e-4)
     for weights in two_ranks(train, kind, closure, {**HYPER, **extra}, {}):
-        for ours, theirs in zip(weights, expected, strict=True):
-            torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-6)
+        assert_near(weights, expected)
 
 
 @pytest.mark.parametrize("options", [{"memory": "residual"}, {"memory": ls.memories.Residual()}])
 def test_a_memory_that_was_chosen_leaves_momentum_to_the_optimizer(two_ranks: Ranks, options: dict[str, Any]) -> None:
     expected = reference(HYPER, spends=False)
     for weights in two_ranks(train, "torch", False, HYPER, options):
-        for ours, theirs in zip(weights, expected, strict=True):
-            torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-6)
+        assert_near(weights, expected)
 
 
 def shown_late_or_never(shown: str) -> list[Tensor]:
     """An engine that was shown no optimizer of its own parameters serves any; else it serves those it was shown."""
     training = Training(follow=False)
-    parameters = {
-        "of nothing": [torch.nn.Parameter(torch.ones(1))],
-        "another": list(training.ddp.parameters()),
-    }
+    parameters = {"of nothing": [torch.nn.Parameter(torch.ones(1))], "another": list(training.ddp.parameters())}
     if shown in parameters:
         training.engine.bind([torch.optim.SGD(parameters[shown], lr=0.1, momentum=0.9)])
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "An SGD with momentum that the engine was not shown")
         for step in range(STEPS):
             training.step(step)
-    training.engine.close()
     return training.weights()
 
 
@@ -139,29 +132,24 @@ def shown_late_or_never(shown: str) -> list[Tensor]:
 def test_an_optimizer_that_was_not_shown_is_found(two_ranks: Ranks, shown: str) -> None:
     expected = reference(HYPER, spends=shown != "another")
     for weights in two_ranks(shown_late_or_never, shown):
-        for ours, theirs in zip(weights, expected, strict=True):
-            torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-6)
+        assert_near(weights, expected)
 
 
-def resumed(at: int) -> tuple[list[Tensor], list[Tensor]]:
+def resumed() -> tuple[list[Tensor], list[Tensor]]:
     whole = Training()
     for step in range(STEPS):
         whole.step(step)
-        if step + 1 == at:
-            saved = copy.deepcopy((whole.module.state_dict(), whole.optimizer.state_dict(), whole.engine.state_dict()))
-    whole.engine.close()
+        if step == 4:
+            saved = whole.saved()
     again = Training()
-    again.module.load_state_dict(saved[0])
-    again.optimizer.load_state_dict(saved[1])
-    again.engine.load_state_dict(saved[2])
-    for step in range(at, STEPS):
+    again.load(saved)
+    for step in range(5, STEPS):
         again.step(step)
-    again.engine.close()
     return whole.weights(), again.weights()
 
 
 def test_a_resumed_run_goes_on_bit_for_bit(two_ranks: Ranks) -> None:
-    for whole, again in two_ranks(resumed, 5):
+    for whole, again in two_ranks(resumed):
         assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
 
 
@@ -174,7 +162,6 @@ def replaced(at: int | None) -> list[Tensor]:
             training.optimizer.load_state_dict(copy.deepcopy(first.state_dict()))
             training.engine.bind([training.optimizer])
         training.step(step)
-    training.engine.close()
     return training.weights()
 
 
@@ -188,7 +175,6 @@ def without_residuals(between: str) -> list[Tensor]:
     before = Training()
     for step in range(5):
         before.step(step)
-    before.engine.close()
     again = Training()
     again.module.load_state_dict(before.module.state_dict())
     again.optimizer.load_state_dict(copy.deepcopy(before.optimizer.state_dict()))
@@ -205,7 +191,6 @@ def without_residuals(between: str) -> list[Tensor]:
         again.engine.load_state_dict(before.engine.state_dict())
     for step in range(5, STEPS):
         again.step(step)
-    again.engine.close()
     counted = ["waited" in again.optimizer.state[p] for p in again.module.parameters() if p.dim() == 2]
     assert counted == [between != "memory='residual'"] * 2
     return again.weights()
@@ -222,17 +207,14 @@ def test_what_has_waited_is_counted_as_long_as_its_residual_is_kept(two_ranks: R
 def two_engines(dense: bool) -> list[Tensor]:
     """An engine that was not closed must not act beside the one that came after it."""
     training = Training()
+    old = training.ddp, training.engine
     if not dense:
-        old, training.ddp = training.ddp, DistributedDataParallel(training.module)
-        forgotten = training.engine
+        training.ddp = DistributedDataParallel(training.module)
         training.engine = ls.attach(training.ddp, **OPTIONS)
         training.engine.bind([training.optimizer])
     for step in range(STEPS):
         training.step(step)
-    training.engine.close()
-    if not dense:
-        forgotten.close()
-        del old
+    del old
     return training.weights()
 
 
@@ -246,16 +228,13 @@ def at_full_density(density: Any, attached: bool) -> list[Tensor]:
     ddp = DistributedDataParallel(module)
     optimizer = torch.optim.SGD(ddp.parameters(), **HYPER)
     if attached:
-        engine = ls.attach(ddp, density=density, grouping="model")
-        engine.bind([optimizer])
+        ls.attach(ddp, density=density, grouping="model").bind([optimizer])
     for step in range(STEPS):
         optimizer.zero_grad()
         inputs = batch(step, dist.get_rank())
         inputs[:, step % 3 :: 3] = 0.0  # gradients of zero have not waited
         (ddp(inputs) - 1).square().mean().backward()
         optimizer.step()
-    if attached:
-        engine.close()
     return [p.detach().clone() for p in module.parameters()]
 
 
@@ -314,7 +293,6 @@ def with_a_scaler(fused: bool) -> tuple[list[Tensor], list[Tensor]]:
                 scaler.scale(loss).backward()
                 scaler.step(training.optimizer)
                 scaler.update()
-        training.engine.close()
         found.append(training.weights())
     return found[0], found[1]
 
@@ -322,8 +300,7 @@ def with_a_scaler(fused: bool) -> tuple[list[Tensor], list[Tensor]]:
 @pytest.mark.parametrize("fused", [False, True])
 def test_the_scale_of_a_loss_is_not_in_it(two_ranks: Ranks, fused: bool) -> None:
     for plain, scaled in two_ranks(with_a_scaler, fused):
-        for a, b in zip(plain, scaled, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(plain, scaled, rtol=1e-5, atol=1e-6)
 
 
 def plan_of(engine: Any, grouping: str, **options: Any) -> Any:
@@ -358,7 +335,6 @@ def when_everything_arrives(how: str) -> tuple[float, float, list[bool]]:
         training.engine.regroup(plan_of(training.engine, "model"))
         training.step(61)
         fresh = float(max(training.optimizer.state[p]["waited"].max() for p in weights))
-    training.engine.close()
     return float(spent.median()), fresh, counted
 
 
@@ -378,7 +354,6 @@ def two_optimizers(make: Any) -> list[tuple[dict[str, Tensor], dict[str, Tensor]
     for step in range(STEPS):
         training.step(step)
         other.step()
-    training.engine.close()
     sparse = [p for p in training.module.parameters() if p.dim() == 2]
     return [(training.optimizer.state.get(p, {}), other.state.get(p, {})) for p in sparse]
 
@@ -403,7 +378,6 @@ def flushed_between_steps() -> list[tuple[Tensor, Tensor]]:
     for residual in residuals.values():
         dist.all_reduce(residual)
     ls.flush(training.engine, [training.optimizer])
-    training.engine.close()
     found = []
     for name, (velocity, waited) in before.items():
         ages = waited.clamp(min=1)
@@ -425,7 +399,6 @@ def with_a_hook_of_the_optimizer(to_none: bool) -> bool:
     training.optimizer.register_step_post_hook(lambda optimizer, *_: optimizer.zero_grad(set_to_none=to_none))
     for step in range(3):
         training.step(step)
-    training.engine.close()
     return any("waited" in state for state in training.optimizer.state.values())
 
 
@@ -442,7 +415,6 @@ def stepped_by_keyword() -> bool:
     training = Training()
     optimizer = ByKeyword(training.module.parameters(), lr=0.1)
     seen = optimizer.step(closure=lambda: 3.0)
-    training.engine.close()
     return bool(seen == 3.0)
 
 

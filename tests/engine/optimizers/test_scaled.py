@@ -2,54 +2,39 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-import lightning_sparse as ls
 from lightning_sparse.engine.delivery import Handed, Lengths, factors_of
 from lightning_sparse.ops.length import LengthChanges
 from lightning_sparse.ops.sampled import Sampler
 from tests.covering import by_default, covering, in_turns
+from tests.engine.optimizers import test_adam_rule
+from tests.engine.optimizers.test_adam_rule import WIDTH, loss_of
 from tests.integrations.test_telling import Lines
 from tests.ranks import Ranks
 
-WIDTH, STEPS, BETA2 = 24, 30, 0.95
+STEPS, BETA2 = 30, 0.95
 
 
-def model() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-
-
-class Training:
+class Training(test_adam_rule.Training):
     """A plain loop, in which something is done with `.grad` before each step."""
 
-    def __init__(self, **options: Any) -> None:
-        self.module = model()
-        self.ddp = DistributedDataParallel(self.module)
-        self.engine = ls.attach(self.ddp, **{"density": 0.1, **options})
-        self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=0.01, betas=(0.9, BETA2), eps=1e-12)
-        self.engine.bind([self.optimizer])
+    hyper: ClassVar = {"lr": 0.01, "betas": (0.9, BETA2), "eps": 1e-12}
+    options: ClassVar = {"density": 0.1}
 
     def step(self, number: int, change: Any = None, scale: float = 1.0) -> None:
         self.optimizer.zero_grad()
-        seed = torch.Generator().manual_seed(100 * number + dist.get_rank())
-        loss = (self.ddp(torch.randn(5, WIDTH, generator=seed)) - 1).square().mean()
-        (scale * loss).backward()
+        (scale * loss_of(self.ddp, number, self.rank)).backward()
         if change is not None:
             change(number, list(self.module.parameters()))
         self.optimizer.step()
-
-    def weights(self) -> list[Tensor]:
-        return [p.detach().clone() for p in self.module.parameters()]
 
 
 def by(factor: float) -> Any:
@@ -62,7 +47,6 @@ def scaled(factor: float, options: dict[str, Any]) -> list[list[Tensor]]:
         training = Training(**options)
         for step in range(STEPS):
             training.step(step, change)
-        training.engine.close()
         runs.append(training.weights())
     return runs
 
@@ -76,11 +60,8 @@ SETTINGS: dict[str, dict[str, Any]] = {"packed": {}, "union": {"exchange": "redu
 )
 def test_a_factor_changes_no_step_of_adam(two_ranks: Ranks, factor: float, settings: str) -> None:
     for plain, changed in two_ranks(scaled, factor, SETTINGS[settings]):
-        for ours, theirs in zip(changed, plain, strict=True):
-            if math.log2(factor).is_integer():  # products are exact then
-                torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-            else:
-                torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+        exact = math.log2(factor).is_integer()  # products are, then
+        torch.testing.assert_close(changed, plain, rtol=1e-5 if exact else 1e-3, atol=1e-6 if exact else 1e-4)
 
 
 def masked(step: int, parameters: list[Any]) -> None:
@@ -104,7 +85,6 @@ def moved() -> dict[str, tuple[float, list[Tensor]]]:
                 training.step(step, change, scale)
             moves = [(a - b).abs().max() for a, b in zip(training.weights(), before, strict=True)]
             largest = max(largest, float(torch.stack(moves).max()))
-        training.engine.close()
         found[kind] = largest, training.weights()
     return found
 
@@ -123,8 +103,7 @@ def test_masks_strides_and_large_divisors_make_no_step_longer(two_ranks: Ranks) 
         for kind, (other, weights) in found.items():
             assert other <= 1.5 * largest, kind
             if kind != "masks":
-                for one, another in zip(weights, plain, strict=True):
-                    torch.testing.assert_close(one, another, rtol=1e-3, atol=1e-4)
+                torch.testing.assert_close(weights, plain, rtol=1e-3, atol=1e-4)
 
 
 def unshown_scaler(growth_interval: int) -> list[float]:
@@ -135,11 +114,9 @@ def unshown_scaler(growth_interval: int) -> list[float]:
         scaler = torch.amp.GradScaler("cpu", enabled=scale is not None, **options)
         for step in range(STEPS):
             training.optimizer.zero_grad()
-            seed = torch.Generator().manual_seed(100 * step + dist.get_rank())
-            scaler.scale((training.ddp(torch.randn(5, WIDTH, generator=seed)) - 1).square().mean()).backward()
+            scaler.scale(loss_of(training.ddp, step, training.rank)).backward()
             scaler.step(training.optimizer)
             scaler.update()
-        training.engine.close()
         losses.append((training.module(torch.ones(1, WIDTH)) - 1).square().mean().item())
     return losses
 
@@ -261,12 +238,10 @@ def changed(kind: str) -> tuple[list[str], bool]:
         elif kind == "norm":
             torch.nn.utils.clip_grad_norm_(parameters, 0.01)
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         training = Training()
         for step in range(8):
             training.step(step, change)
-    training.engine.close()
     return [str(w.message) for w in caught], all(bool(w.isfinite().all()) for w in training.weights())
 
 
@@ -287,15 +262,11 @@ def resumed() -> tuple[list[Tensor], list[Tensor]]:
     for step in range(10):
         whole.step(step, change)
         if step == 5:
-            kept = copy.deepcopy((whole.module.state_dict(), whole.optimizer.state_dict(), whole.engine.state_dict()))
-    whole.engine.close()
+            kept = whole.saved()
     again = Training()
-    again.module.load_state_dict(kept[0])
-    again.optimizer.load_state_dict(kept[1])
-    assert again.engine.load_state_dict(kept[2]) == []
+    assert again.load(kept) == []
     for step in range(6, 10):
         again.step(step, change)
-    again.engine.close()
     return whole.weights(), again.weights()
 
 
@@ -321,8 +292,6 @@ def kept_at_moments() -> list[dict[str, list[float]]]:
     again = Training()
     again.engine.load_state_dict(state)
     loaded = again.engine.state_dict()["squares"]
-    for one in (training, again):
-        one.engine.close()
     return [after_first, before, state["squares"], loaded]
 
 

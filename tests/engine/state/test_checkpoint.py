@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import pickle
@@ -43,7 +44,6 @@ class Engine:
         self.comm, self.run_id, self.step, self.device = comm, run, step, torch.device("cpu")
         self.settings = SimpleNamespace(node_size=None)
         self.loaded: dict[str, Any] | None = None
-        self.refuses = False
         self.flushing = False
         self.remarks: list[str] = []
 
@@ -64,16 +64,12 @@ class Engine:
                 for name, vectors in SHAPES.items()
             },
             "groups": [
-                {
-                    "name": "all",
-                    "parameters": list(SHAPES),
-                    "numel": 9,
-                    "state": {"selector": [1.0, None, None]},
-                }
+                {"name": "all", "parameters": list(SHAPES), "numel": 9, "state": {"selector": [1.0, None, None]}}
             ],
         }
 
     _ranks_of_a_replica = 1
+    refuses = False
     frozen: ClassVar[dict[str, Any]] = {}
 
     @property
@@ -150,6 +146,12 @@ def results(outcomes: list[Any]) -> list[Any]:
     return outcomes
 
 
+def all_raise(match: str, outcomes: list[Any]) -> None:
+    for outcome in outcomes:
+        with pytest.raises(RuntimeError, match=match):
+            raise outcome
+
+
 class Run:
     """n ranks of one run, which save at a path again and again."""
 
@@ -178,16 +180,25 @@ class Run:
             side_files.remove(self.path, rank, self.n)
 
 
-def resumed(n: int, path: Any, **options: Any) -> list[Engine]:
-    """Engines of a new run on n ranks that continues from a checkpoint."""
-    marker = load(str(path))["marker"]
+def saved(n: int, path: Any, run: str = "a") -> Run:
+    """Ranks that have saved once."""
+    made = Run(n, path, run)
+    results(made.save())
+    return made
 
+
+def restoring(path: Any, marker: Any, make: Any = Engine, read: Any = load, **options: Any) -> Callable[[Port], Engine]:
     def job(comm: Port) -> Engine:
-        engine = Engine(comm, "new")
-        restore(engine, str(path), marker, load, **options)  # type: ignore[arg-type]
+        engine = make(comm, "new")
+        restore(engine, str(path), marker, read, **options)
         return engine
 
-    return results(on_ranks(n, job))
+    return job
+
+
+def resumed(n: int, path: Any, **options: Any) -> list[Engine]:
+    """Engines of a new run on n ranks that continues from a checkpoint."""
+    return results(on_ranks(n, restoring(path, load(str(path))["marker"], **options)))
 
 
 def same(a: Any, b: Any) -> bool:
@@ -204,7 +215,6 @@ def assert_continues(path: Any, n: int, run: str = "a") -> None:
     step = load(str(path))["step"]
     for engine in resumed(n, path, strict=True):
         expected = Engine(engine.comm, run, step).state_dict()
-        assert engine.loaded is not None
         assert same(engine.loaded, expected)
         assert engine.step == step
 
@@ -223,8 +233,7 @@ def test_names_of_side_files() -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_every_rank_gets_its_own_state_back(tmp_path: Path, n: int) -> None:
-    run = Run(n, tmp_path / "x.ckpt")
-    results(run.save())
+    run = saved(n, tmp_path / "x.ckpt")
     assert files(run.path) == [f"rank-{rank}-of-{n}.a-1.pt" for rank in range(n)]
     assert_continues(run.path, n)
 
@@ -317,7 +326,7 @@ def test_killed_at_any_moment_the_checkpoint_on_disk_is_complete(
 @pytest.mark.parametrize("seed", by_default(range(20), 6))
 def test_what_is_written_in_the_background_is_never_removed_too_early(tmp_path: Path, seed: int) -> None:
     path = tmp_path / "last.ckpt"
-    results(Run(2, path, "old").save())
+    saved(2, path, "old")
     choose = random.Random(seed)
     queues: list[deque[tuple[Any, str]]] = [deque(), deque()]
     run = Run(2, path, "new")
@@ -347,8 +356,7 @@ def test_what_is_written_in_the_background_is_never_removed_too_early(tmp_path: 
 
 
 def test_a_rank_that_cannot_write_stops_all_and_the_checkpoint_before_stays(tmp_path: Path) -> None:
-    run = Run(3, tmp_path / "x.ckpt")
-    results(run.save())
+    run = saved(3, tmp_path / "x.ckpt")
 
     def fail(content: Any, path: str) -> None:
         if "rank-1-" in path:
@@ -435,9 +443,8 @@ def test_all_ranks_save_after_the_newest_exchange_of_any(tmp_path: Path, ahead: 
 
 def test_a_rank_without_a_state_stops_all_or_is_warned_of(tmp_path: Path) -> None:
     path = tmp_path / "x.ckpt"
-    for outcome in save_with(path, lambda comm: Broken(comm, step=7)):
-        with pytest.raises(RuntimeError, match=r"rank 1: An error has ended a step\. They cannot be saved\. The check"):
-            raise outcome
+    broken = save_with(path, lambda comm: Broken(comm, step=7))
+    all_raise(r"rank 1: An error has ended a step\. They cannot be saved\. The check", broken)
     assert not path.exists()
     with pytest.warns(UserWarning, match="Rank 1 could not save its residuals: An error has ended a step"):
         results(save_with(path, lambda comm: Broken(comm, step=7), agreeing=False))
@@ -446,43 +453,34 @@ def test_a_rank_without_a_state_stops_all_or_is_warned_of(tmp_path: Path) -> Non
         resumed(2, path)
 
 
-def lose_one(directory: Path) -> None:
-    (directory / "rank-1-of-2.a-2.pt").unlink()
+def spoil(change: Callable[[Path], Any]) -> Callable[[Path], Any]:
+    """What happens to the file of rank 1."""
+    return lambda directory: change(directory / "rank-1-of-2.a-2.pt")
 
 
-def lose_all(directory: Path) -> None:
-    shutil.rmtree(directory)
-
-
-def truncate(directory: Path) -> None:
-    file = directory / "rank-1-of-2.a-2.pt"
-    file.write_bytes(file.read_bytes()[:700])
-
-
-def overwrite(directory: Path) -> None:
-    (directory / "rank-1-of-2.a-2.pt").write_bytes(b"not a file of torch")
-
-
-def of_another_save(directory: Path) -> None:
-    shutil.copy(directory / "rank-1-of-2.a-1.pt", directory / "rank-1-of-2.a-2.pt")
-
-
-def of_another_rank(directory: Path) -> None:
-    shutil.copy(directory / "rank-0-of-2.a-2.pt", directory / "rank-1-of-2.a-2.pt")
+def in_its_place(other: str) -> Callable[[Path], Any]:
+    return spoil(lambda file: shutil.copy(file.with_name(other), file))
 
 
 def edit(change: Callable[[dict[str, Any]], Any], sealed: bool = True) -> Callable[[Path], None]:
     """What somebody else has written, or what time has done to it."""
 
-    def damage(directory: Path) -> None:
-        file = directory / "rank-1-of-2.a-2.pt"
+    def damage(file: Path) -> None:
         content = torch.load(file)
         change(content)
         if sealed:
             content["checksum"] = checksum({key: value for key, value in content.items() if key != "checksum"})
         torch.save(content, file)
 
-    return damage
+    return spoil(damage)
+
+
+def put(**fields: Any) -> Callable[[Path], None]:
+    return edit_state(lambda state: state.update(fields))
+
+
+def put_bias(**vectors: Any) -> Callable[[Path], None]:
+    return edit_state(lambda state: state["parameters"]["bias"].update(vectors))
 
 
 def edit_state(change: Callable[[dict[str, Any]], Any], sealed: bool = True) -> Callable[[Path], None]:
@@ -497,64 +495,44 @@ def flip_a_bit(state: dict[str, Any]) -> None:
     state["parameters"]["bias"]["residual"].view(torch.int32)[1] ^= 1 << 20
 
 
+FILE = "rank-1-of-2.a-2.pt"
 DAMAGES: list[tuple[Callable[[Path], None], str]] = [
-    (lose_one, r"rank 1: rank-1-of-2.a-2.pt is missing from .*files of the saves a-1, a-2"),
-    (lose_all, "ranks 0, 1: there are no side files in"),
-    (truncate, "rank 1: rank-1-of-2.a-2.pt cannot be read"),
-    (overwrite, "rank 1: rank-1-of-2.a-2.pt cannot be read"),
-    (of_another_save, "rank 1: rank-1-of-2.a-2.pt holds something else"),
-    (of_another_rank, "rank 1: rank-1-of-2.a-2.pt holds something else"),
-    (edit(without("state"), False), "rank 1: rank-1-of-2.a-2.pt cannot be read .KeyError"),
-    (edit(without("checksum"), False), "rank 1: rank-1-of-2.a-2.pt cannot be read .KeyError"),
-    (edit_state(flip_a_bit, False), "rank 1: rank-1-of-2.a-2.pt is damaged: .*checksum"),
-    (edit_state(lambda state: state.update(settings={}), False), "rank 1: rank-1-of-2.a-2.pt is damaged"),
-    (edit(lambda content: content.update(save="b-2"), False), "rank 1: rank-1-of-2.a-2.pt is damaged"),
+    (spoil(Path.unlink), f"{FILE} is missing from .*files of the saves a-1, a-2"),
+    (spoil(lambda file: file.write_bytes(file.read_bytes()[:700])), f"{FILE} cannot be read"),
+    (spoil(lambda file: file.write_bytes(b"not a file of torch")), f"{FILE} cannot be read"),
+    (in_its_place("rank-1-of-2.a-1.pt"), f"{FILE} holds something else"),
+    (in_its_place("rank-0-of-2.a-2.pt"), f"{FILE} holds something else"),
+    (edit(without("state"), False), f"{FILE} cannot be read .KeyError"),
+    (edit(without("checksum"), False), f"{FILE} cannot be read .KeyError"),
+    (edit_state(flip_a_bit, False), f"{FILE} is damaged: .*checksum"),
+    (edit_state(lambda state: state.update(settings={}), False), f"{FILE} is damaged"),
+    (edit(lambda content: content.update(save="b-2"), False), f"{FILE} is damaged"),
     *(
-        (edit_state(without(field)), f"rank 1: rank-1-of-2.a-2.pt holds no state: .*{field}.* but got nothing")
+        (edit_state(without(field)), f"{FILE} holds no state: .*{field}.* but got nothing")
         for field in ("step", "skipped_steps", "rank", "world_size", "settings", "parameters", "counters", "groups")
     ),
-    (edit_state(without("rates")), "rank 1: .*holds no state: .*rates to be a dict.* but got nothing"),
-    (edit_state(lambda state: state.update(format=2)), "holds no state: .*format 3, .* but got format 2"),
-    (edit_state(without("format")), "rank 1: .*holds no state: Expected a state of format 3"),
-    (edit(lambda content: content.update(state=[])), "rank 1: .*holds no state: Expected a state of format 3"),
-    (edit_state(lambda state: state.update(step="2")), "rank 1: .*step to be an integer from 0 on, but got '2'"),
-    (edit_state(lambda state: state.update(skipped_steps=-1)), "rank 1: .*skipped_steps to be an integer from 0 on"),
+    (edit_state(without("rates")), "holds no state: .*rates to be a dict.* but got nothing"),
+    (put(format=2), "holds no state: .*format 3, .* but got format 2"),
+    (edit_state(without("format")), "holds no state: Expected a state of format 3"),
+    (edit(lambda content: content.update(state=[])), "holds no state: Expected a state of format 3"),
+    (put(step="2"), "step to be an integer from 0 on, but got '2'"),
+    (put(skipped_steps=-1), "skipped_steps to be an integer from 0 on"),
+    (put(rates={"bias": "high"}), "bias of the state.s rates to be a finite"),
+    (put(counters={"bias": {"steps": None}}), "steps of bias of the state.s counters to be a"),
+    (edit_state(lambda state: state["parameters"].update(bias=3)), "bias of the state.s parameters to be a dict"),
     (
-        edit_state(lambda state: state.update(rates={"bias": "high"})),
-        "rank 1: .*bias of the state.s rates to be a finite",
+        put_bias(residual=torch.ones(3, dtype=torch.int64)),
+        "residual of bias of .* to be a vector of finite floating-point numbers, but got a tensor of shape",
     ),
-    (
-        edit_state(lambda state: state.update(counters={"bias": {"steps": None}})),
-        "rank 1: .*steps of bias of the state.s counters to be a",
-    ),
-    (
-        edit_state(lambda state: state["parameters"].update(bias=3)),
-        "rank 1: .*bias of the state.s parameters to be a dict",
-    ),
-    (
-        edit_state(lambda state: state["parameters"]["bias"].update(residual=torch.ones(3, dtype=torch.int64))),
-        "rank 1: .*residual of bias of .* to be a vector of finite floating-point numbers, but got a tensor of shape",
-    ),
-    (edit_state(lambda state: state["parameters"]["bias"].update(residual=torch.ones(3, 1))), "rank 1: .*a vector"),
-    (
-        edit_state(lambda state: state["parameters"]["bias"]["residual"].fill_(float("nan"))),
-        "rank 1: .* not finite",
-    ),
-    (
-        edit_state(lambda state: state["groups"][0].pop("parameters")),
-        "rank 1: .*parameters of number 0 of the state.s groups .* but got nothing",
-    ),
-    (
-        edit_state(lambda state: state["groups"][0].pop("state")),
-        "rank 1: .*state of number 0 of the state.s groups",
-    ),
-    (
-        edit_state(lambda state: state.update(groups=[None])),
-        "rank 1: .*number 0 of the state.s groups to be a dict.* but got None",
-    ),
-    (edit_state(lambda state: state.update(step=9)), "rank 1: .*something else"),
-    (edit(lambda content: content.update(save="b-2")), "rank 1: .*something else"),
+    (put_bias(residual=torch.ones(3, 1)), "a vector"),
+    (put_bias(residual=torch.full((3,), float("nan"))), "not finite"),
+    (edit_state(lambda state: state["groups"][0].pop("parameters")), "parameters of number 0 of the .* got nothing"),
+    (edit_state(lambda state: state["groups"][0].pop("state")), "state of number 0 of the state.s groups"),
+    (put(groups=[None]), "number 0 of the state.s groups to be a dict.* but got None"),
+    (put(step=9), "something else"),
+    (edit(lambda content: content.update(save="b-2")), "something else"),
 ]
+DAMAGES = [(shutil.rmtree, "ranks 0, 1: there are no side files in"), *((d, f"rank 1: .*{r}") for d, r in DAMAGES)]
 
 
 @pytest.mark.parametrize(("damage", "reason"), DAMAGES, ids=[reason[-40:] for _, reason in DAMAGES])
@@ -568,15 +546,12 @@ def test_what_one_rank_cannot_restore_no_rank_does(tmp_path: Path, damage: Calla
     assert len(caught) == 1
     assert "Error feedback starts empty on all ranks" in str(caught[0].message)
     for engine in engines:
-        assert engine.loaded is not None
         assert engine.loaded["parameters"] == {} and engine.loaded["groups"] == []
         assert engine.step == 2  # schedules go on
     marker = load(run.path)["marker"]
-    outcomes = on_ranks(2, lambda comm: restore(Engine(comm), run.path, marker, load, strict=True))  # type: ignore[arg-type]
-    for outcome in outcomes:
-        with pytest.raises(RuntimeError, match=reason):
-            raise outcome
-        assert "x.ckpt.sparse belongs to the checkpoint" in str(outcome)
+    outcomes = on_ranks(2, restoring(run.path, marker, strict=True))
+    all_raise(reason, outcomes)
+    assert all("x.ckpt.sparse belongs to the checkpoint" in str(outcome) for outcome in outcomes)
 
 
 def flip(file: Path, bit: int) -> None:
@@ -585,39 +560,27 @@ def flip(file: Path, bit: int) -> None:
     file.write_bytes(content)
 
 
-def flip_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, count: int) -> None:
+@pytest.mark.parametrize(("seed", "count"), by_default([(0, 20), (1, 300), (2, 300)]))
+def test_no_flipped_bit_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, count: int) -> None:
     """Wherever a bit of one rank's file is flipped: all ranks get what was saved, or none does and it is said."""
     monkeypatch.setitem(SHAPES, "weight", {"residual": 1500, "momentum": 1500})
-    run = Run(2, tmp_path / "x.ckpt")
-    results(run.save())
+    run = saved(2, tmp_path / "x.ckpt")
     file = Path(side_directory(run.path)) / "rank-1-of-2.a-1.pt"
     generator, lost = random.Random(seed), 0
     for _ in range(count):
         bit = generator.randrange(8 * file.stat().st_size)
         flip(file, bit)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             engines = resumed(2, run.path)
         flip(file, bit)
         told = [str(w.message) for w in caught if "residuals" in str(w.message)]
         lost += bool(told)
         for engine in engines:
-            saved = Engine(engine.comm, "a", 1).state_dict()
-            assert engine.loaded is not None
-            assert engine.loaded["parameters"] == {} if told else same(engine.loaded, saved), bit
+            expected = Engine(engine.comm, "a", 1).state_dict()
+            assert engine.loaded["parameters"] == {} if told else same(engine.loaded, expected), bit
         assert not told or re.search("rank 1: rank-1-of-2.a-1.pt .*Error feedback starts empty on all ranks", told[0])
     assert lost > count / 2
     assert_continues(run.path, 2)
-
-
-def test_no_flipped_bit_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flip_bits(tmp_path, monkeypatch, 0, 20)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("seed", range(1, 3))
-def test_no_flipped_bit_is_loaded_wherever_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    flip_bits(tmp_path, monkeypatch, seed, 300)
 
 
 @pytest.mark.parametrize(
@@ -628,8 +591,7 @@ def test_what_a_checkpoint_names_stays_beside_it(tmp_path: Path, field: str, out
     """Parts of names of files are not taken from a checkpoint as they come."""
     if field in ("world_size", "step") and outside == 7:
         outside = -7
-    run = Run(1, tmp_path / "in" / "x.ckpt")
-    results(run.save())
+    run = saved(1, tmp_path / "in" / "x.ckpt")
     asked: list[str] = []
     marker = load(run.path)["marker"] | {field: outside}
     for place in (tmp_path, tmp_path / "elsewhere", tmp_path / "elsewhere.ckpt.sparse"):
@@ -641,80 +603,55 @@ def test_what_a_checkpoint_names_stays_beside_it(tmp_path: Path, field: str, out
         asked.append(path)
         return load(path)
 
-    def job(comm: Port) -> Engine:
-        engine = Engine(comm, "new")
-        restore(engine, run.path, marker, watched)  # type: ignore[arg-type]
-        return engine
-
     with pytest.warns(UserWarning, match=f"the checkpoint names the {field} .*, which is none"):
-        [engine] = results(on_ranks(1, job))
+        [engine] = results(on_ranks(1, restoring(run.path, marker, read=watched)))
     assert asked == []
     assert engine.loaded is not None and engine.loaded["parameters"] == {}
 
 
 @pytest.mark.parametrize("marker", [[], "residuals", {}, {"format": 3}])
 def test_a_marker_that_is_none_is_said_on_all_ranks(tmp_path: Path, marker: Any) -> None:
-    def job(comm: Port) -> None:
-        restore(Engine(comm), tmp_path / "x.ckpt", marker, load)  # type: ignore[arg-type]
-
     with pytest.warns(UserWarning, match="were not restored .* ranks 0, 1: ") as caught:
-        results(on_ranks(2, job))
+        results(on_ranks(2, restoring(tmp_path / "x.ckpt", marker)))
     assert len(caught) == 1
+
+
+class Refusing(Engine):
+    refuses = True
 
 
 def test_what_an_engine_refuses_no_rank_keeps(tmp_path: Path) -> None:
-    run = Run(2, tmp_path / "x.ckpt")
-    results(run.save())
-    marker = load(run.path)["marker"]
-
-    def job(comm: Port, strict: bool) -> Engine:
-        engine = Engine(comm)
-        engine.refuses = True
-        restore(engine, run.path, marker, load, strict=strict)  # type: ignore[arg-type]
-        return engine
-
+    run = saved(2, tmp_path / "x.ckpt")
     with pytest.warns(UserWarning, match="rank 1: of another planet. Error feedback starts empty on all ranks"):
-        engines = results(on_ranks(2, lambda comm: job(comm, False)))
-    assert [(e.loaded["parameters"], e.step) for e in engines if e.loaded is not None] == [({}, 1)] * 2
-    for outcome in on_ranks(2, lambda comm: job(comm, True)):
-        with pytest.raises(RuntimeError, match="of another planet"):
-            raise outcome
+        engines = resumed(2, run.path, make=Refusing)
+    assert [(engine.loaded["parameters"], engine.step) for engine in engines] == [({}, 1)] * 2
+    marker = load(run.path)["marker"]
+    all_raise("of another planet", on_ranks(2, restoring(run.path, marker, Refusing, strict=True)))
 
 
 def test_a_checkpoint_without_residuals(tmp_path: Path) -> None:
-    def job(comm: Port, strict: bool) -> Engine:
-        engine = Engine(comm)
-        restore(engine, tmp_path / "x.ckpt", None, load, strict=strict)  # type: ignore[arg-type]
-        return engine
-
+    path = tmp_path / "x.ckpt"
     with pytest.warns(UserWarning, match="x.ckpt: ranks 0, 1: it was saved without them.*starts empty") as caught:
-        engines = results(on_ranks(2, lambda comm: job(comm, False)))
+        engines = results(on_ranks(2, restoring(path, None)))
     assert len(caught) == 1
     for engine in engines:
         assert (engine.loaded["parameters"], engine.loaded["groups"], engine.step) == ({}, [], 0)
-    for outcome in on_ranks(2, lambda comm: job(comm, True)):
-        with pytest.raises(RuntimeError, match="saved without them"):
-            raise outcome
+    all_raise("saved without them", on_ranks(2, restoring(path, None, strict=True)))
 
 
 def test_of_a_checkpoint_for_which_nothing_waited_nothing_is_said(tmp_path: Path) -> None:
-    def job(comm: Port, dense: bool, strict: bool) -> Engine:
-        engine = Engine(comm, step=3)
-        restore(engine, tmp_path / "x.ckpt", None, load, strict=strict, dense=dense)  # type: ignore[arg-type]
-        return engine
-
+    path = tmp_path / "x.ckpt"
     for strict in (False, True):
-        for engine in results(on_ranks(2, lambda comm, strict=strict: job(comm, True, strict))):
-            assert engine.loaded is not None
+        further = functools.partial(Engine, step=3)
+        for engine in results(on_ranks(2, restoring(path, None, further, strict=strict, dense=True))):
             assert (engine.loaded["parameters"], engine.step) == ({}, 0)
     with pytest.warns(UserWarning, match="rank 0: it is of a training without .*; rank 1: it was saved without them"):
-        results(on_ranks(2, lambda comm: job(comm, comm.rank == 0, False)))
+        results(on_ranks(2, lambda comm: restoring(path, None, dense=comm.rank == 0)(comm)))
 
 
 @pytest.mark.parametrize("other", [2, 4, None])
 def test_another_format_is_not_guessed_at(tmp_path: Path, other: int | None) -> None:
-    run = Run(1, tmp_path / "x.ckpt")
-    results(run.save())
+    run = saved(1, tmp_path / "x.ckpt")
     main = load(run.path)
     main["marker"]["format"] = other
     torch.save(main, run.path)
@@ -723,8 +660,7 @@ def test_another_format_is_not_guessed_at(tmp_path: Path, other: int | None) -> 
 
 
 def test_many_ranks_with_many_reasons_fit_into_one_message(tmp_path: Path) -> None:
-    run = Run(12, tmp_path / "x.ckpt")
-    results(run.save())
+    run = saved(12, tmp_path / "x.ckpt")
     for file in Path(side_directory(run.path)).iterdir():
         file.write_bytes("schön ".encode() * 100)
     with pytest.warns(UserWarning, match="rank 7: .* and 4 more ranks"):
@@ -732,29 +668,24 @@ def test_many_ranks_with_many_reasons_fit_into_one_message(tmp_path: Path) -> No
 
 
 def test_what_does_not_fit_is_told_once(tmp_path: Path) -> None:
-    run = Run(2, tmp_path / "x.ckpt")
-    results(run.save())
-    marker = load(run.path)["marker"]
+    run = saved(2, tmp_path / "x.ckpt")
 
-    def job(comm: Port, strict: bool) -> None:
-        engine = Engine(comm)
-        if comm.rank == 1:
-            engine.remarks = ["There is no parameter old.weight any more.", "And another."]
-        restore(engine, run.path, marker, load, strict=strict)  # type: ignore[arg-type]
+    def make(comm: Port, name: str) -> Engine:
+        engine = Engine(comm, name)
+        engine.remarks = ["There is no parameter old.weight any more.", "And another."] * comm.rank
+        return engine
 
     with pytest.warns(
         UserWarning, match=r"do not fit in every respect\. On rank 1: There is no parameter old\.weight"
     ) as caught:
-        results(on_ranks(2, lambda comm: job(comm, False)))
+        resumed(2, run.path, make=make)
     assert len(caught) == 1
-    for outcome in on_ranks(2, lambda comm: job(comm, True)):
-        with pytest.raises(RuntimeError, match=r"no parameter old\.weight"):
-            raise outcome
+    marker = load(run.path)["marker"]
+    all_raise(r"no parameter old\.weight", on_ranks(2, restoring(run.path, marker, make, strict=True)))
 
 
 def test_links_copies_and_moves(tmp_path: Path) -> None:
-    run = Run(2, tmp_path / "a" / "epoch=1.ckpt")
-    results(run.save())
+    run = saved(2, tmp_path / "a" / "epoch=1.ckpt")
     (tmp_path / "a" / "last.ckpt").symlink_to("epoch=1.ckpt")
     (tmp_path / "elsewhere.ckpt").symlink_to(tmp_path / "a" / "last.ckpt")
     shutil.copy(run.path, tmp_path / "a" / "copy.ckpt")  # what Lightning does where links are not allowed
@@ -774,8 +705,7 @@ def test_links_copies_and_moves(tmp_path: Path) -> None:
 
 def test_a_path_relative_to_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run = Run(2, "x.ckpt")
-    results(run.save())
+    run = saved(2, "x.ckpt")
     shutil.copy("x.ckpt", "y.ckpt")
     for name in ("x.ckpt", "y.ckpt"):
         assert_continues(name, 2)
@@ -784,10 +714,8 @@ def test_a_path_relative_to_the_working_directory(tmp_path: Path, monkeypatch: p
 
 
 def test_ranks_remove_their_shares_and_nothing_else(tmp_path: Path) -> None:
-    run = Run(3, tmp_path / "x.ckpt")
-    results(run.save())
-    other = Run(3, tmp_path / "y.ckpt")
-    results(other.save())
+    run = saved(3, tmp_path / "x.ckpt")
+    other = saved(3, tmp_path / "y.ckpt")
     note = Path(side_directory(run.path)) / "note.txt"
     note.write_text("mine")
     everything = files(run.path)
@@ -809,8 +737,7 @@ def test_ranks_remove_their_shares_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_removed_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(1, tmp_path / "x.ckpt")
-    results(run.save())
+    run = saved(1, tmp_path / "x.ckpt")
 
     def refuse(file_system: LocalFileSystem, path: str) -> None:
         raise PermissionError(13, "Permission denied", path)
@@ -823,8 +750,7 @@ def test_a_file_that_cannot_be_removed_is_a_warning(tmp_path: Path, monkeypatch:
 def test_a_file_that_another_rank_has_just_removed_is_none_to_remove(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Run(1, tmp_path / "x.ckpt")
-    results(run.save())
+    run = saved(1, tmp_path / "x.ckpt")
 
     def late(file_system: LocalFileSystem, path: str) -> None:
         os.remove(path)
@@ -864,13 +790,11 @@ def mean(states: list[dict[str, Any]], name: str, key: str) -> np.ndarray[Any, A
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (4, 2), (2, 4), (1, 3), (3, 1)])
 @pytest.mark.parametrize("resize", ["merge", "flush"])
 def test_other_numbers_of_ranks_keep_the_pending_update(tmp_path: Path, before: int, after: int, resize: str) -> None:
-    run = Run(before, tmp_path / "x.ckpt")
-    results(run.save())
+    run = saved(before, tmp_path / "x.ckpt")
     old = results(on_ranks(before, lambda comm: Engine(comm, "a", 1).state_dict()))
     engines = resumed(after, run.path, resize=resize, strict=True)
     assert not any(engine.flushing for engine in resumed(before, run.path, resize=resize))  # nothing to be resized
     for engine in engines:
-        assert engine.loaded is not None
         assert engine.step == 1
         assert engine.flushing == (resize == "flush")
         assert engine.loaded["groups"] == []
@@ -887,8 +811,7 @@ def test_other_numbers_of_ranks_keep_the_pending_update(tmp_path: Path, before: 
 
 
 def test_other_numbers_of_ranks_may_drop_the_pending_update_and_say_how_much(tmp_path: Path) -> None:
-    run = Run(2, tmp_path / "x.ckpt")
-    results(run.save())
+    run = saved(2, tmp_path / "x.ckpt")
     old = results(on_ranks(2, lambda comm: Engine(comm, "a", 1).state_dict()))
     norm = np.linalg.norm([*mean(old, "weight", "residual"), *mean(old, "bias", "residual")])
     with pytest.warns(
@@ -896,7 +819,6 @@ def test_other_numbers_of_ranks_may_drop_the_pending_update_and_say_how_much(tmp
     ):
         engines = resumed(3, run.path, resize="zero")
     for engine in engines:
-        assert engine.loaded is not None
         assert engine.step == 1
         assert not any(v.any() for vectors in engine.loaded["parameters"].values() for v in vectors.values())
 
@@ -913,14 +835,12 @@ def test_averages_that_are_pending_are_dropped_with_the_residuals(tmp_path: Path
     with pytest.warns(UserWarning, match=rf"3 ranks instead of 2 and resize='zero': .* an update of norm {norm:.4g} "):
         engines = resumed(3, path, resize="zero")
     for engine in engines:
-        assert engine.loaded is not None
         assert engine.loaded["pending"] == {}
 
 
 @pytest.mark.parametrize("resize", ["merge", "flush", "zero"])
 def test_other_numbers_of_ranks_need_all_files(tmp_path: Path, resize: str) -> None:
-    run = Run(3, tmp_path / "x.ckpt")
-    results(run.save())
+    run = saved(3, tmp_path / "x.ckpt")
     (Path(side_directory(run.path)) / "rank-2-of-3.a-1.pt").unlink()
     with pytest.warns(UserWarning, match="ranks 0, 1: rank-2-of-3.a-1.pt is missing") as caught:
         engines = resumed(2, run.path, resize=resize)
@@ -1020,8 +940,7 @@ def test_ways_to_continue_with_other_ranks_have_names() -> None:
 
 def test_nothing_is_said_when_all_is_well(tmp_path: Path) -> None:
     run = Run(2, tmp_path / "x.ckpt")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         results(run.save())
         resumed(2, run.path)
         run.remove()

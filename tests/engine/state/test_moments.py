@@ -77,7 +77,6 @@ def look_within_steps(executor: str, optimizer: Any) -> dict[str, list[Look]]:
         looks["between"].append(training.look())
         training.optimizer.step()
         looks["after"].append(training.look())
-    training.engine.close()
     return looks
 
 
@@ -111,7 +110,6 @@ def two_optimizers() -> list[Look]:
         for optimizer in optimizers:
             optimizer.step()
             looks.append(training.look())
-    training.engine.close()
     return looks
 
 
@@ -147,7 +145,6 @@ def nobody_holds() -> tuple[list[int], float]:
         state = engine.state_dict()
         steps.append(state["step"])
     same = torch.equal(state["parameters"]["free"]["residual"], engine.residual("free"))
-    engine.close()
     return steps, float(same)
 
 
@@ -176,7 +173,6 @@ def look_from_a_thread(executor: str) -> tuple[list[dict[str, Tensor]], list[dic
         training.backward()
         training.optimizer.step()
         weights.append(training.weights())
-    training.engine.close()
     return weights, looks
 
 
@@ -190,9 +186,8 @@ def test_another_thread_sees_what_the_weights_do_not_hold(alone: Ranks, executor
 
 @pytest.fixture(scope="module")
 def alone() -> Any:
-    ranks = Ranks(1)
-    yield ranks
-    ranks.stop()
+    with Ranks(1) as ranks:
+        yield ranks
 
 
 class Saved(NamedTuple):
@@ -247,7 +242,6 @@ def save_on_signals(moments: int, steps: int) -> list[Saved]:
         training.optimizer.step()
     sender.join()  # the handler goes on here
     signal.signal(signal.SIGUSR1, before)
-    training.engine.close()
     return looks
 
 
@@ -283,7 +277,6 @@ def save_within_an_optimizer() -> Saved:
         training.backward()
         training.optimizer.step()
     signal.signal(signal.SIGUSR1, before)
-    training.engine.close()
     [saved] = looks
     return saved
 
@@ -313,7 +306,6 @@ def save_apart(ahead: int, where: str) -> Saved:
     if dist.get_rank() == ahead and where == "within the next backward":
         training.when_backward_reaches("first", save)
     training.backward()
-    training.engine.close()
     return saved[0]
 
 
@@ -363,7 +355,6 @@ def ask_for_other_moments() -> tuple[list[Look], str, str]:
     training = Training(executor="inline")
     training.backward()
     future = refused(2)
-    training.engine.close()
     return looks, past, future
 
 
@@ -426,7 +417,6 @@ def fail(options: dict[str, Any]) -> tuple[list[Look], list[str]]:
         looks.append(training.look())
     except RuntimeError as error:
         said.append(str(error))
-    training.engine.close()
     return looks, said
 
 
@@ -466,7 +456,6 @@ def flush_in_pieces() -> list[tuple[Look, int]]:
     looks.append((training.look(), 5))
     training.optimizer.step()
     looks.append((training.look(), 5))
-    training.engine.close()
     return looks
 
 

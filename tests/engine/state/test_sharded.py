@@ -26,7 +26,7 @@ from lightning_sparse.engine.state.schema import checksum
 from lightning_sparse.engine.state.sharded import load_sharded, save_sharded
 from tests.covering import by_default
 from tests.hsdp import SHAPES, Given, batches, engine_of, given, grid, made, sharded, summing, weights, whole
-from tests.ranks import Ranks
+from tests.ranks import Ranks, error_of
 
 # ---- Resumed with as many replicas and ranks: bit for bit
 
@@ -80,7 +80,6 @@ def straight_and_resumed(path: Path, kind: str, unapplied: bool) -> tuple[list[d
     notes = load_sharded(engine, path / "residuals", "one")
     assert not notes, notes
     resumed = go(second, steps[4:])
-    engine.close()
     return straight, resumed
 
 
@@ -118,9 +117,7 @@ def save_some(path: Path) -> dict[str, Tensor]:
     absorbed = {
         f"{name}.weight": sum(given(step, rank)[name] for step in range(6) for rank in range(4)) / 4 for name in SHAPES
     }
-    found = {name: absorbed[name] + w for name, w in weights(model).items()}
-    engine.close()
-    return found
+    return {name: absorbed[name] + w for name, w in weights(model).items()}
 
 
 @pytest.fixture(scope="module")
@@ -142,9 +139,7 @@ def load_some(path: Path, replicas: int, ranks: int, resize: str = "merge") -> d
     means = {}
     for name, pending in engine._take_pending().items():
         means[name] = whole(pending)
-    found = {"means": means, "notes": notes, "step": engine.step}
-    engine.close()
-    return found
+    return {"means": means, "notes": notes, "step": engine.step}
 
 
 @pytest.mark.parametrize("shape", by_default([((2, 2),), ((1, 4),), ((4, 1),)]))
@@ -241,7 +236,6 @@ def load_damaged(path: Path, room: Path, names: list[str | int]) -> list[tuple[s
         except ValueError as error:
             said = str(error)
         told.append((name, said, all(map(torch.equal, good, map(engine.residual, engine.parameters)))))
-    engine.close()
     return told
 
 
@@ -264,13 +258,7 @@ def test_a_damaged_folder_is_one_sentence_on_all_ranks(
 def load_refused(path: Path, name: str) -> str:
     mesh = grid(2, 2)
     engine = engine_of(fully_shard(Given(SHAPES), mesh=mesh["shard"]), mesh)
-    try:
-        load_sharded(engine, path, name)
-    except ValueError as error:
-        return str(error)
-    finally:
-        engine.close()
-    return ""
+    return error_of(load_sharded, engine, path, name)
 
 
 def test_another_save_and_a_missing_folder_are_refused_on_all_ranks(four_ranks: Ranks, six: tuple[Path, Any]) -> None:

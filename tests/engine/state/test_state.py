@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from lightning_sparse.engine import Engine
 from lightning_sparse.engine.state.schema import checksum, from_plain, to_plain
 from lightning_sparse.methods.sparsifiers import SPARSIFIERS
 from tests.covering import by_default
-from tests.ranks import Ranks
+from tests.engines import Raises
+from tests.ranks import Ranks, error_of
 from tests.trainers import EVERYTHING_SPARSE
 
 SPARSE = ls.Rules(dense_ndim=0, dense_numel=0)
@@ -90,13 +90,11 @@ def go_on(options: dict[str, Any]) -> tuple[bool, list[str], int]:
     saved = whole.save()
     whole.train(4)
     expected, step = whole.digest(), whole.engine.step
-    whole.engine.close()
     resumed = Run(**options)
     notes = resumed.load(saved)
     resumed.train(4)
     found = resumed.digest()
     same = len(found) == len(expected) and all(map(torch.equal, found, expected)) and resumed.engine.step == step
-    resumed.engine.close()
     return same, notes, len(found)
 
 
@@ -124,7 +122,6 @@ def load_into_others() -> list[list[str]]:
     first.train(4)
     saved = first.save()
     residuals = {name: first.engine.residual(name).clone() for name in ("0.weight", "2.bias")}
-    first.engine.close()
     notes = []
     for options in ({"sparsifier": "top_k"}, {"grouping": "model", "sparsifier": "exdyna"}, {"rules": ls.Rules()}):
         other = Run(**options)
@@ -150,12 +147,10 @@ def merge_adam() -> tuple[float, float, list[str]]:
     first.train(5)
     states = [None] * dist.get_world_size()
     dist.all_gather_object(states, first.engine.state_dict())
-    first.engine.close()
     other = Run(memory=ls.memories.AdamCorrection(), grouping="model")
     notes = other.engine.load_state_dict(ls.merge_states(states))
     [group] = other.engine.groups
     second = sum(float(s["parameters"]["0.weight"]["second"].sum()) for s in states) / len(states)
-    other.engine.close()
     found = float(group.memory.vectors(group.state.memory)["second"][group.spans["0.weight"]].sum())
     return float(group.memory.counters(group.state.memory)["steps"]), found / second, notes
 
@@ -171,13 +166,11 @@ def load_another_model() -> list[str]:
     first = Run()
     first.train(2)
     state = first.engine.state_dict()
-    first.engine.close()
     state["parameters"]["gone.weight"] = {"residual": torch.ones(3)}
     state["parameters"]["0.bias"], state["spans"]["0.bias"] = {"residual": torch.ones(7)}, [0, 7, 7]
     other = Run()
     notes = other.engine.load_state_dict(state)
     assert not other.engine.residual("0.bias").any()
-    other.engine.close()
     return notes
 
 
@@ -286,7 +279,6 @@ def load_damaged() -> list[tuple[str, str, bool]]:
     first = Run(sparsifier="exdyna")
     first.train(3)
     saved = first.engine.state_dict()
-    first.engine.close()
     run = Run(sparsifier="exdyna")
     run.train(2)
     before = run.digest()
@@ -302,7 +294,6 @@ def load_damaged() -> list[tuple[str, str, bool]]:
             raised.append((words, str(error), unchanged))
     run.engine.load_state_dict(saved)
     assert run.engine.step == 3
-    run.engine.close()
     return raised
 
 
@@ -338,7 +329,6 @@ def load_half_learned(case: str) -> tuple[list[str], Any, list[Tensor]]:
     first.train(4)
     saved = copy.deepcopy(first.engine.state_dict())
     model = first.model.state_dict()
-    first.engine.close()
     if dist.get_rank() == 1:
         change(saved)
     run = Run(**options)
@@ -349,7 +339,6 @@ def load_half_learned(case: str) -> tuple[list[str], Any, list[Tensor]]:
         notes = [str(error)]
     known = [group["state"] for group in run.engine.state_dict()["groups"]]
     run.train(3)
-    run.engine.close()
     return notes, known, [p.detach() for p in run.model.parameters()]
 
 
@@ -398,7 +387,6 @@ def rename(change: str) -> tuple[list[str], dict[str, bool], int]:
         vectors = after.get(names.get(id(parameter), ""), {})
         same[old] = bool(vectors) and all(torch.equal(vectors[key], v) for key, v in state["parameters"][old].items())
     step = engine.step
-    engine.close()
     return lost, same, step
 
 
@@ -480,7 +468,6 @@ def empty(executor: str) -> tuple[Tensor, Tensor, Tensor, list[bool]]:
     left = torch.cat([run.engine.residual(name) for name, _ in run.model.named_parameters()])
     run.train(1)
     sparse.append(bool((run.model[0].weight.grad == 0).any()))
-    run.engine.close()
     dist.all_reduce(local)
     return averages, local / dist.get_world_size(), left, sparse
 
@@ -506,7 +493,6 @@ def take_pending() -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
             mean[name] /= dist.get_world_size()
     pending = run.engine._take_pending()
     left = any(run.engine.residual(name).any() for name in mean)
-    run.engine.close()
     return {name: value.flatten() for name, value in pending.items()}, mean, bool(left)
 
 
@@ -527,16 +513,10 @@ def thaw() -> str:
     model = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20))
     model[0].requires_grad_(False)
     ddp = DistributedDataParallel(model)
-    engine = ls.attach(ddp, rules=SPARSE)
+    ls.attach(ddp, rules=SPARSE)
     ddp(torch.ones(1, 20)).sum().backward()
     model[0].requires_grad_(True)
-    try:
-        ddp(torch.ones(1, 20)).sum().backward()
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        engine.close()
-    return "nothing"
+    return error_of(lambda: ddp(torch.ones(1, 20)).sum().backward())
 
 
 def test_a_parameter_that_would_not_be_averaged_is_an_error(two_ranks: Ranks) -> None:
@@ -557,17 +537,6 @@ class FailsOnRank1(ls.sparsifiers.TopK):
         return super().select(acc, state, ctx)
 
 
-class FailingObserver:
-    """Something that looks on and has an error on one rank."""
-
-    def before_step(self, engine: Engine) -> None:
-        if engine.comm.rank == 1 and engine.step == 2:
-            raise ZeroDivisionError("only here")
-
-    def close(self) -> None:
-        pass
-
-
 def fail(options: dict[str, Any]) -> tuple[str, str, list[str], float]:
     run = Run(timeout=timedelta(seconds=30), **options)
     begin = time.monotonic()
@@ -578,8 +547,6 @@ def fail(options: dict[str, Any]) -> tuple[str, str, list[str], float]:
         if dist.get_rank() == 1:
             time.sleep(0.2)  # alive, and not waited for
         return type(error).__name__, str(error), error.__notes__, taken
-    finally:
-        run.engine.close()
     return "", "", [], 0.0
 
 
@@ -589,7 +556,7 @@ def fail(options: dict[str, Any]) -> tuple[str, str, list[str], float]:
         [
             {"sparsifier": FailsOnRank1(), "executor": "inline"},
             {"sparsifier": FailsOnRank1(), "executor": "thread"},
-            {"observers": [FailingObserver()]},
+            {"observers": [Raises(1, 2, ZeroDivisionError("only here"))]},
         ],
         2,
     ),

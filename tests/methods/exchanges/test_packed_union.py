@@ -79,6 +79,11 @@ def test_what_is_told_of_picks_is_heard_with_and_without_padding(
         assert marks == sum(1 << (int(j) >> bits) + i for i, j in enumerate(indices))
 
 
+def union_ranks(n: int, exchange: str = "packed_union") -> Ranks:
+    sparsifier = ls.sparsifiers.UnionTopK()
+    return Ranks(n, 2000, sparsifier=sparsifier, exchange=exchange, density=0.02, dtype=torch.float32)
+
+
 def packed(
     rows: torch.Tensor, density: float, sparsifier: ls.sparsifiers.Sparsifier | None = None, steps: int = 1
 ) -> list:
@@ -94,11 +99,8 @@ def packed(
 def test_updates_are_those_of_reduce_union_but_for_the_rounding(dtype: torch.dtype, scale: float) -> None:
     rows = scale * torch.randn(4, 200_000, generator=torch.Generator().manual_seed(0), dtype=dtype)
     [outcome] = packed(rows, 0.001)
-    [exact] = [
-        Ranks(4, 200_000, sparsifier=ls.sparsifiers.TopK(), exchange="reduce_union", density=0.001, dtype=dtype).step(
-            rows
-        )
-    ]
+    top_k = ls.sparsifiers.TopK()
+    exact = Ranks(4, 200_000, sparsifier=top_k, exchange="reduce_union", density=0.001, dtype=dtype).step(rows)
     assert torch.equal(outcome.updates[0].indices, exact.updates[0].indices)
     for rank, update in enumerate(outcome.updates):
         assert torch.equal(update.sent, exact.updates[0].indices[update_of(rows[rank], outcome, rank) != 0])
@@ -123,9 +125,7 @@ def test_a_pick_that_dwarfs_all_others_leaves_them_their_digits(n: int, ratio: f
     # One step for the whole group, of the largest pick, would round nearly all others to zero, for ever.
     rows = torch.randn(n, 2000, generator=torch.Generator().manual_seed(0))
     rows[:, 77] = ratio
-    ranks = Ranks(
-        n, 2000, sparsifier=ls.sparsifiers.UnionTopK(), exchange="packed_union", density=0.02, dtype=torch.float32
-    )
+    ranks = union_ranks(n)
     for _ in range(3):
         outcome = ranks.step(rows)
         for rank, selection in enumerate(outcome.selections):
@@ -140,9 +140,7 @@ def test_a_rank_with_larger_gradients_is_not_cut_short_by_the_picks_of_others(n:
     norms = {}
     for exchange in ("packed_union", "reduce_union"):
         generator = torch.Generator().manual_seed(0)
-        ranks = Ranks(
-            n, 2000, sparsifier=ls.sparsifiers.UnionTopK(), exchange=exchange, density=0.02, dtype=torch.float32
-        )
+        ranks = union_ranks(n, exchange)
         for _ in range(40):
             rows = torch.randn(n, 2000, generator=generator)
             rows[0] *= ratio
@@ -158,9 +156,7 @@ def test_a_rank_without_a_gradient_does_not_coarsen_what_others_send(n: int) -> 
     rows[:, :40] = 5.0
     rows[:, 1000] = 1e7
     rows[0] = 0.0
-    ranks = Ranks(
-        n, 2000, sparsifier=ls.sparsifiers.UnionTopK(), exchange="packed_union", density=0.02, dtype=torch.float32
-    )
+    ranks = union_ranks(n)
     served = torch.zeros(2000)
     for _ in range(20):
         outcome = ranks.step(rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +31,17 @@ def normal(steps: int, n: int, numel: int, scale: float = 1.0) -> Iterator[Tenso
         yield scale * torch.randn(n, numel, generator=generator)
 
 
+def accumulated(sparsifier: ls.sparsifiers.Sparsifier, density: float) -> Iterator[tuple[Tensor, Any]]:
+    """Accumulators of four ranks, and what is then picked of each."""
+    residual = torch.zeros(4, 2000)
+    traces = ls.simulate(normal(20, 4, 2000), sparsifier=sparsifier, density=density)
+    for rows, trace in zip(normal(20, 4, 2000), traces, strict=True):
+        acc = residual + rows
+        yield acc, trace
+        residual = acc
+        residual[:, trace.indices] = 0
+
+
 @in_one_test("sparsifier, scale, n", covering(product(METHODS, [1e-6, 1.0, 1e6], [1, 2, 4, 8])))
 def test_the_density_is_met_at_every_step_whatever_the_scale(
     sparsifier: ls.sparsifiers.Sparsifier, scale: float, n: int
@@ -51,18 +63,12 @@ def test_the_published_rule_misses_the_density_on_the_same_streams(
 
 @each_method
 def test_each_rank_picks_the_largest_of_its_own_range(sparsifier: ls.sparsifiers.Sparsifier) -> None:
-    n, numel = 4, 2000
-    residual = torch.zeros(n, numel)
-    traces = ls.simulate(normal(20, n, numel), sparsifier=sparsifier, density=0.02)
-    for rows, trace in zip(normal(20, n, numel), traces, strict=True):
-        acc = residual + rows
+    for acc, trace in accumulated(sparsifier, 0.02):
         for rank, (first, last) in enumerate(trace.partition.tolist()):
             picked = trace.indices[(trace.indices >= first) & (trace.indices < last)]
             assert picked.numel() == trace.counts[rank]
             largest = acc[rank, first:last].abs().topk(picked.numel()).indices + first
             assert torch.equal(picked, largest.sort().values)
-        residual = acc
-        residual[:, trace.indices] = 0
 
 
 @each_method
@@ -71,16 +77,10 @@ def test_the_threshold_parts_what_is_picked_from_what_is_not_but_for_rounded_sha
 ) -> None:
     # k = 16 and 4 ranks: at most 8 picks a rank, all of whose magnitudes are shared. The count of a rank above any
     # magnitude is then known up to one, the interpolation between neighbours, and so is its share.
-    n, numel = 4, 2000
-    residual = torch.zeros(n, numel)
-    traces = ls.simulate(normal(20, n, numel), sparsifier=sparsifier, density=16 / numel)
-    for rows, trace in zip(normal(20, n, numel), traces, strict=True):
-        acc = residual + rows
+    for acc, trace in accumulated(sparsifier, 16 / 2000):
         for rank, (first, last) in enumerate(trace.partition.tolist()):
             above = int((acc[rank, first:last].abs() >= trace.threshold[rank]).sum())
             assert 0 <= int(trace.counts[rank]) - min(above, 8) <= 1
-        residual = acc
-        residual[:, trace.indices] = 0
 
 
 @each_method
@@ -198,13 +198,8 @@ class Ranges:
 
     def after(self, counts: list[int] | None) -> Tensor:
         """(n, 2) first and past-the-end coordinate of range p = 0 .. n - 1, once these counts (by rank) are known."""
-        ctx = Context(
-            step=self.step,
-            density=0.1,
-            rank=0,
-            world_size=self.n,
-            counts=None if counts is None else torch.tensor(counts),
-        )
+        known = None if counts is None else torch.tensor(counts)
+        ctx = Context(step=self.step, density=0.1, rank=0, world_size=self.n, counts=known)
         steps = self.sparsifier.select(torch.zeros(self.numel), self.state, ctx)
         (_, self.state), _ = drive_mirrored(steps, self.n)
         spans = self.sparsifier.ranges(self.numel, self.state, ctx)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import lightning_sparse as ls
 from tests.covering import by_default, covering
 from tests.reference.partitioned import ReferenceStep, reference_published_exdyna, reference_published_micro
 
+MICRO, EXDYNA = (partial(cls, variant="published") for cls in (ls.sparsifiers.MiCRO, ls.sparsifiers.ExDyna))
 STEPS = 300
 BLOCKS = 24
 NUMEL = BLOCKS * 64 + 45  # blocks of 64 coordinates and a remainder
@@ -32,13 +34,13 @@ def gradients(n: int, scales: str, dtype: type) -> np.ndarray:
 
 
 RUNS: dict[str, tuple[ls.sparsifiers.Sparsifier, Callable[[Iterator[np.ndarray]], list[ReferenceStep]]]] = {
-    "micro": (ls.sparsifiers.MiCRO(variant="published"), lambda steps: reference_published_micro(steps, DENSITY)),
+    "micro": (MICRO(), lambda steps: reference_published_micro(steps, DENSITY)),
     "exdyna": (
-        ls.sparsifiers.ExDyna(variant="published", num_blocks=BLOCKS),
+        EXDYNA(num_blocks=BLOCKS),
         lambda steps: reference_published_exdyna(steps, DENSITY, blocks=BLOCKS),
     ),
     "exdyna-loose": (
-        ls.sparsifiers.ExDyna(variant="published", num_blocks=BLOCKS, alpha=1.25, move=2),
+        EXDYNA(num_blocks=BLOCKS, alpha=1.25, move=2),
         lambda steps: reference_published_exdyna(steps, DENSITY, blocks=BLOCKS, alpha=1.25, alpha_low=0.8, blk_move=2),
     ),
 }
@@ -87,10 +89,7 @@ def test_every_decision_of_300_steps_is_that_of_the_reference(name: str, n: int,
 
 def test_the_first_threshold_is_one_over_twice_the_root_of_k() -> None:
     # k = int(0.04 * 2500) = 100 for the group, whatever the number of ranks.
-    for sparsifier in (
-        ls.sparsifiers.MiCRO(variant="published"),
-        ls.sparsifiers.ExDyna(variant="published", num_blocks=16),
-    ):
+    for sparsifier in (MICRO(), EXDYNA(num_blocks=16)):
         for n in (1, 2, 4):
             trace = next(ls.simulate([torch.ones(n, 2500)], sparsifier=sparsifier, density=0.04))
             assert trace.threshold.tolist() == [0.05] * n
@@ -101,7 +100,7 @@ def test_beta_and_gamma_set_the_band_and_the_gain(beta: float, gamma: float, fac
     # Twice the target is picked: k = 10, and 20 ones. Outside a band of 1.1, inside one of 3 (a quarter of the gain).
     rows = torch.zeros(2, 100)
     rows[:, 40:60] = 1.0
-    sparsifier = ls.sparsifiers.MiCRO(variant="published", beta=beta, gamma=gamma)
+    sparsifier = MICRO(beta=beta, gamma=gamma)
     first, second = ls.simulate([rows, rows], sparsifier=sparsifier, density=0.1)
     assert first.counts.sum() == 20
     assert float(second.threshold[0] / first.threshold[0]) == pytest.approx(factor, rel=1e-12)
@@ -110,29 +109,11 @@ def test_beta_and_gamma_set_the_band_and_the_gain(beta: float, gamma: float, fac
 @pytest.mark.parametrize(
     ("sparsifier", "n", "numel", "density", "message"),
     [
-        (
-            ls.sparsifiers.MiCRO(variant="published"),
-            4,
-            3,
-            1.0,
-            "at least one coordinate per rank, but a group has 3 for 4 ranks",
-        ),
-        (
-            ls.sparsifiers.MiCRO(variant="published"),
-            2,
-            99,
-            0.01,
-            r"MiCRO\(variant='published'\) needs density \* numel >= 1",
-        ),
-        (ls.sparsifiers.ExDyna(variant="published"), 2, 32767, 0.01, "groups of at least 32768 coordinates"),
-        (ls.sparsifiers.ExDyna(variant="published", num_blocks=3), 4, 1000, 0.1, "at least one block per rank"),
-        (
-            ls.sparsifiers.ExDyna(variant="published", num_blocks=1),
-            1,
-            99,
-            0.01,
-            r"ExDyna\(variant='published'\) needs density",
-        ),
+        (MICRO(), 4, 3, 1.0, "at least one coordinate per rank, but a group has 3 for 4 ranks"),
+        (MICRO(), 2, 99, 0.01, r"MiCRO\(variant='published'\) needs density \* numel >= 1"),
+        (EXDYNA(), 2, 32767, 0.01, "groups of at least 32768 coordinates"),
+        (EXDYNA(num_blocks=3), 4, 1000, 0.1, "at least one block per rank"),
+        (EXDYNA(num_blocks=1), 1, 99, 0.01, r"ExDyna\(variant='published'\) needs density"),
     ],
 )
 def test_a_group_where_the_published_rule_divides_by_zero_is_refused(
