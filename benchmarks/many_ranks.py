@@ -6,7 +6,7 @@ and for groups of two sizes. A straight line through the sizes (`lightning_spars
 time at `--numel` coordinates, and one through the bytes of the answers that a rank has to go through the time between
 more ranks than were measured. The union of what ranks picked is measured in the same steps.
 
-Counted: the messages of a step between any number of ranks (`lightning_sparse.engine.traffic.count_bytes`), in the
+Counted: the messages of a step between any number of ranks (`lightning_sparse.tools.traffic.count_bytes`), in the
 lengths that they have on CUDA. On the CPU they are as long as what was found: each kind of message is taken to be
 longer or shorter by the factor that the largest measured number of ranks shows, and a sum to be no longer than the
 model. UnionTopK sends a quarter less after its first 64 steps, which is not counted.
@@ -42,9 +42,9 @@ from rich.progress import track
 from rich.table import Table
 
 import lightning_sparse as ls
-from lightning_sparse.engine.traffic import count_bytes
 from lightning_sparse.tools.advisor.networks import between, ring
 from lightning_sparse.tools.style import INK, label_ends, look, panels, plain_numbers, save
+from lightning_sparse.tools.traffic import count_bytes
 from lightning_sparse.tuning.performance import GroupCost, Line, Network, Traffic
 from lightning_sparse.tuning.performance.cost import NOTHING
 

@@ -116,9 +116,17 @@ def test_what_is_imported_at_once_is_seen_inside_blocks() -> None:
     assert set(imported_at_once(ast.parse(nested).body)) == {"rich", "sklearn"}
 
 
-PUBLIC = {"api.simulation", "core.checks", "core.console", "core.registry", "core.step", "engine.config"}
-PUBLIC |= {"engine.metrics", "engine.network", "engine.optimizers.momentum", "engine.traffic", "integrations.packages"}
-PUBLIC |= {"ops", "tuning.performance", "tuning.unsuited"}
+PUBLIC = {
+    "api.simulation",
+    "core.checks",
+    "core.console",
+    "core.messages",
+    "core.registry",
+    "core.step",
+    "engine.config",
+}
+PUBLIC |= {"engine.metrics", "engine.network", "engine.optimizers.momentum", "engine.pipeline", "integrations.packages"}
+PUBLIC |= {"engine.config", "ops", "tuning.performance", "tuning.unsuited"}
 """Modules that tools may import from, next to the package itself; as docs/design.md names them."""
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lightning_sparse as ls
-from lightning_sparse.engine.traffic import count_bytes
+from lightning_sparse.tools.traffic import count_bytes
 from tests.contract.cases import MEMORIES, PAIRS, Case, fit
 from tests.covering import by_default, covering
 from tests.nodes import SHAPES, SPARSE, here, normal, put_together, stream, wrapped

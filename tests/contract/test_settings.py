@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import lightning_sparse as ls
-from lightning_sparse.engine.traffic import count_bytes
 from lightning_sparse.methods.density import DensitySchedule
 from lightning_sparse.tools.advisor.prediction import scenarios
+from lightning_sparse.tools.traffic import count_bytes
 from tests.contract.cases import CASES
 
 SCHEDULES = (ls.density.Constant, ls.Warmup)

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from lightning_sparse import Rules
 from lightning_sparse.core.checks import check_integer, check_number, check_positive, plain
-from lightning_sparse.engine.traffic import count_bytes
 from lightning_sparse.grouping import DDP_BUCKET_MB, Messages, ParameterSize, bucket_numels, make_plan
 from lightning_sparse.memories import SecondMoment
 from lightning_sparse.tools.advisor.networks import between, farther, ring
+from lightning_sparse.tools.traffic import count_bytes
 from lightning_sparse.tuning.performance import GroupCost, Line, Network, Overlap, Plain, Profile, Traffic
 from lightning_sparse.tuning.unsuited import Unsuited
 
@@ -68,7 +68,7 @@ class Method:
     def between(self, known: int, ranks: int, network: Network, value_bytes: int = 4) -> Method:
         """Extrapolate the method to another number of ranks, on another network.
 
-        Messages are scaled by the counts of a dry run (:func:`~lightning_sparse.engine.traffic.count_bytes`); messages
+        Messages are scaled by the counts of a dry run (:func:`~lightning_sparse.tools.traffic.count_bytes`); messages
         that ``known`` ranks do not send are taken as counted. With thresholds, measured messages may be longer than at
         the density: a sum is at most as long as the group.
 

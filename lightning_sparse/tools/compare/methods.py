@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from lightning_sparse.core.registry import unknown
-from lightning_sparse.engine.traffic import count_bytes
 from lightning_sparse.exchanges import Exchange, PackedUnion
 from lightning_sparse.memories import Memory, MomentumCorrection
 from lightning_sparse.sparsifiers import (
@@ -32,12 +31,13 @@ from lightning_sparse.sparsifiers import (
     TopK,
     UnionTopK,
 )
+from lightning_sparse.tools.traffic import count_bytes
 
 
 class Method(NamedTuple):
     """A sparsifier with its exchange, and its traffic.
 
-    In a step, each rank sends the bytes that :func:`~lightning_sparse.engine.traffic.count_bytes` counts. If these are
+    In a step, each rank sends the bytes that :func:`~lightning_sparse.tools.traffic.count_bytes` counts. If these are
     only a bound, ``words`` holds a measured number instead: with k = density * numel, each of n ranks sends
     ``(n - 1) / n * (words(n) * k + header(n))`` words of 4 bytes, on the recorded gradients of the tasks and the
     synthetic stream, with 4 and 8 ranks, at densities 0.01 and 0.001. Bytes then agree within 15 percent, most within

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from lightning_sparse.core.checks import check_integer, plain
+from lightning_sparse.core.checks import check_integer
 from lightning_sparse.core.messages import Message, SendRecv
 from lightning_sparse.core.step import Context
+from lightning_sparse.density import check_density
+from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.network import drive_mirrored
 from lightning_sparse.engine.pipeline import init_group, reduce_group
-from lightning_sparse.methods.density import check_density
-from lightning_sparse.methods.exchanges import Exchange, as_exchange
-from lightning_sparse.methods.memory import Memory, NoMemory, as_memory
-from lightning_sparse.methods.sparsifiers import SPARSIFIERS, Sparsifier
+from lightning_sparse.exchanges import Exchange
+from lightning_sparse.memories import Memory, NoMemory
+from lightning_sparse.sparsifiers import Sparsifier
 
 META = torch.device("meta")
 
@@ -75,17 +76,16 @@ def count_bytes(
         >>> count_bytes("everything", 1000, world_size=4, density=0.01)
         Traffic(messages=(('all_reduce', 4000),), bytes_sent=6000.0)
     """
-    sparsifier = SPARSIFIERS.resolve(sparsifier)
-    memory = NoMemory() if memory is None else as_memory(memory)
     numel, world_size = check_integer(numel, "numel"), check_integer(world_size, "world_size")
-    density = plain(check_density(density))
-    exchange = as_exchange(exchange, sparsifier, memory)
+    chosen = SparsificationConfig(sparsifier=sparsifier, exchange=exchange, memory=memory or NoMemory())
+    methods: dict[str, Any] = {"memory": chosen.memory_in_use, "sparsifier": chosen.sparsifier}
+    density = check_density(density)
     grad = torch.empty(numel, dtype=dtype, device=META)
 
     def messages_of(rank: int) -> list[Message]:
         ctx = Context(0, density, rank, world_size)
-        state = init_group(numel, dtype, META, ctx, memory=memory, sparsifier=sparsifier)
-        steps = reduce_group(grad, state, ctx, memory=memory, sparsifier=sparsifier, exchange=exchange)
+        state = init_group(numel, dtype, META, ctx, **methods)
+        steps = reduce_group(grad, state, ctx, exchange=chosen.exchange_in_use, **methods)
         return drive_mirrored(steps, world_size)[1]
 
     ranks = [messages_of(0)]
