@@ -2,7 +2,7 @@
 
 Measured, on one thread of this machine: the CPU time of one rank's own work (accumulate, select, form messages, use the
 answers, settle), with all ranks side by side in this process as in `local_step.py`, between several numbers of ranks
-and for groups of two sizes. A straight line through the sizes (`lightning_sparse.tuning.performance.Line`) gives the
+and for groups of two sizes. A straight line through the sizes (`tuning.performance.cost.Line`) gives the
 time at `--numel` coordinates, and one through the bytes of the answers that a rank has to go through the time between
 more ranks than were measured. The union of what ranks picked is measured in the same steps.
 
@@ -45,8 +45,9 @@ import lightning_sparse as ls
 from lightning_sparse.tools.advisor.networks import between, ring
 from lightning_sparse.tools.style import INK, label_ends, look, panels, plain_numbers, save
 from lightning_sparse.tools.traffic import count_bytes
-from lightning_sparse.tuning.performance import GroupCost, Line, Network, Traffic
-from lightning_sparse.tuning.performance.cost import NOTHING
+from lightning_sparse.tuning.performance.cost import NOTHING, Line
+from lightning_sparse.tuning.performance.network import Network
+from lightning_sparse.tuning.performance.profile import GroupCost, Traffic
 
 LEFT_OUT = ("everything", "hard_threshold")  # dense, and one whose messages nothing bounds
 OTHER_WAYS = ("top_k+packed_union", "shared_top_k+packed_union")

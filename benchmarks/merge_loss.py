@@ -30,15 +30,9 @@ from rich.table import Table
 
 from lightning_sparse.methods.grouping import merge_below
 from lightning_sparse.tools.advisor.networks import ring
-from lightning_sparse.tuning.performance import (
-    CostModel,
-    Curve,
-    Line,
-    Network,
-    greedy_merge,
-    iteration_seconds,
-    optimal_merge,
-)
+from lightning_sparse.tuning.performance.cost import CostModel, Curve, Line
+from lightning_sparse.tuning.performance.merge import greedy_merge, iteration_seconds, optimal_merge
+from lightning_sparse.tuning.performance.network import Network
 
 RANKS, DENSITY, BACKWARD = 8, 0.001, 50e-3
 LINKS = {

@@ -455,14 +455,12 @@ class StrategyConfig(SparsificationConfig):  # type: ignore[misc]
 def _check_choice(name: str, given: Any, hint: Any) -> None:
     """Raise unless this is one of what a ``bool`` or a ``Literal`` allows; other types are for their own checks."""
     parts = (hint, *get_args(hint))
-    if int in parts:
-        return
     allowed: list[Any] = [one for part in parts if get_origin(part) is Literal for one in get_args(part)]
     allowed += [True, False] if bool in parts else []
     if allowed and type(None) in parts:
         allowed.append(None)
     words = [repr(option) for option in allowed]
-    if not allowed or repr(given) in words:
+    if not allowed or int in parts or repr(given) in words:
         return
     close = difflib.get_close_matches(repr(given), words, n=1)
     expected = " or ".join(words) if len(words) < 3 else f"one of {', '.join(words)}"

@@ -158,7 +158,6 @@ class Engine(EngineView):
 
     def _takes_steps_of(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return True if the engine takes Adam's steps for sparsified parameters, see :class:`.SecondMoment`."""
-        check_is_optimizer(optimizer)
         return self._binding.takes(optimizer)
 
     def clip_gradients(

@@ -265,7 +265,7 @@ def planner_of(engine: Engine | None) -> Planner | None:
 
 
 def profile_of(engine: Engine | None) -> dict[str, Any] | None:
-    """Return the measured :class:`~lightning_sparse.tuning.performance.Profile` for groups and densities, or None."""
+    """Return the measured :class:`.Profile` for groups and densities, or None."""
     planner = planner_of(engine)
     return None if planner is None else planner.saved
 

@@ -21,9 +21,8 @@ from lightning_sparse.integrations.callback import LocalGradients
 from lightning_sparse.methods.grouping import DDP_BUCKET_MB, ParameterSize, make_plan
 from lightning_sparse.methods.grouping.groupings import MIB
 from lightning_sparse.methods.sparsifiers import SPARSIFIERS, Sparsifier
-from lightning_sparse.tuning.performance import Network
 from lightning_sparse.tuning.performance.microbenchmark import Recorder, Sent
-from lightning_sparse.tuning.performance.network import measure_network
+from lightning_sparse.tuning.performance.network import Network, measure_network
 
 DENSE = "dense"
 """Name beside those of the sparsifiers, for DDP's traffic and its time on the network."""

@@ -173,7 +173,7 @@ class SparseTrainerMixin(SparseStrategy, ParallelStrategy):
 
     @property
     def profile(self) -> dict[str, Any] | None:
-        """The measured :class:`~lightning_sparse.tuning.performance.Profile`, for groups and densities; or None."""
+        """The measured :class:`.Profile`, for groups and densities; or None."""
         return profile_of(self.engine)
 
     def _count_steps_left_out(self, engine: Engine) -> None:

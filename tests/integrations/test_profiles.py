@@ -15,7 +15,8 @@ from torch import Tensor
 
 import lightning_sparse as ls
 from lightning_sparse.methods.grouping import Group
-from lightning_sparse.tuning.performance import Line, Profile
+from lightning_sparse.tuning.performance.cost import Line
+from lightning_sparse.tuning.performance.profile import Profile
 from tests.covering import by_default
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE, PACKAGES, flat, make_data, make_module, make_trainer

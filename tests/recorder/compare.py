@@ -47,12 +47,6 @@ ALLOWED = (
         "What was finite of it stays in the residuals and is sent later; before, nothing of it was kept.",
         since="skipped",
     ),
-    Allowed(
-        "digest of the settings",
-        "Headers hold a digest of all settings, of which nonfinite is gone.",
-        composition=r"MergeBelow.*float64.*regroup",
-        what=r"^message \d+ \(all_gather\)",
-    ),
 )
 """To be made shorter, not longer. Used differences are counted in the summary."""
 

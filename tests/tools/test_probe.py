@@ -14,7 +14,8 @@ import lightning_sparse_cli as cli
 from lightning_sparse.tools import probe
 from lightning_sparse.tools.advisor.networks import ring
 from lightning_sparse.tools.links import Link, Links
-from lightning_sparse.tuning.performance import NOTHING, GroupCost, Line, Traffic
+from lightning_sparse.tuning.performance.cost import NOTHING, Line
+from lightning_sparse.tuning.performance.profile import GroupCost, Traffic
 
 LATENCY, RATE = 1e-4, 1e9
 NETWORK = ring(4, LATENCY, RATE)

@@ -9,11 +9,4 @@ from lightning_sparse.methods.density.schedules import (
     count,
 )
 
-__all__ = [
-    "Constant",
-    "DensitySchedule",
-    "Warmup",
-    "as_schedule",
-    "check_density",
-    "count",
-]
+__all__ = ["Constant", "DensitySchedule", "Warmup", "as_schedule", "check_density", "count"]

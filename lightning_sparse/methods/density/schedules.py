@@ -86,7 +86,7 @@ class DensitySchedule(Settings, ABC):
 
         Args:
             plan: the groups (:class:`~lightning_sparse.methods.grouping.Group`) for :attr:`final`.
-            profile: a :class:`~lightning_sparse.tuning.performance.Profile`.
+            profile: a :class:`~lightning_sparse.tuning.performance.profile.Profile`.
         """
         return plan
 

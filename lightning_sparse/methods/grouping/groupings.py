@@ -72,7 +72,7 @@ class Grouping(Settings, ABC):
         """Cut a run of parameters after the first steps have been profiled; by :meth:`cut` unless overridden.
 
         Args:
-            profile: a :class:`~lightning_sparse.tuning.performance.Profile` of these parameters.
+            profile: a :class:`~lightning_sparse.tuning.performance.profile.Profile` of these parameters.
             density: at which they are exchanged.
             parameters: as for :meth:`cut`.
             bucket_cap_mb: size of DDP's buckets in MiB.

@@ -97,7 +97,7 @@ def make_plan(
         rules: which parameters stay dense, and which have densities of their own; None: the default ones, which keep
             small parameters dense, see :class:`~lightning_sparse.methods.grouping.Rules`.
         bucket_cap_mb: size of a bucket in MiB.
-        profile: a :class:`~lightning_sparse.tuning.performance.Profile` of these parameters, for groupings that use
+        profile: a :class:`.Profile` of these parameters, for groupings that use
         one.
         density: of groups without a density of their own, for groupings that use a profile.
         frozen: names of the model's other parameters, which patterns of the rules may mean, too.

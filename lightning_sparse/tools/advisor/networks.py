@@ -6,7 +6,8 @@ import math
 from dataclasses import replace
 
 from lightning_sparse.core.checks import check_integer, check_number, check_positive
-from lightning_sparse.tuning.performance import NOTHING, Line, Network
+from lightning_sparse.tuning.performance.cost import NOTHING, Line
+from lightning_sparse.tuning.performance.network import Network
 
 
 def ring(ranks: int, latency: float, bits_per_second: float) -> Network:

@@ -15,7 +15,9 @@ from lightning_sparse.grouping import DDP_BUCKET_MB, Messages, ParameterSize, bu
 from lightning_sparse.memories import SecondMoment
 from lightning_sparse.tools.advisor.networks import between, farther, ring
 from lightning_sparse.tools.traffic import count_bytes
-from lightning_sparse.tuning.performance import GroupCost, Line, Network, Overlap, Plain, Profile, Traffic
+from lightning_sparse.tuning.performance.cost import Line
+from lightning_sparse.tuning.performance.network import Network
+from lightning_sparse.tuning.performance.profile import GroupCost, Overlap, Plain, Profile, Traffic
 from lightning_sparse.tuning.unsuited import Unsuited
 
 TRIED = ("layer", "bucket", "merge_below", "model", "optimal_merge")

@@ -11,8 +11,8 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.skip import digest_of
 from lightning_sparse.methods.grouping import Group, Messages, ParameterSize, make_plan
-from lightning_sparse.tuning.performance import Profile, Profiler
-from lightning_sparse.tuning.performance.profiler import delivered_numels
+from lightning_sparse.tuning.performance.profile import Profile
+from lightning_sparse.tuning.performance.profiler import Profiler, delivered_numels
 
 LONGEST_TABLE = 40
 

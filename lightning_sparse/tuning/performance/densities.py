@@ -22,7 +22,7 @@ class HiddenDensity(DensitySchedule):
     """Each group has the largest density that hides behind the backward pass of the next group: LAGS-SGD.
 
     Until there is a profile, all groups have the floor. See
-    :func:`~lightning_sparse.tuning.performance.hidden_densities`. Most useful with ``grouping="layer"`` or
+    :func:`~lightning_sparse.tuning.performance.densities.hidden_densities`. Most useful with ``grouping="layer"`` or
     ``OptimalMerge()``, and only if exchanges overlap with backward (on CUDA, or with ``executor="thread"``): otherwise
     nothing hides, and every group keeps the floor. Messages of groups are sent separately, except with
     ``messages="step"``, with which nothing hides either.

@@ -51,7 +51,7 @@ def iteration_seconds(
     Example:
         Merging the first two layers saves a message, but the last exchange starts later.
 
-        >>> from lightning_sparse.tuning.performance import CostModel, Line
+        >>> from lightning_sparse.tuning.performance.cost import CostModel, Line
         >>> cost = CostModel(exchange=Line(alpha=3, beta=1))
         >>> [iteration_seconds(groups, [2, 1, 1], [1, 2, 3], cost) for groups in ([[0, 1], [2]], [[0], [1, 2]])]
         [13.0, 11.0]
@@ -97,7 +97,7 @@ def optimal_merge(numels: Sequence[int], backward_seconds: Sequence[float], cost
         ValueError: if there are no layers, lengths differ or a number is outside its range.
 
     Example:
-        >>> from lightning_sparse.tuning.performance import CostModel, Line
+        >>> from lightning_sparse.tuning.performance.cost import CostModel, Line
         >>> optimal_merge([2, 1, 1], [1, 2, 3], CostModel(exchange=Line(alpha=3, beta=1)))
         [[0], [1, 2]]
     """
@@ -152,7 +152,7 @@ def greedy_merge(numels: Sequence[int], backward_seconds: Sequence[float], cost:
         ValueError: if there are no layers, lengths differ or a number is outside its range.
 
     Example:
-        >>> from lightning_sparse.tuning.performance import CostModel, Line
+        >>> from lightning_sparse.tuning.performance.cost import CostModel, Line
         >>> greedy_merge([2, 1, 1], [1, 2, 3], CostModel(exchange=Line(alpha=3, beta=1)))
         [[0, 1], [2]]
 
@@ -200,7 +200,7 @@ class OptimalMerge(Grouping):
 
     The first steps run with all layers in one group, while backward is timed layer by layer. Then the collectives and
     the sparsifier are timed between the ranks, and layers are merged by these numbers, exactly
-    (:func:`~lightning_sparse.tuning.performance.optimal_merge`). Training continues with the new groups; no residual is
+    (:func:`optimal_merge`). Training continues with the new groups; no residual is
     lost. With ``messages="auto"``, the best groups with separate messages are compared with the best ones with joined
     messages, and the shorter predicted step decides. The profile is kept in Lightning's checkpoints, and a run that
     continues with the same model, settings and number of ranks uses it from the start.

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 import lightning_sparse as ls
 from lightning_sparse.methods.grouping import GROUPINGS, ParameterSize, Rules, as_rules, make_plan
 from lightning_sparse.tools.advisor.networks import ring
-from lightning_sparse.tuning.performance import GroupCost, LayerTime, Line, Profile
+from lightning_sparse.tuning.performance.cost import Line
+from lightning_sparse.tuning.performance.profile import GroupCost, LayerTime, Profile
 from tests.trainers import EVERYTHING_SPARSE
 
 MODEL = {

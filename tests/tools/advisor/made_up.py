@@ -8,7 +8,9 @@ from typing import Any
 
 from lightning_sparse.methods.grouping import ParameterSize
 from lightning_sparse.tools.advisor import Advice, Measured, Method, Prediction, Scenario
-from lightning_sparse.tuning.performance import GroupCost, LayerTime, Line, Network, Profile, Traffic
+from lightning_sparse.tuning.performance.cost import Line
+from lightning_sparse.tuning.performance.network import Network
+from lightning_sparse.tuning.performance.profile import GroupCost, LayerTime, Profile, Traffic
 
 NOTHING = Line(0.0, 0.0)
 HERE = Scenario(2, None)

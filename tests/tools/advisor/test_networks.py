@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sparse.tools.advisor.networks import between, farther, ring
-from lightning_sparse.tuning.performance import Line, Network
+from lightning_sparse.tuning.performance.cost import Line
+from lightning_sparse.tuning.performance.network import Network
 
 seconds = st.floats(0, 1e3)
 NETWORK = Network(all_reduce=Line(100, 1), all_gather=Line(10_000, 3))

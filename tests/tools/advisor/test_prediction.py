@@ -35,7 +35,9 @@ from lightning_sparse.tools.advisor.prediction import (
     winner,
 )
 from lightning_sparse.tools.advisor.run import rules_of
-from lightning_sparse.tuning.performance import Curve, GroupCost, LayerTime, Line, Network, Profile, Traffic
+from lightning_sparse.tuning.performance.cost import Curve, Line
+from lightning_sparse.tuning.performance.network import Network
+from lightning_sparse.tuning.performance.profile import GroupCost, LayerTime, Profile, Traffic
 from tests.covering import by_default, in_one_test
 from tests.reference.merging import groupings
 from tests.reference.steps import simulated_step

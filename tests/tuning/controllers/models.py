@@ -14,7 +14,9 @@ import lightning_sparse as ls
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.tools.advisor.networks import ring
-from lightning_sparse.tuning.performance import GroupCost, Line, Network
+from lightning_sparse.tuning.performance.cost import Line
+from lightning_sparse.tuning.performance.network import Network
+from lightning_sparse.tuning.performance.profile import GroupCost
 from tests.trainers import EVERYTHING_SPARSE
 
 

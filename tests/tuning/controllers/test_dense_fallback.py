@@ -21,7 +21,7 @@ from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.methods.grouping import Group, ParameterSize, make_plan
 from lightning_sparse.tuning.controllers import DenseFallback
 from lightning_sparse.tuning.controllers import dense_fallback as module
-from lightning_sparse.tuning.performance import Line
+from lightning_sparse.tuning.performance.cost import Line
 from tests.covering import by_default, covering
 from tests.integrations.test_fabric import FABRICS, SPARSE, Run, close
 from tests.ranks import Ranks

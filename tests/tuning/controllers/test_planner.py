@@ -23,7 +23,9 @@ from lightning_sparse.api.attach import sizes_of
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.methods.grouping import Cut, Group, ParameterSize, make_plan
 from lightning_sparse.tuning.controllers import Planner
-from lightning_sparse.tuning.performance import Line, Profile, hidden_densities
+from lightning_sparse.tuning.performance.cost import Line
+from lightning_sparse.tuning.performance.densities import hidden_densities
+from lightning_sparse.tuning.performance.profile import Profile
 from lightning_sparse.tuning.performance.profiler import overlap_of
 from tests.covering import by_default
 from tests.ranks import Ranks

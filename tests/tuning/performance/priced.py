@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sparse.tuning.performance import Line
+from lightning_sparse.tuning.performance.cost import Line
 
 
 def set_clock(patch: pytest.MonkeyPatch, now: Callable[[], float]) -> None:

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sparse.tools.advisor.networks import ring
-from lightning_sparse.tuning.performance import CostModel, Curve, Line, Network
+from lightning_sparse.tuning.performance.cost import CostModel, Curve, Line
+from lightning_sparse.tuning.performance.network import Network
 
 seconds = st.floats(0, 1e3)
 NETWORK = Network(all_reduce=Line(100, 1), all_gather=Line(10_000, 3))

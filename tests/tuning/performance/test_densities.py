@@ -12,14 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sparse.tools.advisor.networks import ring
-from lightning_sparse.tuning.performance import (
-    GroupCost,
-    LayerTime,
-    Line,
-    Profile,
-    hidden_densities,
-)
-from lightning_sparse.tuning.performance.cost import Timeline
+from lightning_sparse.tuning.performance.cost import Line, Timeline
+from lightning_sparse.tuning.performance.densities import hidden_densities
+from lightning_sparse.tuning.performance.profile import GroupCost, LayerTime, Profile
 
 SCAN = 500
 FLOOR, CAP = 0.001, 0.5

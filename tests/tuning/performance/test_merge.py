@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sparse.methods.grouping import merge_below
-from lightning_sparse.tuning.performance import CostModel, Line, greedy_merge, iteration_seconds, optimal_merge
+from lightning_sparse.tuning.performance.cost import CostModel, Line
+from lightning_sparse.tuning.performance.merge import greedy_merge, iteration_seconds, optimal_merge
 from tests.reference.merging import Seconds, algorithm_1, groupings, pareto_seconds, simulated_seconds
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lightning_sparse.engine.network import TorchCollective
-from lightning_sparse.tuning.performance import NOTHING, Line, Network
-from lightning_sparse.tuning.performance.network import measure_network
+from lightning_sparse.tuning.performance.cost import NOTHING, Line
+from lightning_sparse.tuning.performance.network import Network, measure_network
 from tests.ranks import Ranks
 from tests.tuning.performance.priced import Priced
 

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from lightning_sparse.methods.grouping import Group, MergeBelow, ParameterSize, make_plan
 from lightning_sparse.methods.grouping.groupings import DDP_BUCKET_MB
 from lightning_sparse.tools.advisor.networks import ring
-from lightning_sparse.tuning.performance import GroupCost, LayerTime, Line, OptimalMerge, Profile
+from lightning_sparse.tuning.performance.cost import Line
+from lightning_sparse.tuning.performance.merge import OptimalMerge
+from lightning_sparse.tuning.performance.profile import GroupCost, LayerTime, Profile
 from tests.methods.grouping.test_plan import MODEL, cut, names, sizes
 from tests.trainers import EVERYTHING_SPARSE
 

@@ -17,17 +17,10 @@ from hypothesis import strategies as st
 
 from lightning_sparse.methods.grouping import ParameterSize, make_plan
 from lightning_sparse.tools.advisor.networks import ring
-from lightning_sparse.tuning.performance import (
-    GroupCost,
-    LayerTime,
-    Line,
-    Network,
-    OptimalMerge,
-    Profile,
-    Traffic,
-    greedy_merge,
-    optimal_merge,
-)
+from lightning_sparse.tuning.performance.cost import Line
+from lightning_sparse.tuning.performance.merge import OptimalMerge, greedy_merge, optimal_merge
+from lightning_sparse.tuning.performance.network import Network
+from lightning_sparse.tuning.performance.profile import GroupCost, LayerTime, Profile, Traffic
 from tests.reference.merging import groupings, simulated_seconds
 from tests.trainers import EVERYTHING_SPARSE
 
