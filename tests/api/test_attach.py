@@ -117,7 +117,6 @@ def told_of_wrong_arguments() -> list[str]:
         "optimizer": (
             engine.ignore_skipped,
             engine.drop_skipped,
-            engine._takes_steps_of,
             partial(engine.clip_gradients, 1.0, "norm"),
         ),
         "observer": (engine.add_observer,),
