@@ -132,7 +132,7 @@ def told_of_wrong_arguments() -> list[str]:
 
 
 def test_engines_refuse_what_cannot_be_an_argument(two_ranks: Ranks) -> None:
-    assert [len(said) for said in two_ranks(told_of_wrong_arguments)] == [6, 6]
+    assert [len(said) for said in two_ranks(told_of_wrong_arguments)] == [5, 5]
 
 
 def told_of_strict_resume() -> str:

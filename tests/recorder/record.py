@@ -110,8 +110,8 @@ def steps_of(one: dict[str, str], steps: int = 20) -> Recording:
     picks: list[list[Any]] = [[] for _ in range(n)]
 
     def attach(ddp: Any, optimizer: Any, scaler: Any) -> Any:
-        engine = ls.attach(ddp, **keywords(one), scaler=scaler)
         inside.pin_digest()
+        engine = ls.attach(ddp, **keywords(one), scaler=scaler)
         engine.bind([optimizer])
         if one["also"] in ("norm", "value"):
             engine.clip_gradients(3.0, one["also"])
