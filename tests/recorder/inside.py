@@ -108,7 +108,7 @@ def indices_of(picks: Any) -> Any:
 
 def member(engine: Any, name: str) -> Any:
     """Return a member of the engine by its present name."""
-    earlier = {"ignore_skipped": "skip_void", "skipped": "void"}
+    earlier = {"ignore_skipped": "skip_void", "skipped": "void", "_flush_next_step": "flush_next_step"}
     return getattr(engine, name if hasattr(engine, name) else earlier[name])
 
 

@@ -124,9 +124,10 @@ class Group(dist.ProcessGroup):
     def group_name(self) -> str:
         return self.name
 
-    def _meet(self, kind: str, x: Tensor) -> list[Tensor]:
+    def _meet(self, kind: str, x: Tensor, noted: bool = True) -> list[Tensor]:
         brought = x.detach().clone()
-        self.threads.sent[self.rank_here].append((kind, brought))
+        if noted:
+            self.threads.sent[self.rank_here].append((kind, brought))
         rows = self.meeting.exchange(self.rank_here, (kind, brought))
         asked = {(kind, tuple(row.shape), row.dtype) for kind, row in rows}
         assert len(asked) == 1, f"ranks ask for different things: {asked}"
@@ -142,7 +143,8 @@ class Group(dist.ProcessGroup):
         return _done(tensors)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
-        for out, row in zip(outputs[0], self._meet("all_gather", inputs[0]), strict=True):
+        """Of ``all_gather_object`` alone: facts that ranks compare, and not what a step sends."""
+        for out, row in zip(outputs[0], self._meet("all_gather of objects", inputs[0], noted=False), strict=True):
             out.detach().copy_(row)
         return _done(outputs)
 

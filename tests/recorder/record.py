@@ -149,7 +149,7 @@ def steps_of(one: dict[str, str], steps: int = 20) -> Recording:
             threads.sent[rank].clear()  # what is sent when an engine is attached has random numbers in it
             picks[rank].clear()
             if event == "flush":
-                engine._flush_next_step()
+                inside.member(engine, "_flush_next_step")()
             optimizer.zero_grad()
             parts = 2 if also == "accumulate" else 1
             for part in range(parts):
