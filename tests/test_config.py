@@ -245,6 +245,7 @@ def test_a_new_setting_is_one_field(copy_with_a_field: Path) -> None:
     assert "A setting that nobody uses." in done.stdout  # in the command line's help
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_type_checkers_know_a_new_setting(copy_with_a_field: Path) -> None:
     pytest.importorskip("mypy", reason="mypy is not installed")

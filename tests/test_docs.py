@@ -57,6 +57,7 @@ def test_programs_run(page: str, tmp_path: Path) -> None:
         assert process.exitcode == 0, log.read_text()
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", by_default(["docs/quickstart.md", "README.md"]))
 def test_first_programs_train_on_two_processes_or_say_that_they_do_not(page: str, tmp_path: Path) -> None:

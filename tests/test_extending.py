@@ -56,6 +56,7 @@ def test_the_page_touches_what_it_promises() -> None:
     assert {part: {change.path for change in those} for part, those in changes().items() if those} == TOUCHED
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.usefixtures("not_launched")
 @pytest.mark.parametrize("tests", by_default([pytest.param(TESTS, id="some"), pytest.param(MORE, id="all")]))

@@ -44,6 +44,7 @@ KINDS = list({name.rstrip("-0123456789"): name for name in reversed(ALL)}.values
 """Of each method one."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("names", by_default([pytest.param(KINDS, id="kinds"), pytest.param(ALL, id="all")]))
 def test_one_text_runs_simulated_and_between_processes(two_ranks: Ranks, names: list[str]) -> None:
     simulated = small.simulated(names, 2)

@@ -99,6 +99,7 @@ def test_times_are_steps_times_what_a_step_takes(made_up: Results) -> None:
     assert seconds == pytest.approx(25 * (0.1 + 12.5 / 25 * 8 / 50))
 
 
+@pytest.mark.thorough
 def test_figures_are_drawn(made_up: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "SHORT", ("small",))
     report.draw(made_up, tmp_path / "figures")

@@ -103,6 +103,7 @@ def costs(dtype: torch.dtype, grouping: str | None, adam: bool = False, profiled
     return Cost(attached, (told, engine.memory_bytes / NUMEL), after, peak)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("grouping", "dtype"),
     by_default(covering(in_turns(["bucket", "model"], [torch.float32, torch.bfloat16]), together=1)),
@@ -152,6 +153,7 @@ def around_a_step() -> tuple[float, float]:
     return before, after
 
 
+@pytest.mark.thorough
 def test_averages_that_have_been_applied_are_given_free(two_ranks: Ranks) -> None:
     for before, after in two_ranks(around_a_step):
         assert before - after == pytest.approx(4, abs=0.3)

@@ -172,6 +172,7 @@ MEMORIES: list[ls.memories.Memory] = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("memory", "dtype"),
     by_default(covering(in_turns(MEMORIES, [torch.float32, torch.bfloat16, torch.float64]), together=1), 4),
@@ -198,6 +199,7 @@ def remembering(dtype: torch.dtype, options: dict[str, Any]) -> list[Tensor]:
     return [*(p.detach().clone() for p in ddp.parameters()), *vectors]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("exchange", ["gather_pairs", "reduce_union", "packed_union", "tree", "balanced"])
 def test_exchanges_that_travel_together_bring_the_same_bits(three_ranks: Ranks, exchange: str) -> None:
     """Integers that are summed, and floats that each rank adds up by itself; other sums may differ in the last bits."""

@@ -156,6 +156,7 @@ def test_accordion_compares_norms_with_the_one_before(
     assert callback.changes(None, now) and callback.changes(1.0, now) == critical
 
 
+@pytest.mark.thorough
 def test_plain_ddp_on_two_nodes(tmp_path: Path) -> None:
     output = run(["bash", str(EXAMPLES / "two_nodes.sh"), "--fast"], tmp_path, PYTHON=warm_python())
     lines = [line for line in output.splitlines() if line.startswith("step")]
@@ -251,6 +252,7 @@ def test_slurm_script(tmp_path: Path) -> None:
     assert {"--requeue", "--signal=SIGUSR1@90", "--nodes=2", "--ntasks-per-node=4"} <= set(asked)
 
 
+@pytest.mark.thorough
 def test_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for needed in ("nbclient", "ipykernel"):
         pytest.importorskip(needed, reason=f"{needed} is not installed")

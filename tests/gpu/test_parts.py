@@ -197,6 +197,7 @@ def test_whole_trainings_are_measured_as_one_of_many_ranks(
     assert set(ranks) == {8}
 
 
+@pytest.mark.thorough
 def test_tests_that_do_not_end_leave_what_they_have_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "tests").mkdir()
     program = "import time, pytest\npytestmark = pytest.mark.gpu\ndef test_a(): pass\ndef test_b(): time.sleep(60)\n"

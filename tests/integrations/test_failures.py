@@ -307,6 +307,7 @@ def test_a_rank_with_fewer_batches_does_not_let_the_others_wait_for_their_timeou
         assert "Where no rank has failed, ranks had different numbers of batches." in run.said(rank)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.usefixtures("not_launched")
 def test_torchrun_starts_again_from_the_last_checkpoint(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ print("RESULT", trainer.global_rank, trainer.world_size, engine.step, total, flu
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.usefixtures("not_launched")
 def test_two_nodes_under_torchrun(tmp_path: Path) -> None:

@@ -108,6 +108,7 @@ def test_files_beside_a_csv_hold_all_that_it_cannot(two_ranks: Ranks, tmp_path: 
     assert (folder / "sparse" / "warnings.txt").read_text() == "sparse_ddp at step 2: the residual grows.\n"
 
 
+@pytest.mark.thorough
 def test_tensorboard_shows_texts_histograms_and_figures(two_ranks: Ranks, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
     two_ranks(train, str(tmp_path), ["tensorboard"])

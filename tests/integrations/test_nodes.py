@@ -73,6 +73,7 @@ def two_trainings(path: Path) -> list[Any]:
     return with_callbacks(path, module_of("pytorch_lightning", "momentum"), strategies)
 
 
+@pytest.mark.thorough
 def test_callbacks_see_nodes_and_a_second_trainer_trains_on(four_ranks: Ranks, tmp_path: Path) -> None:
     check_callbacks(four_ranks, two_trainings, tmp_path)
 

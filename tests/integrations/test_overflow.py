@@ -376,6 +376,7 @@ SOME = [0, 1, 2, 4, 8]
 """One of each kind of memory; what is inside another one is remembered as by itself."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("executor", "seed", "numbers"),
     by_default(

@@ -83,6 +83,7 @@ def test_a_resumed_run_starts_with_the_groups_that_the_first_one_found(
         assert found["profile"]["fingerprint"] != kept["fingerprint"]
 
 
+@pytest.mark.thorough
 def test_checkpoints_without_a_profile_stay_as_they_are(two_ranks: Ranks, tmp_path: Path) -> None:
     path = str(tmp_path / "plain.ckpt")
     for found in two_ranks(fit, "pytorch_lightning", {"sparsifier": "top_k"}, 1, None, path):
@@ -135,6 +136,7 @@ def fit_ddp(package: str) -> Tensor:
     return flat(module)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("package", by_default(PACKAGES))
 def test_groups_and_modes_that_change_train_like_ddp_at_full_density(two_ranks: Ranks, package: str) -> None:
     plain = two_ranks(fit_ddp, package)

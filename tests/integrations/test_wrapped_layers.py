@@ -77,6 +77,7 @@ def train_all_ways(rule: Any) -> list[dict[str, Any]]:
         return ends + [train("plain", rule, train(kind, rule)) for kind in ("compiled", "both")]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", by_default([torch.optim.AdamW, torch.optim.SGD]))
 def test_a_run_goes_on_with_layers_wrapped_otherwise(two_ranks: Ranks, rule: Any) -> None:
     for plain, *others in two_ranks(train_all_ways, rule):

@@ -155,6 +155,7 @@ def test_scores_of_narrow_gradients_are_let_go_before_messages() -> None:
         assert not grad.rooms
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", by_default([torch.float64, torch.bfloat16]))
 def test_a_default_dtype_changes_nothing(dtype: torch.dtype) -> None:
     before = torch.get_default_dtype()
@@ -170,6 +171,7 @@ def test_a_default_dtype_changes_nothing(dtype: torch.dtype) -> None:
         assert ("hand_over_", torch.float32, False, torch.device("cpu")) in chosen._tried
 
 
+@pytest.mark.thorough
 def test_what_reads_parameters_is_rehearsed_too() -> None:
     with in_triton() as chosen, ExactRoots():
         memory = ls.memories.WeightDecay(0.1)

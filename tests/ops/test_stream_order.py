@@ -70,6 +70,7 @@ def train(optimizer: Callable[..., torch.optim.Optimizer], biases: bool = True, 
     assert engine.skipped_steps == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("optimizer", "messages"),

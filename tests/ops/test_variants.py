@@ -231,7 +231,7 @@ def test_one_pass_forms_second_moments_and_scores(
             scores = given if in_place else torch.empty_like(residual)
             sums, squares = residual.clone(), now.clone()
             found, finite = host.weigh(sums, squares, scores, lie, by, bound)
-            for ours, theirs in ((sums, acc), (squares, second), (scores[fits], score[fits])):
+            for ours, theirs in ((sums, acc), (squares, second), (scores[torch.from_numpy(fits)], score[fits])):
                 np.testing.assert_array_equal(ours.numpy(), theirs, err_msg=kernel)
             assert in_place or not given.any(), kernel
             assert finite == bool(fits.all()), kernel

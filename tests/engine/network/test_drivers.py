@@ -146,6 +146,7 @@ def both_ways(names: list[str]) -> dict[str, tuple[Any, Any, list[Calls], Calls]
     return found
 
 
+@pytest.mark.thorough
 def test_between_two_real_ranks_groups_end_the_same_bit_for_bit_with_fewer_collectives(two_ranks: Ranks) -> None:
     names = [name for name, (case, exchange) in zip(PAIR_NAMES, PAIRS, strict=True) if is_natural(case, exchange)]
     results = two_ranks(both_ways, [*names, "mixed"])

@@ -97,6 +97,7 @@ CHANGES: dict[str, tuple[Any, float]] = {
 }
 
 
+@pytest.mark.thorough
 def test_masks_strides_and_large_divisors_make_no_step_longer(two_ranks: Ranks) -> None:
     for found in two_ranks(moved):
         largest, plain = found.pop("nothing")

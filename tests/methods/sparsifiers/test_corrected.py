@@ -307,6 +307,7 @@ def test_blocks_are_multiples_of_32_where_the_group_is_large_enough(
     assert ls.sparsifiers.ExDyna(num_blocks=num_blocks).layout(numel, n) == (size, blocks)
 
 
+@pytest.mark.thorough
 def test_layered_gradients_end_balanced_and_with_fixed_ranges_they_do_not() -> None:
     # The scale rises threefold along the group. With 80 picks a rank, chance alone gives a ratio of about 1.1.
     scale = torch.linspace(0.5, 1.5, 16_000)

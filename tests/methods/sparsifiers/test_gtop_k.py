@@ -79,6 +79,7 @@ def test_what_one_branch_drops_and_another_keeps_is_not_lost() -> None:
     assert steps[0].residual_norm.tolist() == [pytest.approx(34**0.5), 0, 1, 0]  # 3 and 5 on rank 0
 
 
+@pytest.mark.thorough
 def test_averages_over_time_are_those_of_the_gradients() -> None:
     # With a constant gradient everything is sent in the end: what is kept back stays bounded.
     rows = torch.randn(3, 100, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -91,6 +91,7 @@ def test_no_generator_is_read_or_moved() -> None:
     assert picks(1000, 0.1) == first
 
 
+@pytest.mark.thorough
 def test_every_coordinate_is_picked_equally_often() -> None:
     # 7 of 30: strata of 4 and 5, which would favour the short ones if the draw did not move around the group.
     numel, steps = 30, 6_000
@@ -114,6 +115,7 @@ def test_picks_are_spread_over_the_group(numel: int) -> None:
         assert gaps.max() < 2 * -(-numel // len(drawn))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "values", by_default([np.arange(120.0), np.arange(120.0) % 2, np.arange(120) // 5 % 2 * 1.0], 1)
 )

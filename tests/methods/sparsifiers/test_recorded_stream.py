@@ -38,6 +38,7 @@ def test_the_recorded_stream_is_one_whose_scale_moves() -> None:
     assert max(norms) > 3 * min(norms)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("sparsifier", "name", "density"),
     by_default(
@@ -64,6 +65,7 @@ def test_sidco_picks_about_as_many_as_it_should(
     assert high < 1.4
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("method", "density"),
     by_default(covering(in_turns([ls.sparsifiers.ExDyna, ls.sparsifiers.MiCRO], [0.001, 0.01]), together=1)),

@@ -145,6 +145,7 @@ def test_picks_are_those_of_the_rule(n: int, numel: int, density: float) -> None
         assert step.indices.tolist() == union
 
 
+@pytest.mark.thorough
 def test_fewer_spare_picks_are_named_where_ranks_do_not_meet() -> None:
     steps = list(ls.simulate(alike(130, 8, 20_000, 0.0), sparsifier="union_top_k", density=0.01))
     assert {int(step.counts.sum()) for step in steps[:64]} == {400}  # before anything is known

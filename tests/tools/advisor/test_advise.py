@@ -364,6 +364,7 @@ def advise_on_two(package: str) -> tuple[list[Any], str, bool, str]:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("package", by_default(PACKAGES))
 def test_all_ranks_are_given_the_same_advice(two_ranks: Ranks, package: str) -> None:
     (first, verdict, put_back, overlap), other = two_ranks(advise_on_two, package)

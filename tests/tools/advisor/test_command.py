@@ -185,6 +185,7 @@ class Napping(pl.LightningModule):
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("not_launched")

@@ -15,6 +15,7 @@ pytest.importorskip("wandb_workspaces", reason="wandb-workspaces is not installe
 pytestmark = pytest.mark.filterwarnings("ignore:Pydantic V1 style:DeprecationWarning")  # in wandb-workspaces
 
 
+@pytest.mark.thorough
 def test_the_specification_is_a_workspace_with_the_papers_figures(tmp_path: Path) -> None:
     from wandb_workspaces.workspaces import Workspace, internal
 

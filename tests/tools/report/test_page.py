@@ -115,6 +115,7 @@ def test_many_runs_are_told_apart_by_one_list(tmp_path: Path) -> None:
     assert len({part.split("/>")[0] for part in body.split("stroke=")[1 : MANY + 1]}) == MANY
 
 
+@pytest.mark.thorough
 def test_figures_as_files(few: list[Run], tmp_path: Path) -> None:
     names = (
         "train/loss",
@@ -137,6 +138,7 @@ def test_figures_as_files(few: list[Run], tmp_path: Path) -> None:
     assert ">top_k</text>" in loss and ">union_top_k</text>" in loss
 
 
+@pytest.mark.thorough
 def test_names_in_figures_are_texts_and_files_do_not_collide(tmp_path: Path) -> None:
     names = ["val/loss", "val_loss", "VAL/LOSS", "$x_1$ loss", r"$\frac{1$ loss", "损失 acc", "x" * 400, "?", "$"]
     for folder in "ab":

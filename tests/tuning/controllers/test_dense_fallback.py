@@ -233,6 +233,7 @@ def with_naps(sparsifier: Any, dense_nap: float) -> tuple[list[str], list[bool],
     return modes, direct, seconds, flat(model)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("slow", "wins"), [("sparse", "dense"), ("dense", "sparse")])
 def test_what_is_slow_by_the_real_clock_is_left(two_ranks: Ranks, slow: str, wins: str) -> None:
     first, second = two_ranks(with_naps, *((Slow(), 0.0) if slow == "sparse" else ("top_k", NAP)))
@@ -459,6 +460,7 @@ def test_a_bad_number_in_the_first_dense_step_leaves_the_residual_to_the_next(tw
             torch.testing.assert_close(held, missing, rtol=0, atol=1e-13)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("memory", [ls.memories.MomentumCorrection(0.5), ls.memories.AdamCorrection(0.5)], ids=repr)
 def test_memories_with_momentum_never_leave_ddp_alone(two_ranks: Ranks, memory: ls.memories.Memory) -> None:
     # Everything is sent, so that momenta alone decide: without a loss of them, modes do not matter.

@@ -196,6 +196,7 @@ def test_a_parameter_that_gets_nothing_is_noticed(two_ranks: Ranks, sparsifier: 
     assert "densities={'b': ...}" in message
 
 
+@pytest.mark.thorough
 def test_a_parameter_whose_turn_comes_late_is_left_alone(two_ranks: Ranks) -> None:
     for options in (
         {"grouping": "layer"},
@@ -575,6 +576,7 @@ def growing_early(factor: float, steps: int) -> list[str]:
     return watched(options, (50, 1.0), (steps - 50, factor))
 
 
+@pytest.mark.thorough
 def test_a_short_training_is_judged_while_residuals_fill(two_ranks: Ranks) -> None:
     message = one_warning(two_ranks(growing_early, 1e9, 105))
     assert "at step 100: the residuals of all groups together have the norm" in message  # looks at 60, 90, 100
@@ -652,6 +654,7 @@ def trained(optimizer: str, density: float, zero: bool, number: int) -> tuple[li
     return [str(w.message) for w in seen if "residual" in str(w.message)], losses[0], losses[-1]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "density", "zero", "steps"),

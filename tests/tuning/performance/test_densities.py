@@ -130,6 +130,7 @@ def test_late_exchanges_delay_the_next_ones() -> None:
     assert hidden_densities(timeline, replace(profile, messages="step"), 0.1, 1.0) == [0.1] * 4
 
 
+@pytest.mark.thorough
 def test_what_hides_exactly_at_the_floor_does_not_fall_below_it() -> None:
     for floor in (i / 1000 for i in range(1, 400)):
         costs = [GroupCost(d, Line(0, 0), Line(0, 0), Line(d, 0)) for d in (1e-4, 1.0)]

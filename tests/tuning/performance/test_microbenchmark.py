@@ -78,6 +78,7 @@ SOME = ["top_k", "union_top_k", "clt_k", "gtop_k", "ok_top_k", "micro"]
 """With all operations of the network, counts that are exact and others, and a question before picks."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("ranks", "names"),
     by_default([("three_ranks", SOME), ("three_ranks", list(SPARSIFIERS)), ("two_ranks", list(SPARSIFIERS))]),

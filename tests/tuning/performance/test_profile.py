@@ -69,6 +69,7 @@ def merge(measured: Profile, density: float, rule: Any = "optimal") -> list[list
     return [[places[p.name] for p in group.parameters] for group in plan]
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=40)
 @given(measured=profiles)
 def test_a_profile_survives_a_file(measured: Profile) -> None:
