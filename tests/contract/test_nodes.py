@@ -68,7 +68,7 @@ CELLS = [
 """Each sparsifier with each exchange, and with each memory."""
 
 
-@pytest.mark.parametrize(("case", "exchange", "memory"), by_default(covering(CELLS, together=1), 12))
+@pytest.mark.parametrize(("case", "exchange", "memory"), by_default(covering(CELLS, together=1), 6))
 def test_parts_are_exchanged_as_simulated(
     four_ranks: Ranks, case: Case, exchange: str, memory: ls.memories.Memory
 ) -> None:

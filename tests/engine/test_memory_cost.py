@@ -126,6 +126,7 @@ def test_what_a_residual_costs_beside_model_gradients_and_optimizer(
     assert sparse.peak - plain.peak <= 2 + 0.5
 
 
+@pytest.mark.thorough
 def test_adamw_costs_hardly_more_than_behind_ddp(two_ranks: Ranks) -> None:
     """Its own two moments are not made; the residual and a second moment take their place."""
     two_ranks(costs, torch.float32, "bucket", True, False)

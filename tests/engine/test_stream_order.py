@@ -263,7 +263,7 @@ RUNS: list[Callable[[], None]] = [
 
 
 @pytest.mark.filterwarnings("ignore:Nothing is sparsified")
-@pytest.mark.parametrize("run", by_default(RUNS, 14), ids=lambda run: run.__name__)
+@pytest.mark.parametrize("run", by_default(RUNS, 8), ids=lambda run: run.__name__)
 def test_streams_wait_for_each_other_and_memory_is_not_given_back_in_use(
     streams: Streams, run: Callable[[], None]
 ) -> None:

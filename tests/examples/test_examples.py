@@ -63,6 +63,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"wikitext2": folder / "text", "cifar10": folder / "images"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("script", "source", "smaller", "result", "sparsifier"),
     by_default(

@@ -103,7 +103,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("case", "package"), by_default(covering(in_turns(CASES, PACKAGES), together=1), 6))
+@pytest.mark.parametrize(("case", "package"), by_default(covering(in_turns(CASES, PACKAGES), together=1), 4))
 def test_callbacks_and_overrides_do_what_they_do_with_ddp(
     two_ranks: Ranks, package: str, case: str, tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ import yaml
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
+from tests.covering import by_default
 from tests.trainers import INTEGRATIONS, PACKAGES
 
 PUBLISHED: dict[str, Any] = yaml.safe_load(
@@ -53,7 +54,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["train.py"])
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", by_default(PACKAGES))
 def test_a_saved_ddp_strategy_becomes_ours_by_its_class_path(package: str, tmp_path: Path) -> None:
     ours = f"lightning_sparse.integrations.{INTEGRATIONS[package][0]}.SparseDDPStrategy"
     _, saved = strategy_from(package, tmp_path, f"{package}.strategies.DDPStrategy", {})

@@ -50,7 +50,8 @@ RESIDUAL, ADAM = ls.memories.Residual(), ls.memories.SecondMoment(1 - 2**-10)
     ("n", "numel", "density", "dtype", "scaled", "memory"),
     by_default(
         [
-            (2, (100, 70), 0.05, torch.float32, False, RESIDUAL),  # groups that travel together
+            # Groups that travel together.
+            pytest.param(2, (100, 70), 0.05, torch.float32, False, RESIDUAL, marks=thorough),
             pytest.param(2, (300, 170), 0.05, torch.float32, False, RESIDUAL, marks=thorough),
             (2, (100, 71), 0.05, torch.float32, False, ADAM),
             pytest.param(2, (200, 171), 0.05, torch.float32, False, ADAM, marks=thorough),
@@ -93,7 +94,7 @@ def test_the_whole_step_equals_that_of_torch(
             torch.testing.assert_close(one, other, rtol=sums, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("trouble", ["compiler", "difference"])
+@pytest.mark.parametrize("trouble", by_default(["difference", "compiler"]))
 def test_where_kernels_do_not_work_training_goes_on_in_torch(trouble: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with static_path(), ExactRoots(), first_of_equal():
         expected = walk(2, 300, 0.1, torch.float32, False)
@@ -130,8 +131,7 @@ def test_where_kernels_do_not_work_training_goes_on_in_torch(trouble: str, monke
             ("union_top_k", ls.memories.ClipByNorm(1.0, ADAM)),
             ("top_k", ADAM),
             ("shared_top_k", RESIDUAL),
-        ],
-        2,
+        ]
     ),
 )
 def test_other_parts_use_the_kernels_that_fit(sparsifier: str, memory: ls.memories.Memory) -> None:

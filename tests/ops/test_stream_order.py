@@ -102,6 +102,7 @@ def test_a_kernel_that_does_not_wait_is_noticed(kernels: Streams, monkeypatch: p
     assert any(finding.split()[0] in names for finding in kernels.findings)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("memory", "prepared"), by_default([(None, "follow"), ("second_moment", "attach")]))
 def test_kernels_are_compiled_before_the_first_step_with_a_line_that_says_so(
     kernels: Streams, memory: str | None, prepared: str

@@ -13,7 +13,7 @@ from lightning_sparse.core.step import Candidates, Context, Selection
 from lightning_sparse.methods.exchanges import packed_union
 from lightning_sparse.ops import choose, host, on_device, pad, reference
 from lightning_sparse.ops.form import Form, Lanes
-from tests.covering import covering
+from tests.covering import by_default, covering
 from tests.ops.interpreted import in_triton, interpret
 from tests.ops.test_variants import bits, values
 from tests.static_path import static_path
@@ -253,7 +253,7 @@ def test_flags_decide_on_the_device(flag: bool) -> None:
         assert chosen.trouble is None
 
 
-@pytest.mark.parametrize("kind", ["wide", "zeros", "nan"])
+@pytest.mark.parametrize("kind", by_default(["wide", "nan", "zeros"], 2))
 @pytest.mark.parametrize(
     ("slots", "bits"),
     [(1, 12), (9, 16), (60, 8), *(pytest.param(600, bits, marks=thorough) for bits in (8, 12, 16, 20))],

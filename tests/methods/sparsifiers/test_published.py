@@ -51,7 +51,7 @@ RUNS: dict[str, tuple[ls.sparsifiers.Sparsifier, Callable[[Iterator[np.ndarray]]
     by_default(
         [
             *covering(
-                itertools.product(["exdyna", "micro"], [4, 2], ["layered", "flat"], [np.float64, np.float32]),
+                itertools.product(["micro", "exdyna"], [4, 2], ["layered", "flat"], [np.float64, np.float32]),
                 together=1,
             ),
             ("exdyna-loose", 2, "layered", np.float32),

@@ -90,6 +90,7 @@ def test_exclusive_methods_hold_their_density_and_are_better_balanced_than_as_pu
         assert ratios <= before
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("density", [0.01, pytest.param(0.001, marks=pytest.mark.thorough)])
 def test_shared_picks_stay_below_k_with_constant_messages(density: float) -> None:
     k = int(density * stream("digits")[0].shape[1]) // N * N

@@ -32,6 +32,7 @@ from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE
 from tests.tuning.controllers.models import Balance, Net, batches, fix_costs, fix_network, flat, residuals, wrapped
 
+pytestmark = pytest.mark.thorough
 APART = Line(1e-9, 1.0)
 """A price for each coordinate that dwarfs backward: the first layer to be ready starts alone, at once."""
 SOON = {"warmup": 1, "steps": 2}
