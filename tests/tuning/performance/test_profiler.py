@@ -18,7 +18,7 @@ from tests.ranks import Ranks
 
 CPU = torch.device("cpu")
 NAP = 0.05
-"""Seconds; everything else here takes microseconds."""
+"""Seconds; everything else here takes microseconds. Clocks differ: a nap may be measured as a little less."""
 
 
 class Sleepy(torch.autograd.Function):
@@ -84,7 +84,7 @@ def test_layers_are_found_in_the_order_of_backward_with_the_slow_one_slow() -> N
     assert layers[-1].parameters == ("spare.bias", "spare.weight")
     assert [layer.numel for layer in layers] == [20, 20, 16, 10]
     found = seconds(layers)
-    assert found["body"] >= NAP
+    assert found["body"] >= NAP * 0.9
     assert found["spare"] == 0
     assert 0 < found["head"] < NAP / 2
     assert 0 < found["trunk"] < NAP / 2
@@ -112,7 +112,7 @@ def test_only_the_last_backward_counts_where_gradients_accumulate() -> None:
         timer.keep()
     layers, rest = timer.result(TorchCollective())
     assert sum(seconds(layers).values()) < NAP / 2
-    assert rest >= NAP
+    assert rest >= NAP * 0.9
 
 
 def test_a_backward_may_be_kept_when_it_has_just_begun() -> None:
@@ -125,7 +125,7 @@ def test_a_backward_may_be_kept_when_it_has_just_begun() -> None:
     hook.remove()
     layers, _ = timer.result(TorchCollective())
     assert [layer.name for layer in layers] == ["head", "body", "trunk", "spare"]
-    assert seconds(layers)["body"] >= NAP
+    assert seconds(layers)["body"] >= NAP * 0.9
 
 
 def test_a_backward_that_was_cut_short_leaves_the_others_as_they_are() -> None:
@@ -144,7 +144,7 @@ def test_a_backward_that_was_cut_short_leaves_the_others_as_they_are() -> None:
     assert len(timer._steps[-1]) < len(timer._steps[0])
     layers, _ = timer.result(TorchCollective())
     assert [layer.name for layer in layers] == ["head", "body", "trunk", "spare"]
-    assert seconds(layers)["body"] >= NAP
+    assert seconds(layers)["body"] >= NAP * 0.9
 
 
 def test_time_that_was_held_up_is_left_out() -> None:
@@ -225,7 +225,7 @@ def on_ranks(naps: list[float], swapped: list[bool]) -> tuple[list[LayerTime], f
 def test_ranks_get_the_mean_of_their_times_in_the_order_of_the_first(two_ranks: Ranks) -> None:
     first, second = two_ranks(on_ranks, [0.0, 2 * NAP], [False, False])
     assert first == second
-    assert NAP <= seconds(first[0])["body"] < 2 * NAP
+    assert NAP * 0.9 <= seconds(first[0])["body"] < 2 * NAP
     for swapped, order in (([False, True], ["head", "body", "trunk"]), ([True, False], ["head", "trunk", "body"])):
         first, second = two_ranks(on_ranks, [0.0, 0.0], swapped)
         assert first == second
