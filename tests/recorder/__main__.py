@@ -94,7 +94,7 @@ def compared(
         for number, one in enumerate(compositions):
             before, now = (worker.take(number) for worker in workers)
             name = name_of(one) + ("" if compiled else " | not compiled")
-            yield list(differences(name, before, now, steps))
+            yield list(differences(name, before, now))
     finally:
         for worker in workers:
             worker.end()

@@ -37,7 +37,7 @@ def made(one: Composition) -> Recording:
 
 
 def compared(one: Composition, before: Recording, now: Recording) -> list[Difference]:
-    return list(differences(name_of(one), before, now, STEPS))
+    return list(differences(name_of(one), before, now))
 
 
 @pytest.fixture(scope="module")
@@ -106,14 +106,14 @@ def test_what_is_missing_and_what_fails_are_differences(recordings: list[Recordi
     place = next(n for n, entry in enumerate(before) if entry.what.startswith("message"))
     [found] = compared(one, before, before[:place] + before[place + 1 :])
     assert "one does what the other does not: message 0" in str(found)
-    [found] = differences(name_of(one), before, "Traceback\nValueError: no", STEPS)
+    [found] = differences(name_of(one), before, "Traceback\nValueError: no")
     assert "before: runs; now: ValueError: no" in str(found)
 
 
 def test_floats_of_16_bits_are_told_as_numbers() -> None:
     for dtype in (torch.bfloat16, torch.float16):
         [old], [new] = (list(plain(0, 0, "x", torch.tensor([0.0, x], dtype=dtype))) for x in (1.5, -2.0))
-        [found] = differences("", [old], [new], STEPS)
+        [found] = differences("", [old], [new])
         assert "[1] is np.float" in found.found and "(1.5) before, np" in found.found and "(-2.0) now" in found.found
 
 
@@ -127,7 +127,7 @@ def test_allowed_differences_are_few_and_small() -> None:
         (name_of(COMPOSITIONS[0]), 0, x * np.float32(1 + 1e-6), ""),
     ):
         entries = ([Entry(step, 0, "gradient of w", v.astype(np.float32), "float32")] for v in (x, value))
-        [found] = differences(name, *entries, STEPS)
+        [found] = differences(name, *entries)
         assert found.allowed == allowed
 
 
