@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.covering import by_default
 from tests.forked import forked
 
 ROOT = Path(__file__).parent.parent
@@ -59,7 +58,7 @@ def test_programs_run(page: str, tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("page", by_default(["docs/quickstart.md", "README.md"]))
+@pytest.mark.parametrize("page", ["docs/quickstart.md", "README.md"])
 def test_first_programs_train_on_two_processes_or_say_that_they_do_not(page: str, tmp_path: Path) -> None:
     whole = [program for program in blocks(page, "python") if "trains nothing" not in program.split("\n")[0].lower()]
     assert whole

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.covering import by_default
 from tests.extending import changes, copy
 from tests.warm import forgetting, warm_python
 
@@ -59,7 +58,7 @@ def test_the_page_touches_what_it_promises() -> None:
 @pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.usefixtures("not_launched")
-@pytest.mark.parametrize("tests", by_default([pytest.param(TESTS, id="some"), pytest.param(MORE, id="all")]))
+@pytest.mark.parametrize("tests", [pytest.param(TESTS, id="some"), pytest.param(MORE, id="all")])
 def test_nothing_else_has_to_be_touched(tmp_path: Path, tests: dict[str, str]) -> None:
     root = copy(tmp_path / "copy")
     for those in changes().values():

@@ -23,7 +23,6 @@ from lightning_sparse.core.step import Context
 from lightning_sparse.methods.density import count
 from tests.benchmarks import small
 from tests.benchmarks.small import ALL, load, methods, take, values
-from tests.covering import by_default
 from tests.ranks import Ranks
 from tests.reference.partitioned import reference_top_k
 
@@ -45,7 +44,7 @@ KINDS = list({name.rstrip("-0123456789"): name for name in reversed(ALL)}.values
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("names", by_default([pytest.param(KINDS, id="kinds"), pytest.param(ALL, id="all")]))
+@pytest.mark.parametrize("names", [pytest.param(KINDS, id="kinds"), pytest.param(ALL, id="all")])
 def test_one_text_runs_simulated_and_between_processes(two_ranks: Ranks, names: list[str]) -> None:
     simulated = small.simulated(names, 2)
     for between in two_ranks(small.trained_between_processes, names):

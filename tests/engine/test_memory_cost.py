@@ -17,7 +17,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from tests.covering import by_default, covering, in_turns
+from tests.covering import covering, in_turns
 from tests.ranks import Ranks
 
 WIDTH, LAYERS = 640, 4
@@ -106,7 +106,7 @@ def costs(dtype: torch.dtype, grouping: str | None, adam: bool = False, profiled
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("grouping", "dtype"),
-    by_default(covering(in_turns(["bucket", "model"], [torch.float32, torch.bfloat16]), together=1)),
+    covering(in_turns(["bucket", "model"], [torch.float32, torch.bfloat16]), together=1),
 )
 def test_what_a_residual_costs_beside_model_gradients_and_optimizer(
     two_ranks: Ranks, dtype: torch.dtype, grouping: str

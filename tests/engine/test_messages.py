@@ -175,7 +175,7 @@ MEMORIES: list[ls.memories.Memory] = [
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("memory", "dtype"),
-    by_default(covering(in_turns(MEMORIES, [torch.float32, torch.bfloat16, torch.float64]), together=1), 4),
+    covering(in_turns(MEMORIES, [torch.float32, torch.bfloat16, torch.float64]), together=1),
 )
 def test_memories_keep_the_same_bits_while_groups_wait_for_each_other(
     two_ranks: Ranks, memory: ls.memories.Memory, dtype: torch.dtype

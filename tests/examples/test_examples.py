@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from lightning_sparse.engine.optimizers.kinds import check_pair
-from tests.covering import by_default
 from tests.examples import made_up
 from tests.warm import warm_python
 
@@ -66,21 +65,18 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("script", "source", "smaller", "result", "sparsifier"),
-    by_default(
-        [
-            (
-                "gpt_wikitext2",
-                "wikitext2",
-                "--data.words=150 --data.batch_size=4 --model.layers=1",
-                "val/perplexity",
-                "exdyna",
-            ),
-            ("lora_gpt", None, "--data.batch_size=2", "val/perplexity", "union_top_k"),
-            ("lstm_wikitext2", "wikitext2", "--data.words=150", "val/perplexity", "top_k"),
-            ("resnet18_cifar10", "cifar10", "--data.batch_size=8", "val/accuracy", "union_top_k"),
-        ],
-        1,
-    ),
+    [
+        (
+            "gpt_wikitext2",
+            "wikitext2",
+            "--data.words=150 --data.batch_size=4 --model.layers=1",
+            "val/perplexity",
+            "exdyna",
+        ),
+        ("lora_gpt", None, "--data.batch_size=2", "val/perplexity", "union_top_k"),
+        ("lstm_wikitext2", "wikitext2", "--data.words=150", "val/perplexity", "top_k"),
+        ("resnet18_cifar10", "cifar10", "--data.batch_size=8", "val/accuracy", "union_top_k"),
+    ],
 )
 def test_models_that_people_recognise(
     data: dict[str, Path], tmp_path: Path, script: str, source: str | None, smaller: str, result: str, sparsifier: str

@@ -379,13 +379,11 @@ SOME = [0, 1, 2, 4, 8]
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("executor", "seed", "numbers"),
-    by_default(
-        [
-            ("thread", 14, SOME),
-            ("thread", 14, [number for number in range(len(MEMORIES)) if number not in SOME]),
-            ("inline", 11, list(range(len(MEMORIES)))),
-        ]
-    ),
+    [
+        ("thread", 14, SOME),
+        ("thread", 14, [number for number in range(len(MEMORIES)) if number not in SOME]),
+        ("inline", 11, list(range(len(MEMORIES)))),
+    ],
 )
 def test_every_memory_forgets_what_is_not_finite(
     two_ranks: Ranks, executor: str, seed: int, numbers: list[int]

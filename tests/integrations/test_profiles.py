@@ -137,7 +137,7 @@ def fit_ddp(package: str) -> Tensor:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("package", by_default(PACKAGES))
+@pytest.mark.parametrize("package", PACKAGES)
 def test_groups_and_modes_that_change_train_like_ddp_at_full_density(two_ranks: Ranks, package: str) -> None:
     plain = two_ranks(fit_ddp, package)
     for fallback in (False, True):

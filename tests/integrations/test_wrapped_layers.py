@@ -15,7 +15,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from tests.covering import by_default
 from tests.hsdp import grid
 from tests.integrations.test_checkpoints import Fit, saver
 from tests.ranks import Ranks
@@ -78,7 +77,7 @@ def train_all_ways(rule: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("rule", by_default([torch.optim.AdamW, torch.optim.SGD]))
+@pytest.mark.parametrize("rule", [torch.optim.AdamW, torch.optim.SGD])
 def test_a_run_goes_on_with_layers_wrapped_otherwise(two_ranks: Ranks, rule: Any) -> None:
     for plain, *others in two_ranks(train_all_ways, rule):
         assert plain["names"] == NAMES and ("density0.1.2", 0.1) in plain["groups"]

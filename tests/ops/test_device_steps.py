@@ -156,7 +156,7 @@ def test_scores_of_narrow_gradients_are_let_go_before_messages() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("dtype", by_default([torch.float64, torch.bfloat16]))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_default_dtype_changes_nothing(dtype: torch.dtype) -> None:
     before = torch.get_default_dtype()
     with in_triton() as chosen, ExactRoots():

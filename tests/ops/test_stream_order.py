@@ -18,7 +18,6 @@ import lightning_sparse as ls
 from lightning_sparse.engine import pipeline as group
 from lightning_sparse.methods.grouping import make_plan
 from lightning_sparse.ops.on_cuda import on_cuda
-from tests.covering import by_default
 from tests.integrations.test_telling import Lines
 from tests.mirror import mirrored_ranks
 from tests.ops.interpreted import in_triton, interpret
@@ -74,13 +73,12 @@ def train(optimizer: Callable[..., torch.optim.Optimizer], biases: bool = True, 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("optimizer", "messages"),
-    by_default(
-        [
-            (SGD, "step"),
-            (ADAMW, "group"),
-            *(pytest.param(*case, marks=pytest.mark.thorough) for case in ((SGD, "group"), (ADAMW, "step"))),
-        ]
-    ),
+    [
+        (SGD, "step"),
+        (ADAMW, "group"),
+        (SGD, "group"),
+        (ADAMW, "step"),
+    ],
     ids=lambda case: case if isinstance(case, str) else case.func.__name__,
 )
 def test_kernels_wait_for_each_other_and_memory_is_not_given_back_in_use(
@@ -104,7 +102,7 @@ def test_a_kernel_that_does_not_wait_is_noticed(kernels: Streams, monkeypatch: p
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("memory", "prepared"), by_default([(None, "follow"), ("second_moment", "attach")]))
+@pytest.mark.parametrize(("memory", "prepared"), [(None, "follow"), ("second_moment", "attach")])
 def test_kernels_are_compiled_before_the_first_step_with_a_line_that_says_so(
     kernels: Streams, memory: str | None, prepared: str
 ) -> None:

@@ -41,15 +41,13 @@ def test_the_recorded_stream_is_one_whose_scale_moves() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("sparsifier", "name", "density"),
-    by_default(
-        covering(
-            product(
-                [ls.sparsifiers.SIDCoE(), ls.sparsifiers.SIDCoGP(), ls.sparsifiers.SIDCoP()],
-                ["digits", "heavy_tail"],
-                [0.01, 0.001],
-            ),
-            together=1,
-        )
+    covering(
+        product(
+            [ls.sparsifiers.SIDCoE(), ls.sparsifiers.SIDCoGP(), ls.sparsifiers.SIDCoP()],
+            ["digits", "heavy_tail"],
+            [0.01, 0.001],
+        ),
+        together=1,
     ),
 )
 def test_sidco_picks_about_as_many_as_it_should(
@@ -68,7 +66,7 @@ def test_sidco_picks_about_as_many_as_it_should(
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("method", "density"),
-    by_default(covering(in_turns([ls.sparsifiers.ExDyna, ls.sparsifiers.MiCRO], [0.001, 0.01]), together=1)),
+    covering(in_turns([ls.sparsifiers.ExDyna, ls.sparsifiers.MiCRO], [0.001, 0.01]), together=1),
 )
 def test_exclusive_methods_hold_their_density_and_are_better_balanced_than_as_published(
     method: type[ls.sparsifiers.MiCRO] | type[ls.sparsifiers.ExDyna], density: float

@@ -21,7 +21,6 @@ import lightning_sparse as ls
 from lightning_sparse.methods.sparsifiers import SPARSIFIERS
 from lightning_sparse.tools.advisor.prediction import TRIED
 from lightning_sparse.tools.advisor.report import markdown, write_configs
-from tests.covering import by_default
 from tests.ranks import Ranks
 from tests.tools.advisor.toys import TOYS, Numbers, Toy, quiet
 from tests.trainers import PACKAGES
@@ -365,7 +364,7 @@ def advise_on_two(package: str) -> tuple[list[Any], str, bool, str]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("package", by_default(PACKAGES))
+@pytest.mark.parametrize("package", PACKAGES)
 def test_all_ranks_are_given_the_same_advice(two_ranks: Ranks, package: str) -> None:
     (first, verdict, put_back, overlap), other = two_ranks(advise_on_two, package)
     assert (first, verdict, put_back, overlap) == other

@@ -27,7 +27,6 @@ from lightning_sparse.tuning.performance.cost import Line
 from lightning_sparse.tuning.performance.densities import hidden_densities
 from lightning_sparse.tuning.performance.profile import Profile
 from lightning_sparse.tuning.performance.profiler import overlap_of
-from tests.covering import by_default
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE
 from tests.tuning.controllers.models import Balance, Net, batches, fix_costs, fix_network, flat, residuals, wrapped
@@ -79,7 +78,7 @@ def train(
 
 
 @pytest.mark.parametrize("rule", ["optimal", "published"])
-@pytest.mark.parametrize("executor", by_default(["thread", "inline"]))
+@pytest.mark.parametrize("executor", ["thread", "inline"])
 def test_groups_follow_the_profile(two_ranks: Ranks, rule: Any, executor: str) -> None:
     options = {
         "density": 0.05,
@@ -193,13 +192,11 @@ LAYOUTS: list[tuple[dict[str, Any], int]] = [
 
 @pytest.mark.parametrize(
     ("rule", "executor", "sparsifiers"),
-    by_default(
-        [
-            # Each sparsifier meets two layouts.
-            ("optimal", "inline", ["union_top_k", "top_k"]),
-            *((rule, executor, None) for rule in ("optimal", "published") for executor in ("inline", "thread")),
-        ]
-    ),
+    [
+        # Each sparsifier meets two layouts.
+        ("optimal", "inline", ["union_top_k", "top_k"]),
+        *((rule, executor, None) for rule in ("optimal", "published") for executor in ("inline", "thread")),
+    ],
 )
 def test_density_1_trains_like_plain_ddp(
     two_ranks: Ranks, executor: str, rule: Any, sparsifiers: list[str] | None
@@ -240,7 +237,7 @@ def balance(options: dict[str, Any]) -> tuple[int, list[tuple[Tensor, Tensor]]]:
 
 @pytest.mark.parametrize(
     ("executor", "sparsifier"),
-    by_default(product(["thread", "inline"], ["union_top_k", "exdyna", "top_k", "sidco_e"]), 2),
+    list(product(["thread", "inline"], ["union_top_k", "exdyna", "top_k", "sidco_e"])),
 )
 def test_no_residual_is_lost_when_the_plan_comes(two_ranks: Ranks, executor: str, sparsifier: str) -> None:
     for groups, seen in two_ranks(balance, OPTIONS | {"sparsifier": sparsifier, "executor": executor}):
@@ -545,7 +542,7 @@ def delivered(cap: float | None) -> tuple[list[float], list[int]]:
     return saved["bucket_numels"], seen
 
 
-@pytest.mark.parametrize("cap", by_default([None, 0.5, 1.5]))
+@pytest.mark.parametrize("cap", [None, 0.5, 1.5])
 def test_layers_are_expected_as_ddp_hands_them_over(two_ranks: Ranks, cap: float | None) -> None:
     for (first, others), seen in two_ranks(delivered, cap):
         assert seen[0] == first

@@ -20,7 +20,6 @@ from lightning_sparse.tuning.performance.cost import NOTHING, Line
 from lightning_sparse.tuning.performance.microbenchmark import measure_group, sizes_up_to
 from lightning_sparse.tuning.performance.network import Network
 from lightning_sparse.tuning.performance.profile import GroupCost
-from tests.covering import by_default
 from tests.ranks import Ranks
 from tests.tuning.performance.priced import Priced
 
@@ -81,7 +80,7 @@ SOME = ["top_k", "union_top_k", "clt_k", "gtop_k", "ok_top_k", "micro"]
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("ranks", "names"),
-    by_default([("three_ranks", SOME), ("three_ranks", list(SPARSIFIERS)), ("two_ranks", list(SPARSIFIERS))]),
+    [("three_ranks", SOME), ("three_ranks", list(SPARSIFIERS)), ("two_ranks", list(SPARSIFIERS))],
 )
 def test_microbenchmarks_count_what_the_pipeline_sends(
     request: pytest.FixtureRequest, ranks: str, names: list[str]
