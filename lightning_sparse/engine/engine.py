@@ -16,16 +16,20 @@ from torch.nn import Parameter
 
 from lightning_sparse.core.checks import expect
 from lightning_sparse.engine.agreement import Note, by_reason, check_equal_on_ranks
+from lightning_sparse.engine.backward import BackwardEnd
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.binding import OptimizerBinding
 from lightning_sparse.engine.optimizers.kinds import check_is_optimizer
+from lightning_sparse.engine.optimizers.stepping import StepBinding
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.regrouping import check_covers
 from lightning_sparse.engine.sources.comm_hook import BucketSource
+from lightning_sparse.engine.sources.within_a_node import WithinANode
 from lightning_sparse.engine.state.record import Counts
 from lightning_sparse.engine.state.schema import renamed
 from lightning_sparse.engine.state.state import EngineState, Shard
+from lightning_sparse.engine.step import Stepper
 from lightning_sparse.engine.view import CopiedEngine, EngineView
 from lightning_sparse.methods.grouping import Group, Messages
 from lightning_sparse.methods.memory import NoMemory
@@ -48,6 +52,7 @@ class Engine(EngineView):
             ranks of ``comm`` have the same part.
         within: ranks that hold the other parts, see :class:`~lightning_sparse.engine.reducer.Reducer`; None: this rank
             holds all. Closed with the engine.
+        in_steps: exchange gradients when optimizers step, and not in backward.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class Engine(EngineView):
         frozen: Mapping[str, Parameter] | None = None,
         shards: Mapping[str, Shard] | None = None,
         within: TorchCollective | None = None,
+        in_steps: bool = False,
     ) -> None:
         left_open, open_exchange = settings.memory is None, settings.exchange is None
         settings = replace(settings, memory=settings.memory_in_use, exchange=settings.exchange_in_use)
@@ -85,7 +91,11 @@ class Engine(EngineView):
         self.shards = dict(shards or {})
         """Parts of parameters, see above."""
         of_engine = (lambda: self.loss_scale()), self._before_exchange
-        reducer = Reducer(parameters, settings, comm, device, watch_usage, *of_engine, within=within)
+        reducer: Reducer | Stepper
+        if in_steps:
+            reducer = Stepper(parameters, settings, comm, device, self._before_exchange)
+        else:
+            reducer = Reducer(parameters, settings, comm, device, watch_usage, *of_engine, within=within)
         super().__init__(reducer)
         try:
             with reducer.on_stream.between_steps():
@@ -94,9 +104,14 @@ class Engine(EngineView):
         except BaseException:
             reducer.close()
             raise
-        self._source = BucketSource(self.entrance)
+        self._source: BucketSource | BackwardEnd
         self._compared_kernels = False
-        self._binding = OptimizerBinding(reducer, left_open, open_exchange)
+        if isinstance(reducer, Stepper):
+            self._source = BackwardEnd(reducer)
+            self._binding: OptimizerBinding = StepBinding(reducer, left_open, open_exchange)
+        else:
+            self._source = BucketSource(self.entrance)
+            self._binding = OptimizerBinding(reducer, left_open, open_exchange)
         self._state = EngineState(reducer, self._binding, self.frozen, self.shards)
         if not left_open:  # else optimizers settle the memory
             reducer.prepare()
@@ -453,7 +468,7 @@ class Engine(EngineView):
             observer.close()
         self._binding.close()
         self.router.close()
-        if not isinstance(self.entrance, Reducer):
+        if isinstance(self.entrance, WithinANode):
             self.entrance.close()
 
     def __reduce__(self) -> tuple[type[CopiedEngine], tuple[()]]:

@@ -13,6 +13,7 @@ the one before, and for its receiver to ask for it, a round trip. Here all ranks
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -55,6 +56,8 @@ PAUSE = 5e-5
 """Seconds between two queries of a device."""
 LISTEN = 1.0
 """Seconds of waiting after which the store is asked whether another rank has failed."""
+LOOK_SECONDS = 0.05
+"""After so long, a thread that waits looks for signals again."""
 LEAVE = timedelta(seconds=5)
 """Time that a rank with nothing more to exchange waits for the others."""
 
@@ -84,6 +87,8 @@ class TorchCollective:
         self._beside: Sequence[Sequence[int]] = ()
         """Ranks of the groups that are made at the same time, see :meth:`of_its_own`."""
         self._owned = self._given_back = False
+        self._announced: Callable[[], None] | None = None
+        """Waits for what was announced, and looks at it."""
         self._keys, self._left = "", 0
         alone = not (dist.is_available() and dist.is_initialized())
         self.rank: int = 0 if alone else dist.get_rank(group)
@@ -311,6 +316,40 @@ class TorchCollective:
         self._given_back = True  # before others can find no group
         self.group, self._owned = None, False
 
+    def announce(self, words: Tensor, look: Callable[[Tensor], None]) -> None:
+        """Begin to gather words of all ranks on the CPU, which are looked at before any later message is waited for.
+
+        So both are on their way at once, and ranks that do different things after equal announcements of equal length
+        learn of it before they wait for what never comes.
+
+        Args:
+            words: (length,) of this rank, the same length on all.
+            look: is given the (n, length) words of all ranks; may raise.
+        """
+        self.hear()
+        if self.world_size == 1:
+            look(words.unsqueeze(0))
+            return
+        out = words.new_empty(self.world_size, *words.shape)
+        with self._together("all_gather") as group:
+            if self.one_hop:
+                work = dist.all_to_all_single(out, words.expand_as(out).contiguous(), group=group, async_op=True)
+            else:
+                work = _all_gather(out.view(-1), words, group=group, async_op=True)
+
+        def hear() -> None:
+            with self._together("all_gather"):
+                finish(work)
+            look(out)
+
+        self._announced = hear
+
+    def hear(self) -> None:
+        """Wait for what was announced, if anything was, and let it be looked at."""
+        announced, self._announced = self._announced, None
+        if announced is not None:
+            announced()
+
     def all_gather(self, x: Tensor) -> Tensor:
         """Gather ``(*shape)`` of each rank to ``(n, *shape)`` on all."""
         if self.world_size == 1:
@@ -320,8 +359,14 @@ class TorchCollective:
         x = x.contiguous()
         out = x.new_empty(self.world_size * x.numel())
         with self._together("all_gather") as group:
-            _all_gather(out, x.view(-1), group=group)
+            self._finish(x, _all_gather(out, x.view(-1), group=group, async_op=True))
         return out.view(self.world_size, *x.shape)
+
+    def _finish(self, x: Tensor, *works: Any) -> None:
+        """Wait for messages of x that have been started, behind what was announced before them."""
+        self.hear()
+        for work in works:
+            finish(work) if x.device.type == "cpu" else work.wait()
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over ranks and return the result; x may be overwritten."""
@@ -329,7 +374,7 @@ class TorchCollective:
             return run(summed(x, self.world_size), self._in_all_reduce)
         if self.world_size > 1:
             with self._together("all_reduce") as group:
-                dist.all_reduce(x, group=group)
+                self._finish(x, dist.all_reduce(x, group=group, async_op=True))
         return x
 
     def start_average(self, x: Tensor, wait: bool = False) -> Future[Tensor]:
@@ -355,7 +400,7 @@ class TorchCollective:
         """Return x of rank ``src`` on all ranks; in place."""
         if self.world_size > 1:
             with self._together("broadcast") as group:
-                dist.broadcast(x, group=group, group_src=src)
+                self._finish(x, dist.broadcast(x, group=group, group_src=src, async_op=True))
         return x
 
     def all_to_all(self, x: Tensor) -> Tensor:
@@ -366,7 +411,7 @@ class TorchCollective:
         x = x.contiguous()
         out = torch.empty_like(x)
         with self._together(operation) as group:
-            dist.all_to_all_single(out, x, group=group)
+            self._finish(x, dist.all_to_all_single(out, x, group=group, async_op=True))
         return out
 
     def _in_all_reduce(self, message: Message) -> Tensor:
@@ -389,8 +434,7 @@ class TorchCollective:
             moves = [] if to is None else [dist.P2POp(dist.isend, x, group=group, group_peer=to)]
             if source is not None:
                 moves.append(dist.P2POp(dist.irecv, out, group=group, group_peer=source))
-            for move in dist.batch_isend_irecv(moves) if moves else []:
-                move.wait()
+            self._finish(x, *(dist.batch_isend_irecv(moves) if moves else []))
         return out
 
     def all_gather_object(self, what: T, device: torch.device) -> list[T]:
@@ -402,10 +446,43 @@ class TorchCollective:
         """
         if self.world_size == 1:
             return [what]
+        self.hear()
         given: list[Any] = [None] * self.world_size
         with self._together("all_gather_object") as group, _current(device):
             dist.all_gather_object(given, what, group=group)
         return given
+
+
+def finish(work: Any) -> None:
+    """Wait for a message between CPUs that has been started; handlers of signals run meanwhile, on their thread."""
+    if threading.current_thread() is not threading.main_thread():
+        work.wait()
+        return
+    done, errors = threading.Lock(), list[BaseException]()
+    done.acquire()
+    try:
+        work.get_future().then(lambda _: done.release())
+    except RuntimeError:  # a transfer between two ranks has no future, and can be waited for once
+
+        def wait() -> None:
+            try:
+                work.wait()
+            except BaseException as error:
+                errors.append(error)
+            done.release()
+
+        threading.Thread(target=wait, daemon=True).start()
+        _hear_signals_until(done)
+        if errors:
+            raise errors[0] from None
+        return
+    _hear_signals_until(done)
+    work.wait()
+
+
+def _hear_signals_until(done: threading.Lock) -> None:
+    while not done.acquire(timeout=LOOK_SECONDS):  # a signal that comes just before the wait would be heard behind it
+        pass
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:

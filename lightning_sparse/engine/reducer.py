@@ -142,16 +142,6 @@ class Reducer(Groups):
         return self.record.start if unheard else self.record.counts
 
     @property
-    def sparsified(self) -> set[str]:
-        """Names of the parameters that are not always sent as a whole."""
-        return {name for group in self.groups if group.sparsified and not group.always_whole for name in group.spans}
-
-    @property
-    def unused(self) -> Set[str]:
-        """Names of the parameters that no rank used in the latest backward."""
-        return {name for group in self.groups for name in group.unused}
-
-    @property
     def header(self) -> Header:
         """Facts of this step that must be equal on all ranks that exchange."""
         return Header(self._number, self._flushes, self._digest)
