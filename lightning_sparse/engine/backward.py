@@ -31,6 +31,11 @@ class BackwardEnd:
         self._names: list[str] = []
         self._aside = False
 
+    @property
+    def unfinished(self) -> bool:
+        """True if a backward has handed over some of DDP's buckets, and not the last one."""
+        return bool(self._pending)
+
     def receive(self, bucket: Any) -> Future[Tensor]:
         """Take a ``GradBucket``; the future ends when its buffer holds what DDP is to put in ``.grad``."""
         stepper, buffer = self._stepper, bucket.buffer()
@@ -58,7 +63,8 @@ class BackwardEnd:
             finite = _finite(buffers)  # averages are equal on all ranks
         else:
             finite = stepper.meet(BACKWARD, self._names, _finite(buffers))
-        stepper.gradients_are_here(self._names, finite, self._aside)
+        for owner, names in stepper.owners(self._names).items():
+            owner.gradients_are_here(names, finite, self._aside)
         for future, buffer in buckets if not self._aside else ():
             future.set_result(buffer if finite else buffer.fill_(float("nan")))
 

@@ -73,8 +73,7 @@ def compare(rows: Tensor) -> tuple[bool, list[bool]]:
     first, *_ = every = rows.tolist()
     if any(row[:LENGTH] != first[:LENGTH] for row in every):
         raise RuntimeError(_told([Call(*row[:LENGTH]) for row in every]))
-    flags = [word for word in rows[:, LENGTH + 1 :].unbind(1)]
-    anywhere = [int(_joined(word)) for word in flags]
+    anywhere = [_joined(word) for word in rows[:, LENGTH + 1 :].unbind(1)]
     used = [bool(word >> place & 1) for word in anywhere for place in range(BITS)]
     return all(row[LENGTH] for row in every), used
 
@@ -93,7 +92,9 @@ def _told(calls: Sequence[Call]) -> str:
     alike: dict[str, list[int]] = {}
     for rank, call in enumerate(calls):
         facts = [KINDS[call.kind] if 0 <= call.kind < len(KINDS) else "does something unknown"]
-        facts += [f"after {call.backwards} backwards and {call.steps} steps"] if {"backwards", "steps"} & {*differ} else []
+        facts += (
+            [f"after {call.backwards} backwards and {call.steps} steps"] if {"backwards", "steps"} & {*differ} else []
+        )
         facts += ["of other parameters than rank 0"] if call.names != first.names and call.kind == first.kind else []
         facts += ["which flushes" if call.flush else "which does not flush"] if "flush" in differ else []
         facts += ["with other settings or groups than rank 0"] if call.settings != first.settings else []

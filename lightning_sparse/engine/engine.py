@@ -91,7 +91,7 @@ class Engine(EngineView):
         self.shards = dict(shards or {})
         """Parts of parameters, see above."""
         of_engine = (lambda: self.loss_scale()), self._before_exchange
-        reducer: Reducer | Stepper
+        reducer: Any  # a Reducer for all who ask, as long as there are both
         if in_steps:
             reducer = Stepper(parameters, settings, comm, device, self._before_exchange)
         else:
@@ -107,8 +107,8 @@ class Engine(EngineView):
         self._source: BucketSource | BackwardEnd
         self._compared_kernels = False
         if isinstance(reducer, Stepper):
-            self._source = BackwardEnd(reducer)
-            self._binding: OptimizerBinding = StepBinding(reducer, left_open, open_exchange)
+            self._source = source = BackwardEnd(reducer)
+            self._binding: OptimizerBinding = StepBinding(reducer, left_open, open_exchange, lambda: source.unfinished)
         else:
             self._source = BucketSource(self.entrance)
             self._binding = OptimizerBinding(reducer, left_open, open_exchange)

@@ -317,10 +317,10 @@ class TorchCollective:
         self.group, self._owned = None, False
 
     def announce(self, words: Tensor, look: Callable[[Tensor], None]) -> None:
-        """Begin to gather words of all ranks on the CPU, which are looked at before any later message is waited for.
+        """Begin to gather words of all ranks on the CPU, which are looked at before any later message is sent.
 
-        So both are on their way at once, and ranks that do different things after equal announcements of equal length
-        learn of it before they wait for what never comes.
+        Local work goes on meanwhile. Messages of different lengths would meet where ranks do different things, and end
+        their processes: gloo gives up on a thread of its own.
 
         Args:
             words: (length,) of this rank, the same length on all.
@@ -352,6 +352,7 @@ class TorchCollective:
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Gather ``(*shape)`` of each rank to ``(n, *shape)`` on all."""
+        self.hear()
         if self.world_size == 1:
             return x.unsqueeze(0)
         if self.one_hop and short(x):
@@ -362,14 +363,15 @@ class TorchCollective:
             self._finish(x, _all_gather(out, x.view(-1), group=group, async_op=True))
         return out.view(self.world_size, *x.shape)
 
-    def _finish(self, x: Tensor, *works: Any) -> None:
-        """Wait for messages of x that have been started, behind what was announced before them."""
-        self.hear()
+    @staticmethod
+    def _finish(x: Tensor, *works: Any) -> None:
+        """Wait for messages of x that have been started."""
         for work in works:
             finish(work) if x.device.type == "cpu" else work.wait()
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over ranks and return the result; x may be overwritten."""
+        self.hear()
         if self.one_hop and short(x):
             return run(summed(x, self.world_size), self._in_all_reduce)
         if self.world_size > 1:
@@ -388,7 +390,8 @@ class TorchCollective:
         if self.world_size == 1:
             future.set_result(x)
             return future
-        work = dist.all_reduce(x.div_(self.world_size), group=self.group, async_op=True)
+        # As DDP does without a hook: for three ranks, a division rounds otherwise.
+        work = dist.all_reduce(x.mul_(1.0 / self.world_size), group=self.group, async_op=True)
         if wait:
             work.wait()
             future.set_result(x)
@@ -398,6 +401,7 @@ class TorchCollective:
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         """Return x of rank ``src`` on all ranks; in place."""
+        self.hear()
         if self.world_size > 1:
             with self._together("broadcast") as group:
                 self._finish(x, dist.broadcast(x, group=group, group_src=src, async_op=True))
@@ -408,6 +412,7 @@ class TorchCollective:
         return x if self.world_size == 1 else self._to_all(x, "all_to_all")
 
     def _to_all(self, x: Tensor, operation: str) -> Tensor:
+        self.hear()
         x = x.contiguous()
         out = torch.empty_like(x)
         with self._together(operation) as group:
@@ -428,6 +433,7 @@ class TorchCollective:
         Returns:
             The tensor of ``source``, of x's shape and dtype; an empty one without a source.
         """
+        self.hear()
         x = x.contiguous()
         out = x[:0] if source is None else torch.empty_like(x)
         with self._together("send_recv") as group:

@@ -35,6 +35,7 @@ from lightning_sparse.engine.skip import Decision, any_set, digest_of
 from lightning_sparse.engine.state.record import Averages, Counts
 from lightning_sparse.methods.grouping import Group
 from lightning_sparse.methods.memory import NoMemory
+from lightning_sparse.ops import all_finite
 
 
 class Exchanged(NamedTuple):
@@ -89,14 +90,16 @@ class Stepper(Groups):
         """Synchronised backwards, and steps of optimizers that hold parameters of the engine."""
         self.busy = False
         """True within an exchange."""
+        self.owners: Callable[[Sequence[str]], Mapping[Stepper, Sequence[str]]] = lambda names: {self: names}
+        """Returns who exchanges parameters of this engine: another one, where it came later and has them, too."""
         self._before_exchange = before_exchange
         self._hosts = comm.between_hosts()
         """The ranks, for words of the hosts."""
         self._fresh: dict[str, bool] = {}
         """Parameters that have passed a synchronised backward since the last step of an optimizer that holds them, and
         whether DDP has averaged their gradients."""
-        self._broken: set[str] = set()
-        """Those of them whose gradients are not finite on some rank."""
+        self._broken = False
+        """Whether gradients of the latest synchronised backward were not finite on some rank."""
         self._waits: set[str] = set()
         """Parameters of which something may wait on some rank."""
         self._sparse_before = self._stood_aside = False
@@ -119,7 +122,7 @@ class Stepper(Groups):
     # ------------------------------------------------------------------------------------------------ agreement
 
     def meet(self, kind: int, names: Collection[str], finite: bool) -> bool:
-        """Return whether gradients are finite on all ranks; collective.
+        """Return whether something is finite on all ranks; collective.
 
         Raises:
             RuntimeError: on all ranks, if they are about to do different things.
@@ -169,12 +172,9 @@ class Stepper(Groups):
             finite: whether their gradients are finite on all ranks.
             averaged: whether DDP has averaged them.
         """
-        if finite:
-            self._broken.difference_update(names)
-        else:
-            if self._broken.isdisjoint(names):
-                self._count(skipped=True)
-            self._broken.update(names)
+        if not finite and not self._broken:  # of several backwards of one step, the first one counts
+            self._count(skipped=True)
+        self._broken = not finite
         self._fresh.update(dict.fromkeys(names, averaged))
 
     # ---------------------------------------------------------------------------------------------------- step
@@ -187,7 +187,6 @@ class Stepper(Groups):
         """Count a step of an optimizer that holds these and exchanges nothing."""
         for name in names:
             self._fresh.pop(name, None)
-        self._broken.difference_update(names)
         self.steps += 1
 
     @torch.no_grad()
@@ -205,21 +204,22 @@ class Stepper(Groups):
             RuntimeError: on all ranks, if they do different things.
         """
         fresh = [name for name in names if name in self._fresh]
-        averaged = any(self._fresh[name] for name in fresh)
-        broken = not self._broken.isdisjoint(fresh)
+        local = [name for name in fresh if not self._fresh[name]]
         begin = Stamp.now(self.device)
         self.shared_bytes, self._number = 0.0, self.record.counts.step
         try:
-            if not fresh or broken:
-                return Exchanged(True, {}) if broken else None
-            return self._follow_ddp() if averaged else self._exchange(fresh, scale, begin)
+            if not fresh:
+                return None
+            return self._exchange(local, scale, begin) if local else self._follow_ddp(fresh)
         finally:
             self.leave(names)
 
-    def _follow_ddp(self) -> Exchanged:
-        """Count a step whose gradients DDP has averaged."""
+    def _follow_ddp(self, fresh: Sequence[str]) -> Exchanged:
+        """Count a step whose gradients DDP has averaged, unless these are not finite."""
         with self.failing_together("before the step"):
             self._before_exchange()
+        if not self._are_finite(fresh):
+            return Exchanged(True, {})
         self._count(skipped=False)
         self.totals.add(self.direct_bytes, self.direct_bytes)
         self.exposed_ms = lambda: None
@@ -231,7 +231,10 @@ class Stepper(Groups):
     def _exchange(self, fresh: Sequence[str], scale: Tensor | None, begin: Stamp) -> Exchanged:
         self.busy = True
         with self.failing_together("in the exchange"):
-            used = self._used(fresh)
+            finite, used = self._agree(fresh)
+            if not finite:
+                self.busy = False
+                return Exchanged(True, {})
             if self._stood_aside:  # second moments go on from those of the optimizers
                 self._stood_aside, self.adoptions = False, self.adoptions + 1
             self._before_exchange()
@@ -282,22 +285,32 @@ class Stepper(Groups):
             self._waits, self._sparse_before = set(self.parameters), counts.step > 0
         super().adopt(groups, counts)
 
-    def _used(self, fresh: Sequence[str]) -> set[str]:
-        """Announce the step, and return which of these parameters have a gradient on any rank.
+    def _agree(self, fresh: Sequence[str]) -> tuple[bool, set[str]]:
+        """Announce the step; return whether it counts, and which of these parameters have a gradient on any rank.
 
-        A rank that has all of them need not wait for the others.
+        A rank that has all of them need not wait for the others, unless gradients were not finite in backward.
         """
         here = {name for name in fresh if self.parameters[name].grad is not None}
         anywhere: set[str] = set()
+        verdict: list[bool] = []
 
-        def look(_: bool, used: list[bool]) -> None:
+        def look(finite: bool, used: list[bool]) -> None:
+            verdict.append(finite)
             anywhere.update(name for name in fresh if used[self._numbers[name]])
 
-        self._announce(STEP, fresh, True, [name in here for name in self.parameters], look)
-        if len(here) < len(fresh):
-            self._hosts.hear()
-            return anywhere
-        return here
+        finite = not self._broken or self._are_finite(here)
+        self._announce(STEP, fresh, finite, [name in here for name in self.parameters], look)
+        if len(here) == len(fresh) and not self._broken:
+            return True, here
+        self._hosts.hear()
+        return verdict[0], anywhere
+
+    def _are_finite(self, names: Collection[str]) -> bool:
+        """Return whether gradients are finite that were not in backward: users may have mended them."""
+        if not self._broken:
+            return True
+        grads = [p.grad for p in (self.parameters[name] for name in names) if p.grad is not None]
+        return all(bool(all_finite(flattened(grad))) for grad in grads)
 
     def _take(self, group: GroupReducer, used: Collection[str]) -> None:
         """Give a group the places of its gradients."""
@@ -313,7 +326,9 @@ class Stepper(Groups):
         step, density = self._number, group.density(self._number)
         ctx = Context(step, density, self.comm.rank, self.comm.world_size, model_numel=self._model_numel)
         if group.memory.reads_parameters:
-            ctx = ctx._replace(parameters=[(span, self.parameters[name].detach()) for name, span in group.spans.items()])
+            ctx = ctx._replace(
+                parameters=[(span, self.parameters[name].detach()) for name, span in group.spans.items()]
+            )
         if self.rates.surplus:
             numels = {p.name: p.numel for p in group.plan.parameters}
             ctx = ctx._replace(surplus=self.rates.surplus_of(numels, step, density))

@@ -17,8 +17,8 @@ from lightning_sparse.engine.agreement import failing_together
 from lightning_sparse.engine.metrics import Step, Totals, dense_statistics, summarize
 from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.reducer import Reducer
+from lightning_sparse.engine.sources.comm_hook import Entrance
 from lightning_sparse.engine.sources.within_a_node import WithinANode
-from lightning_sparse.engine.step import Stepper
 from lightning_sparse.methods.grouping import Group, Messages
 from lightning_sparse.ops.length import LengthChanges
 
@@ -32,16 +32,15 @@ class EngineView:
         reducer: its own, which its owner closes.
     """
 
-    def __init__(self, reducer: Reducer | Stepper) -> None:
+    def __init__(self, reducer: Reducer) -> None:
         self.comm, self.device = reducer.comm, reducer.device
         self.warnings: list[str] = []
         """Given to :meth:`~lightning_sparse.engine.Engine.warn`."""
         self.closed = False
         """True if the engine has ended."""
-        self.router: Any = reducer
+        self.router = reducer
         """Exchanges gradients, see :mod:`lightning_sparse.engine.sources`."""
-        nodes = isinstance(reducer, Reducer) and reducer.parts is not None
-        self.entrance: Any = WithinANode(reducer, reducer.parts) if nodes else reducer
+        self.entrance: Entrance = reducer if reducer.parts is None else WithinANode(reducer, reducer.parts)
         """Takes gradients from a source and gives averages back: the router, or what stands in front of it."""
         self.networks = reducer.networks
         """See :class:`.Reducer`."""

@@ -558,7 +558,7 @@ def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return args, {**kwargs, "closure": then_go_on}
 
 
-_last: Any = torch.compiler.disable(_begin)
+_last: Any = torch.compiler.disable(_begin)  # type: ignore[no-untyped-call]
 _handles: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from types import FrameType
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from weakref import WeakSet, ref
 
 import torch
@@ -14,7 +13,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
 from lightning_sparse.engine.delivery import Delivery
-from lightning_sparse.engine.optimizers.binding import OptimizerBinding
+from lightning_sparse.engine.optimizers.binding import OptimizerBinding, _in_life
 from lightning_sparse.engine.optimizers.kinds import ids_of, rehearses, stepping
 from lightning_sparse.engine.optimizers.rules import Arrived, OfGroup
 from lightning_sparse.engine.step import Stepper
@@ -24,27 +23,56 @@ TWICE = (
     "was sent would be lost, or be trained on. Below a density of 1 a closure is called once a step; write SAM as two "
     "steps, and train with LBFGS densely."
 )
+INSIDE = (
+    "{} takes a step within a backward, before DistributedDataParallel has all gradients of it. Plain DDP would not "
+    "average what it steps with, and ranks would drift apart. Step when backward is over."
+)
+UNFINISHED = (
+    "A backward did not reach all parameters, so that DistributedDataParallel still waits for the gradients of some, "
+    "and ranks would step with their own. Wrap the model with find_unused_parameters=True."
+)
 TWO = (
     "Two optimizers step {} after one backward. The first one has exchanged its gradient, and the second one would "
-    "step with an average that is meant for the first. Call backward before each of the two steps, or let one optimizer "
+    "step with an average that is meant for the first. Call backward before each of the two steps, or let one of them "
     "hold the parameter."
 )
 
 
 class StepBinding(OptimizerBinding):
-    """Lets gradients be exchanged when optimizers step; optimizers are found by their first step."""
+    """Lets gradients be exchanged when optimizers step; optimizers are found by their first step.
+
+    Args:
+        stepper: exchanges gradients.
+        left_open: see :class:`.OptimizerBinding`.
+        open_exchange: likewise.
+        unfinished: whether a backward has handed over some gradients and not all.
+    """
 
     _reducer: Stepper  # type: ignore[assignment]
 
-    def __init__(self, stepper: Stepper, left_open: bool, open_exchange: bool) -> None:
+    def __init__(self, stepper: Stepper, left_open: bool, open_exchange: bool, unfinished: Callable[[], bool]) -> None:
         super().__init__(stepper, left_open, open_exchange)  # type: ignore[arg-type]
+        self._unfinished = unfinished
+        stepper.owners = self._owners
         self._known: WeakSet[Optimizer] = WeakSet()
         """Optimizers that have stepped parameters of the engine."""
         self._order: list[ref[Optimizer]] = []
+        self._depth = 0
+        """Steps of optimizers that run within each other."""
         self._averaged: dict[str, tuple[ref[Optimizer], Tensor]] = {}
         """By parameter, which optimizer has exchanged its gradient last, and the average."""
         self._empty: list[Parameter] = []
         """Parameters without a gradient while their optimizer passes over a skipped step."""
+
+    def _owners(self, names: Iterable[str]) -> dict[Stepper, list[str]]:
+        """Return who exchanges these parameters: of several engines that have one, the one that came last."""
+        later = [one for one in reversed(_in_life()) if isinstance(one, StepBinding)]
+        found: dict[Stepper, list[str]] = {}
+        for name in names:
+            key = id(self._parameters[name])
+            owner = next((one for one in later if key in one._names), self)
+            found.setdefault(owner._reducer, []).append(owner._names[key])
+        return found
 
     @property
     def in_use(self) -> list[Optimizer]:
@@ -65,12 +93,14 @@ class StepBinding(OptimizerBinding):
 
     def before(self, optimizer: Optimizer) -> None:
         """Exchange what an optimizer holds, and let its rule act; its gradients are there."""
-        names = self._mine
-        if rehearses(optimizer):
+        names, self._rehearsing = self._mine, rehearses(optimizer)
+        if self._rehearsing:
             super().before(optimizer)
             return
         ids = ids_of(optimizer)
         held = [name for key, name in names.items() if key in ids]
+        if held:
+            self._depth += 1
         if held and self._outermost is None:
             self._outermost = optimizer
             self._meet(optimizer, held)
@@ -89,7 +119,7 @@ class StepBinding(OptimizerBinding):
 
     def _step(self, optimizer: Optimizer, held: Sequence[str]) -> None:
         stepper, inner = self._reducer, stepping(optimizer)
-        self._refuse_two(optimizer, held)
+        self._refuse(optimizer, held)
         if bool(getattr(optimizer, "found_inf", None) or 0):  # of a scaler: nobody steps, on any rank
             stepper.leave(held)
             return
@@ -111,20 +141,25 @@ class StepBinding(OptimizerBinding):
             self._momentum.before(inner, self._mine, arrived, self._spends(inner), 1)
         self._adam.leave(inner)
 
-    def _refuse_two(self, optimizer: Optimizer, held: Sequence[str]) -> None:
-        """Refuse an average that another optimizer has exchanged.
+    def _refuse(self, optimizer: Optimizer, held: Sequence[str]) -> None:
+        """Refuse steps that would be taken with gradients that are not, or will not be, averages.
 
         Raises:
-            RuntimeError: on all ranks, which do the same.
+            RuntimeError: on all ranks that do the same.
         """
-        stepper = self._reducer
+        stepper, problem = self._reducer, ""
+        if self._unfinished():
+            problem = UNFINISHED
+        elif torch._C._current_graph_task_id() != -1 and not stepper.steps_aside:
+            problem = INSIDE.format(type(optimizer).__name__)
         for name in held:
             by, average = self._averaged.get(name, (None, None))
             if by is not None and stepper.parameters[name].grad is average and not stepper.is_fresh(name):
                 other = by()
-                if other is not None and other is not optimizer:
-                    with stepper.failing_together("in the step"):
-                        raise RuntimeError(TWO.format(name))
+                problem = TWO.format(name) if other is not None and other is not optimizer else problem
+        if problem:
+            with stepper.failing_together("in the step"):
+                raise RuntimeError(problem)
 
     def _arrivals(self, optimizer: Optimizer, deliveries: Mapping[str, Delivery]) -> Iterator[OfGroup]:
         names = self._mine
@@ -150,22 +185,36 @@ class StepBinding(OptimizerBinding):
 
     def after(self, optimizer: Optimizer) -> None:
         """Act after an optimizer's step."""
-        if self._outermost is optimizer:
-            self._outermost = None
-            empty, self._empty = self._empty, []
-            for p in empty:
-                if p.grad is None:
-                    p.grad = torch.zeros_like(p)
-        self._adam.after()
+        if self._outermost is not None and not ids_of(optimizer).isdisjoint(self._mine):
+            self._depth -= 1
+            if self._depth == 0:
+                self._outermost = None
+                empty, self._empty = self._empty, []
+                for p in empty:
+                    if p.grad is None:
+                        p.grad = torch.zeros_like(p)
+        if not self._rehearsing and self._outermost is None:
+            self._adam.after()
         self._momentum.after()
 
     def forget(self) -> None:
         """Undo what :meth:`before` has done, if a step has failed since."""
-        if self._outermost is not None and not _is_stepping(self._outermost):
-            self._outermost = None
-            self._empty = []
+        if self._outermost is not None and not self._runs():
+            self._outermost, self._depth, self._empty = None, 0, []
             self._adam.after()
             self._momentum.forget()
+
+    def _runs(self) -> bool:
+        """Return True if the outermost step that has begun is still running: of one that has failed, no frame is left.
+
+        One of the frames is that of the step that begins now.
+        """
+        frames, frame = 0, sys._getframe()
+        while (back := frame.f_back) is not None:
+            frame = back
+            if frame.f_code.co_name == "wrapper" and isinstance(found := frame.f_locals.get("self"), Optimizer):
+                frames += not ids_of(found).isdisjoint(self._mine)
+        return frames > self._depth
 
     def begin_step(self) -> None:
         """Choose the memory by the optimizers that are known."""
@@ -176,13 +225,3 @@ class StepBinding(OptimizerBinding):
             super().begin_step()
         finally:
             self.optimizers = bound
-
-
-def _is_stepping(optimizer: Optimizer) -> bool:
-    """Return True within a step of an optimizer, also of one that it calls; a step that has failed has left no trace."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name == "wrapper" and frame.f_locals.get("self") is optimizer:
-            return True
-        frame = frame.f_back
-    return False
