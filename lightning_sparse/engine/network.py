@@ -56,8 +56,10 @@ PAUSE = 5e-5
 """Seconds between two queries of a device."""
 LISTEN = 1.0
 """Seconds of waiting after which the store is asked whether another rank has failed."""
-LOOK_SECONDS = 0.05
+LOOK = timedelta(seconds=0.05)
 """After so long, a thread that waits looks for signals again."""
+LATE = "Operation timed out!"
+"""What torch says when only that time is over."""
 LEAVE = timedelta(seconds=5)
 """Time that a rank with nothing more to exchange waits for the others."""
 
@@ -364,10 +366,9 @@ class TorchCollective:
         return out.view(self.world_size, *x.shape)
 
     @staticmethod
-    def _finish(x: Tensor, *works: Any) -> None:
-        """Wait for messages of x that have been started."""
-        for work in works:
-            finish(work) if x.device.type == "cpu" else work.wait()
+    def _finish(x: Tensor, work: Any) -> None:
+        """Wait for a message of x that has been started."""
+        finish(work) if x.device.type == "cpu" else work.wait()
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over ranks and return the result; x may be overwritten."""
@@ -440,7 +441,12 @@ class TorchCollective:
             moves = [] if to is None else [dist.P2POp(dist.isend, x, group=group, group_peer=to)]
             if source is not None:
                 moves.append(dist.P2POp(dist.irecv, out, group=group, group_peer=source))
-            self._finish(x, *(dist.batch_isend_irecv(moves) if moves else []))
+            works = dist.batch_isend_irecv(moves) if moves else []
+            if x.device.type == "cpu" and threading.current_thread() is threading.main_thread():
+                finish_transfers(works)
+            else:
+                for work in works:
+                    work.wait()
         return out
 
     def all_gather_object(self, what: T, device: torch.device) -> list[T]:
@@ -460,35 +466,34 @@ class TorchCollective:
 
 
 def finish(work: Any) -> None:
-    """Wait for a message between CPUs that has been started; handlers of signals run meanwhile, on their thread."""
-    if threading.current_thread() is not threading.main_thread():
-        work.wait()
-        return
+    """Wait for a collective between CPUs that has been started; handlers of signals run meanwhile."""
+    while True:
+        try:
+            work.wait(LOOK)
+            return
+        except RuntimeError as error:
+            if LATE not in str(error):
+                raise
+
+
+def finish_transfers(works: Sequence[Any]) -> None:
+    """Wait for transfers between two CPUs, which a wait that ends early would end; handlers of signals run meanwhile."""
     done, errors = threading.Lock(), list[BaseException]()
     done.acquire()
-    try:
-        work.get_future().then(lambda _: done.release())
-    except RuntimeError:  # a transfer between two ranks has no future, and can be waited for once
 
-        def wait() -> None:
-            try:
+    def wait() -> None:
+        try:
+            for work in works:
                 work.wait()
-            except BaseException as error:
-                errors.append(error)
-            done.release()
+        except BaseException as error:
+            errors.append(error)
+        done.release()
 
-        threading.Thread(target=wait, daemon=True).start()
-        _hear_signals_until(done)
-        if errors:
-            raise errors[0] from None
-        return
-    _hear_signals_until(done)
-    work.wait()
-
-
-def _hear_signals_until(done: threading.Lock) -> None:
-    while not done.acquire(timeout=LOOK_SECONDS):  # a signal that comes just before the wait would be heard behind it
+    threading.Thread(target=wait, daemon=True).start()
+    while not done.acquire(timeout=LOOK.total_seconds()):
         pass
+    if errors:
+        raise errors[0] from None
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:

@@ -337,9 +337,9 @@ class Stepper(Groups):
         )
 
     def _count(self, skipped: bool) -> None:
-        flag = torch.tensor(skipped)
+        flag = torch.ones((), dtype=torch.bool) if skipped else None
         with self.record.changing():
-            self.record.settle(Decision(flag, None, self.comm.wait_until), {})
+            self.record.count(Decision(flag, None, self.comm.wait_until))
 
     def _measure(self, begin: Stamp, groups: Sequence[GroupReducer]) -> None:
         ran = [group.statistics for group in groups if group.statistics is not None]
