@@ -304,12 +304,63 @@ class Engine(EngineView):
         finally:
             self.accumulates = before
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the gradients of backwards within the context alone: somebody else averages them, or nobody does.
+
+        Example:
+            >>> import tempfile, torch, lightning_sparse as ls
+            >>> import torch.distributed as dist
+            >>> from torch.nn.parallel import DistributedDataParallel
+            >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(tempfile.mktemp(), 1))
+            >>> ddp = DistributedDataParallel(torch.nn.Linear(20, 20))
+            >>> engine = ls.attach(ddp, single_device="sparse")
+            >>> with engine.paused():
+            ...     ddp(torch.ones(1, 20)).sum().backward()
+            >>> engine.step
+            0
+            >>> engine.close()
+            >>> dist.destroy_process_group()
+        """
+        router = self.router
+        before, router.paused = router.paused, True
+        try:
+            yield
+        finally:
+            router.paused = before
+
+    def exchange(self, parameters: Tensor | Iterable[Tensor]) -> bool:
+        """Exchange the gradients of parameters before an optimizer that is none of torch's steps them; collective.
+
+        Optimizers of torch do so by themselves when they step. Averages take the place of gradients; what is done to
+        them afterwards is the caller's.
+
+        Args:
+            parameters: of the model; all that the optimizer will step.
+
+        Returns:
+            False if no rank may take the step, because a gradient was not finite; gradients are zeros then.
+
+        Raises:
+            ValueError: for parameters of which the engine has none.
+            RuntimeError: on all ranks, if they do different things.
+        """
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        names = {self.router.names[id(p)] for p in given if id(p) in self.router.names}
+        expect(bool(names), "parameters", "parameters of the engine's model", f"{len(given)} others")
+        return self._binding.exchange([name for name in self.router.parameters if name in names])
+
     def _receive(self, bucket: Any) -> Future[Tensor]:
         """Take the gradients of a ``GradBucket`` and return averages in its buffer: DDP's communication hook."""
         if self.closed:
             raise RuntimeError("The engine is closed. Wrap the model again and attach a new one to train on.")
         if self.accumulates:
             raise RuntimeError("engine.no_sync() is for attach_hsdp. Accumulate gradients within ddp.no_sync().")
+        if self.router.paused:
+            buffer: Tensor = bucket.buffer()
+            left: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
+            left.set_result(buffer)
+            return left
         return self._source.receive(bucket)
 
     def _before_exchange(self) -> None:

@@ -477,7 +477,7 @@ def finish(work: Any) -> None:
 
 
 def finish_transfers(works: Sequence[Any]) -> None:
-    """Wait for transfers between two CPUs, which a wait that ends early would end; handlers of signals run meanwhile."""
+    """Wait for transfers between two CPUs, which a short wait would end; handlers of signals run meanwhile."""
     done, errors = threading.Lock(), list[BaseException]()
     done.acquire()
 

@@ -97,6 +97,8 @@ class Reducer(Groups):
             numels = {name: p.numel() for name, p in parameters.items()}
             self.parts = Parts(numels, within.rank, within.world_size)
         self.clipping = GradientClipping(parameters)
+        self.paused = False
+        """True while gradients are left alone, which somebody else averages."""
         self.flush_asked = False
         """True if everything is sent in a step that has not begun yet."""
         self.flush_at: int | None = None

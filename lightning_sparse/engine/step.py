@@ -90,6 +90,8 @@ class Stepper(Groups):
         """Synchronised backwards, and steps of optimizers that hold parameters of the engine."""
         self.busy = False
         """True within an exchange."""
+        self.paused = False
+        """True while gradients are left alone, which somebody else averages."""
         self.owners: Callable[[Sequence[str]], Mapping[Stepper, Sequence[str]]] = lambda names: {self: names}
         """Returns who exchanges parameters of this engine: another one, where it came later and has them, too."""
         self._before_exchange = before_exchange
@@ -190,12 +192,13 @@ class Stepper(Groups):
         self.steps += 1
 
     @torch.no_grad()
-    def exchange(self, names: Sequence[str], scale: Tensor | None = None) -> Exchanged | None:
+    def exchange(self, names: Sequence[str], scale: Tensor | None = None, kind: int = STEP) -> Exchanged | None:
         """Exchange the gradients of an optimizer's parameters; averages take their place. Collective.
 
         Args:
             names: of the parameters that the optimizer holds, in the order of the model.
             scale: () of the loss, which gradients still have; None: none.
+            kind: see :class:`.Call`.
 
         Returns:
             None if there is nothing to exchange, as in a second step after one backward.
@@ -210,7 +213,7 @@ class Stepper(Groups):
         try:
             if not fresh:
                 return None
-            return self._exchange(local, scale, begin) if local else self._follow_ddp(fresh)
+            return self._exchange(local, scale, begin, kind) if local else self._follow_ddp(fresh)
         finally:
             self.leave(names)
 
@@ -228,10 +231,10 @@ class Stepper(Groups):
         self._stood_aside = True
         return Exchanged(False, {})
 
-    def _exchange(self, fresh: Sequence[str], scale: Tensor | None, begin: Stamp) -> Exchanged:
+    def _exchange(self, fresh: Sequence[str], scale: Tensor | None, begin: Stamp, kind: int) -> Exchanged:
         self.busy = True
         with self.failing_together("in the exchange"):
-            finite, used = self._agree(fresh)
+            finite, used = self._agree(fresh, kind)
             if not finite:
                 self.busy = False
                 return Exchanged(True, {})
@@ -285,7 +288,7 @@ class Stepper(Groups):
             self._waits, self._sparse_before = set(self.parameters), counts.step > 0
         super().adopt(groups, counts)
 
-    def _agree(self, fresh: Sequence[str]) -> tuple[bool, set[str]]:
+    def _agree(self, fresh: Sequence[str], kind: int) -> tuple[bool, set[str]]:
         """Announce the step; return whether it counts, and which of these parameters have a gradient on any rank.
 
         A rank that has all of them need not wait for the others, unless gradients were not finite in backward.
@@ -299,7 +302,7 @@ class Stepper(Groups):
             anywhere.update(name for name in fresh if used[self._numbers[name]])
 
         finite = not self._broken or self._are_finite(here)
-        self._announce(STEP, fresh, finite, [name in here for name in self.parameters], look)
+        self._announce(kind, fresh, finite, [name in here for name in self.parameters], look)
         if len(here) == len(fresh) and not self._broken:
             return True, here
         self._hosts.hear()

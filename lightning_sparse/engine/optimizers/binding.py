@@ -175,6 +175,10 @@ class OptimizerBinding:
         self._adam.after()
         self._momentum.after()
 
+    def exchange(self, names: Sequence[str]) -> bool:
+        """See :meth:`.Engine.exchange`."""
+        raise RuntimeError("Gradients are exchanged in backward here: engine.exchange() is not needed.")
+
     def check_closure(self, optimizer: Optimizer, calls: int) -> None:
         """Look how often an optimizer has called its closure in one step: any number of times is fine here."""
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
+from lightning_sparse.engine.calls import EXCHANGE
 from lightning_sparse.engine.delivery import Delivery
 from lightning_sparse.engine.optimizers.binding import OptimizerBinding, _in_life
 from lightning_sparse.engine.optimizers.kinds import ids_of, rehearses, stepping
@@ -140,6 +141,25 @@ class StepBinding(OptimizerBinding):
         elif type(inner) is SGD:
             self._momentum.before(inner, self._mine, arrived, self._spends(inner), 1)
         self._adam.leave(inner)
+
+    def exchange(self, names: Sequence[str]) -> bool:
+        """See :meth:`.Engine.exchange`."""
+        stepper = self._reducer
+        if stepper.settings.memory_in_use.needs_second:
+            raise RuntimeError(
+                "engine.exchange() is for optimizers that torch does not have, and Adam's steps are taken when the "
+                "optimizer steps. Leave out the call."
+            )
+        self._alone = None
+        stepper.split(names)
+        exchanged = stepper.exchange(names, kind=EXCHANGE)
+        if exchanged is None or not exchanged.skipped:
+            return True
+        for p in (stepper.parameters[name] for name in names):
+            if p.grad is not None:
+                p.grad.zero_()
+        self._say_skipped()
+        return False
 
     def _refuse(self, optimizer: Optimizer, held: Sequence[str]) -> None:
         """Refuse steps that would be taken with gradients that are not, or will not be, averages.
