@@ -350,6 +350,43 @@ class Engine(EngineView):
         expect(bool(names), "parameters", "parameters of the engine's model", f"{len(given)} others")
         return self._binding.exchange([name for name in self.router.parameters if name in names])
 
+    def clip_grad_norm_(
+        self,
+        parameters: Tensor | Iterable[Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """Clip gradients by the norm of their mean over ranks, between backward and step; collective.
+
+        This has the arguments of ``torch.nn.utils.clip_grad_norm_``, and returns what that returns behind plain DDP,
+        where ``.grad`` is the mean: the norm of all parameters together, equal on all ranks. All ranks scale their own
+        gradients by one factor. Below a density of 1 the norm is estimated from a sketch of 16 KB, with a spread of
+        1.1 %, see :func:`~lightning_sparse.ops.sketch.sketch`.
+
+        Args:
+            parameters: of the model, and maybe others.
+            max_norm: of the mean gradient.
+            norm_type: 2; with others, such as infinity, each rank's own norm is taken.
+            error_if_nonfinite: raise if the norm is not finite, on all ranks.
+            foreach: see torch.
+
+        Returns:
+            () the norm before clipping.
+
+        Raises:
+            RuntimeError: on all ranks, if they do different things.
+        """
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if norm_type != 2:
+            return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
+        norm = self.router.norm(given)
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise RuntimeError("The norm of the mean gradient is not finite, so it cannot be clipped.")
+        torch.nn.utils.clip_grads_with_norm_(given, max_norm, norm, foreach)
+        return norm
+
     def _receive(self, bucket: Any) -> Future[Tensor]:
         """Take the gradients of a ``GradBucket`` and return averages in its buffer: DDP's communication hook."""
         if self.closed:

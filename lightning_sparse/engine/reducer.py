@@ -232,6 +232,10 @@ class Reducer(Groups):
         """True within a backward, and between several ones of which one step is made."""
         return any(group.arrived for group in self.groups)
 
+    def norm(self, parameters: Sequence[Tensor]) -> Tensor:
+        """Return the () norm of gradients, which are averages already."""
+        return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+
     def put_together(self, own: Sequence[Averages]) -> Sequence[Averages]:
         """Return averages as optimizers get them: as they are."""
         return own

@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from lightning_sparse.core.layout import flattened, laid_out
 from lightning_sparse.core.messages import AllGather, Steps, ring_all_reduce_bytes
 from lightning_sparse.core.step import Context
-from lightning_sparse.engine.calls import STEP, Call, compare
+from lightning_sparse.engine.calls import NORM, STEP, Call, compare
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.delivery import Delivery
 from lightning_sparse.engine.metrics import Stamp
@@ -36,6 +36,7 @@ from lightning_sparse.engine.state.record import Averages, Counts
 from lightning_sparse.methods.grouping import Group
 from lightning_sparse.methods.memory import NoMemory
 from lightning_sparse.ops import all_finite
+from lightning_sparse.ops.sketch import sketch
 
 
 class Exchanged(NamedTuple):
@@ -178,6 +179,33 @@ class Stepper(Groups):
             self._count(skipped=True)
         self._broken = not finite
         self._fresh.update(dict.fromkeys(names, averaged))
+
+    @torch.no_grad()
+    def norm(self, parameters: Sequence[Tensor]) -> Tensor:
+        """Return the () norm of the mean of the ranks' gradients; collective.
+
+        Gradients that will be exchanged are sketched: ranks send 16 KB. All others count as they are.
+
+        Args:
+            parameters: of the engine and others, in the same order on all ranks.
+
+        Raises:
+            RuntimeError: on all ranks, if they do different things.
+        """
+        names = [self.names.get(id(p), "") for p in parameters]
+        several = self.comm.world_size > 1
+        pairs = [(p, several and self._fresh.get(name) is False) for p, name in zip(parameters, names, strict=True)]
+        given = [p.grad for p, local in pairs if not local and p.grad is not None]
+        whole = torch.nn.utils.get_total_norm(given)
+        if not any(local for _, local in pairs):
+            return whole
+        pieces = [p.new_zeros(p.numel()) if p.grad is None else laid_out(p.grad, p) for p, local in pairs if local]
+        with self.failing_together("in clipping"):
+            self._announce(
+                NORM, [name for name, (_, local) in zip(names, pairs, strict=True) if local], True, [], _look
+            )
+            mean = self.comm.all_reduce(sketch(pieces, self.backwards)) / self.comm.world_size
+        return torch.linalg.vector_norm(torch.stack([mean.norm(), whole.to(mean)]))
 
     # ---------------------------------------------------------------------------------------------------- step
 
@@ -399,3 +427,7 @@ class Stepper(Groups):
         self._hosts.close()
         self.within.close()
         self.comm.close()
+
+
+def _look(*_: object) -> None:
+    """Look at nothing but whether ranks do the same."""

@@ -454,3 +454,36 @@ def test_signals_are_handled_while_ranks_wait_for_each_other(two_ranks: Ranks) -
     for handled, seconds in two_ranks(signalled):
         assert handled
         assert seconds < 1.0
+
+
+def clipped(density: float | None, limit: float) -> tuple[list[float], Tensor]:
+    """Norms that clipping by the engine returns, or torch's with plain DDP; and weights."""
+    model, batches = network(), Batches()
+    ddp = DistributedDataParallel(model)
+    clip: Any = nn.utils.clip_grad_norm_ if density is None else attached(ddp, density=density).clip_grad_norm_
+    optimizer, norms = optimizer_of("sgd", model.parameters()), []
+    for _ in range(6):
+        optimizer.zero_grad()
+        batches.loss(ddp).backward()
+        norms.append(float(clip(model.parameters(), limit)))
+        optimizer.step()
+    return norms, weights(model)
+
+
+def test_clipping_at_density_1_is_that_of_plain_ddp(three_ranks: Ranks) -> None:
+    for (plain, expected), (norms, found) in zip(
+        three_ranks(clipped, None, 0.1), three_ranks(clipped, 1.0, 0.1), strict=True
+    ):
+        assert norms == plain_norms
+        assert torch.equal(found, expected)
+
+
+def test_the_norm_of_clipping_is_that_of_the_mean_on_all_ranks(three_ranks: Ranks) -> None:
+    (expected, _), *_ = three_ranks(clipped, None, 1e9)
+    found = three_ranks(clipped, 0.05, 1e9)
+    assert all(norms == found[0][0] and torch.equal(moved, found[0][1]) for norms, moved in found)
+    assert found[0][0][0] == pytest.approx(expected[0], rel=0.08)
+    limited = three_ranks(clipped, 0.05, 0.01)
+    assert all(torch.equal(moved, limited[0][1]) for _, moved in limited)
+    start = weights(network())
+    assert (limited[0][1] - start).norm() < 0.5 * (found[0][1] - start).norm()
