@@ -205,7 +205,8 @@ class Stepper(Groups):
                 NORM, [name for name, (_, local) in zip(names, pairs, strict=True) if local], True, [], _look
             )
             mean = self.comm.all_reduce(sketch(pieces, self.backwards)) / self.comm.world_size
-        return torch.linalg.vector_norm(torch.stack([mean.norm(), whole.to(mean)]))
+        norm: Tensor = torch.linalg.vector_norm(torch.stack([mean.norm(), whole.to(mean)]))
+        return norm
 
     # ---------------------------------------------------------------------------------------------------- step
 
