@@ -152,6 +152,7 @@ def test_every_sparsifier_trains_like_plain_ddp_at_full_density(two_ranks: Ranks
         torch.testing.assert_close(parameters, plain, rtol=0, atol=1e-6)  # random numbers are summed in their own order
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sparsifier", [name for name, _ in ls.sparsifiers.SPARSIFIERS.items()])
 def test_every_sparsifier_keeps_ranks_equal_below(two_ranks: Ranks, sparsifier: str) -> None:
     options = {

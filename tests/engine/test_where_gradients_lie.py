@@ -122,7 +122,7 @@ AXES: list[list[Any]] = [
 
 @pytest.mark.parametrize(
     ("grouping", "dtype", "memory", "method", "scale", "unused"),
-    by_default(covering((tuple(axis[number % len(axis)] for axis in AXES) for number in range(60)), together=1), 6),
+    by_default(covering((tuple(axis[number % len(axis)] for axis in AXES) for number in range(60)), together=1), 4),
 )
 def test_steps_are_those_of_one_vector(
     two_ranks: Ranks,

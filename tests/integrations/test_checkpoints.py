@@ -176,7 +176,7 @@ NAMES = [name for name, _ in ls.sparsifiers.SPARSIFIERS.items()]
             seen_as=lambda plan, name: (plan, ls.sparsifiers.SPARSIFIERS.resolve(name).agreement),
             thorough={n for n, plan in enumerate(PLANS) if isinstance(plan.get("memory"), OF_ENGINES)} | {1, 2, 3, 16},
         ),
-        6,
+        4,
     ),
 )
 def test_whatever_is_chosen_a_resumed_run_goes_on_bit_for_bit(

@@ -141,6 +141,7 @@ def markers_that_are_none(path: Path, names: list[str]) -> list[tuple[str, list[
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "names",
     [[*MARKERS][::4], pytest.param([name for n, name in enumerate(MARKERS) if n % 4], marks=pytest.mark.thorough)],

@@ -65,7 +65,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], tuple[int, float]]] = {
     "momentum": ({"memory": ls.memories.MomentumCorrection(0.9)}, (276, 120)),
     "clipped": ({"memory": ls.memories.ClipByNorm(1.0)}, (271, 90)),
     "adam": ({"memory": ls.memories.AdamCorrection()}, (279, 183)),
-    "second moment": ({"memory": ls.memories.SecondMoment()}, (411, 208)),
+    "second moment": ({"memory": ls.memories.SecondMoment()}, (411, 228)),
     "bfloat16": ({"dtype": torch.bfloat16}, (267, 74)),
     "in two buckets": ({"buckets": 2}, (260, 94)),
     "in one group of 67 million": ({"numel": 1 << 26}, (304, 51)),

@@ -152,6 +152,7 @@ def test_all_ranks_bring_messages_of_one_length(
             assert len({selection.indices.numel() for selection in outcome.selections}) == 1
 
 
+@pytest.mark.thorough
 @in_one_test(
     "name, exchange, n",
     covering(((*pair, n) for pair in SPARSELY_TRAVELLING for n in (4, 2, 1)), together=1, seen_as=by_name),

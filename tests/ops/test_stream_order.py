@@ -94,6 +94,7 @@ def test_kernels_wait_for_each_other_and_memory_is_not_given_back_in_use(
     assert not kernels.findings, "\n".join(dict.fromkeys(kernels.findings))
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(120)
 def test_a_kernel_that_does_not_wait_is_noticed(kernels: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeStream, "wait_event", lambda *_: None)

@@ -97,6 +97,7 @@ MIXED = [
 ]
 
 
+@pytest.mark.thorough
 @in_one_test("case, exchange, n", covering(((*pair, n) for pair in PAIRS for n in (3, 1)), together=1, seen_as=kinds))
 def test_groups_together_end_as_they_do_one_after_another(case: Case, exchange: str, n: int) -> None:
     end_as_they_do_one_after_another(alike(case, exchange), n)

@@ -73,6 +73,7 @@ def test_corrected_picks_are_the_largest_in_a_band_around_k(rule: Rule, kind: st
             assert len(picked) == k
 
 
+@pytest.mark.thorough
 @each_rule
 @pytest.mark.parametrize("density", [*DENSITIES, 0.4, 0.6, 0.9])
 @pytest.mark.parametrize("kind", KINDS)

@@ -264,6 +264,7 @@ def known_between(name: str, ranks: int, density: float) -> Method:
     return Method(name, density, GroupCost(density, NOTHING, NOTHING, NOTHING, tuple(parts)))
 
 
+@pytest.mark.thorough
 @in_one_test("name, known", [(name, 2) for name, _ in SPARSIFIERS.items()] + [(name, 1) for name in EXACT])
 def test_messages_grow_with_ranks_as_they_do_in_simulations(name: str, known: int) -> None:
     density = 0.02

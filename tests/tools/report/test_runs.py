@@ -155,6 +155,7 @@ def logged_to_wandb(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_wandb_offline_and_csv_are_read_alike(logged_to_wandb: Path, tmp_path: Path) -> None:
     def values(run: Run) -> dict[str, Any]:
