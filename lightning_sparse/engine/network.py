@@ -335,7 +335,7 @@ class TorchCollective:
         out = words.new_empty(self.world_size, *words.shape)
         with self._together("all_gather") as group:
             if self.one_hop:
-                work = dist.all_to_all_single(out, words.expand_as(out).contiguous(), group=group, async_op=True)
+                work = dist.all_to_all_single(out, words.repeat(self.world_size, 1), group=group, async_op=True)
             else:
                 work = _all_gather(out.view(-1), words, group=group, async_op=True)
 

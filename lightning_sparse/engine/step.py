@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -145,7 +146,7 @@ class Stepper(Groups):
     ) -> None:
         """Begin a call that all ranks take part in; what they say is looked at before a later message is waited for."""
         flags = used or [False] * len(self.parameters)
-        call = Call(kind, digest_of(sorted(names)), self.backwards, self.steps, self.flush_asked, self._digest)
+        call = Call(kind, _digest_of(tuple(names)), self.backwards, self.steps, self.flush_asked, self._digest)
         words = call.words(finite, flags)
         self.shared_bytes += AllGather(words).bytes_sent(self.comm.world_size)
         self._hosts.announce(words, lambda rows: look(*compare(rows)))
@@ -384,6 +385,8 @@ class Stepper(Groups):
 
     def split(self, held: Collection[str]) -> None:
         """Cut groups in two where an optimizer holds some of their parameters, and others the rest."""
+        if len(held) == len(self.parameters):
+            return
         plan: list[Group] = []
         for group in (group.plan for group in self.groups):
             inside = [p for p in group.parameters if p.name in held]
@@ -428,6 +431,12 @@ class Stepper(Groups):
         self._hosts.close()
         self.within.close()
         self.comm.close()
+
+
+@lru_cache(maxsize=64)
+def _digest_of(names: tuple[str, ...]) -> int:
+    """Return a digest of names in any order; the same ones come in every step."""
+    return digest_of(sorted(names))
 
 
 def _look(*_: object) -> None:
