@@ -329,7 +329,7 @@ class Native:
 
         Args:
             out: (width,) float32.
-            pieces: (length,) vectors.
+            pieces: contiguous tensors.
             shared: (width + shifts - 1,) int32 signs that rows share: 0, or the sign bit of a float32.
             own: (rows,) the same, one for each row.
         """
