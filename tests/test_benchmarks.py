@@ -72,6 +72,29 @@ def test_clipping_is_compared_with_dense_training(tmp_path: Path) -> None:
     assert all(math.isfinite(row["perplexity"]) for row in rows)
 
 
+def test_norms_of_sketches_are_divided_by_those_of_means(capsys: pytest.CaptureFixture[str]) -> None:
+    class Model(torch.nn.Linear):
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            return super().forward(batch).square().mean()
+
+        @staticmethod
+        def optimizer(parameters: Any) -> torch.optim.Optimizer:
+            return torch.optim.SGD(parameters, 0.01)
+
+    sketch, model, batches = benchmark("sketch"), Model(90, 100), torch.randn(3, 5, 90)
+    found = sketch.ratios(model, iter(batches).__next__, [1, 3], range(2))
+    for n in (1, 3):
+        model.zero_grad()
+        model(batches[:n].flatten(0, 1)).backward()
+        gradients = [model.weight.grad, model.bias.grad]
+        norm = math.sqrt(sum(float(x.norm()) ** 2 for x in gradients))
+        expected = [float(sketch.sketch(gradients, seed).norm()) / norm for seed in range(2)]
+        assert found[n].tolist() == pytest.approx(expected, rel=1e-5)
+    sketch.train("small", model, lambda generator: batches[0], steps=[0, 1], ranks=[1, 3], seeds=2, batches=1)
+    assert capsys.readouterr().out.count("RMS") == 4
+    assert sketch.cost(1, 10_000) in (True, False)
+
+
 @pytest.mark.thorough
 def test_seconds_of_training_steps_stand_beside_perplexities(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

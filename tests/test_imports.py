@@ -15,7 +15,9 @@ from tests.warm import forgetting, warm_python
 
 PACKAGE = Path(lightning_sparse.__file__).parent
 DOORS = ["accelerate", "huggingface", "ray"]
-ROOMS = ["core", "ops", "methods", "engine", "tuning", "api", "integrations", *DOORS, "tools", "__init__"]
+ALONE = "minimal"
+"""Imports nothing of the package, and is imported by nothing of it."""
+ROOMS = [ALONE, "core", "ops", "methods", "engine", "tuning", "api", "integrations", *DOORS, "tools", "__init__"]
 """From the ground up: each imports from itself and from those before it."""
 CLI = PACKAGE.parent / "lightning_sparse_cli"
 FILES = sorted([*PACKAGE.rglob("*.py"), *CLI.rglob("*.py")])
@@ -73,13 +75,14 @@ def test_rooms_import_only_what_stands_below_them_and_files_do_not_import_each_o
         room = ROOMS.index(room_of(MODULES[name]))
         above = {other for other in others if ROOMS.index(room_of(MODULES[other])) > room}
         assert not above, f"{name} imports {above}"
+        assert f"lightning_sparse.{ALONE}" not in others, f"{name} imports it"
     TopologicalSorter(wanted).prepare()  # raises a CycleError, which names the files
 
 
 @in_one_test("path", ((path,) for path in FILES), apart=0)
 def test_the_network_and_the_framework_are_touched_in_their_rooms_only(path: Path) -> None:
     names = set(imported(path))
-    if room_of(path) not in {"engine", "api"}:
+    if room_of(path) not in {"engine", "api", ALONE}:
         assert not any(name.startswith(("torch.distributed", "torch.nn.parallel")) for name in names)
     if room_of(path) not in {"integrations", "cli"}:
         packages = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_pytorch"}

@@ -16,16 +16,20 @@ from torch.nn import Parameter
 
 from lightning_sparse.core.checks import expect
 from lightning_sparse.engine.agreement import Note, by_reason, check_equal_on_ranks
+from lightning_sparse.engine.backward import BackwardEnd
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.binding import OptimizerBinding
 from lightning_sparse.engine.optimizers.kinds import check_is_optimizer
+from lightning_sparse.engine.optimizers.stepping import StepBinding
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.regrouping import check_covers
 from lightning_sparse.engine.sources.comm_hook import BucketSource
+from lightning_sparse.engine.sources.within_a_node import WithinANode
 from lightning_sparse.engine.state.record import Counts
 from lightning_sparse.engine.state.schema import renamed
 from lightning_sparse.engine.state.state import EngineState, Shard
+from lightning_sparse.engine.step import Stepper
 from lightning_sparse.engine.view import CopiedEngine, EngineView
 from lightning_sparse.methods.grouping import Group, Messages
 from lightning_sparse.methods.memory import NoMemory
@@ -48,6 +52,7 @@ class Engine(EngineView):
             ranks of ``comm`` have the same part.
         within: ranks that hold the other parts, see :class:`~lightning_sparse.engine.reducer.Reducer`; None: this rank
             holds all. Closed with the engine.
+        in_steps: exchange gradients when optimizers step, and not in backward.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class Engine(EngineView):
         frozen: Mapping[str, Parameter] | None = None,
         shards: Mapping[str, Shard] | None = None,
         within: TorchCollective | None = None,
+        in_steps: bool = False,
     ) -> None:
         left_open, open_exchange = settings.memory is None, settings.exchange is None
         settings = replace(settings, memory=settings.memory_in_use, exchange=settings.exchange_in_use)
@@ -85,7 +91,11 @@ class Engine(EngineView):
         self.shards = dict(shards or {})
         """Parts of parameters, see above."""
         of_engine = (lambda: self.loss_scale()), self._before_exchange
-        reducer = Reducer(parameters, settings, comm, device, watch_usage, *of_engine, within=within)
+        reducer: Any  # a Reducer for all who ask, as long as there are both
+        if in_steps:
+            reducer = Stepper(parameters, settings, comm, device, self._before_exchange)
+        else:
+            reducer = Reducer(parameters, settings, comm, device, watch_usage, *of_engine, within=within)
         super().__init__(reducer)
         try:
             with reducer.on_stream.between_steps():
@@ -94,9 +104,14 @@ class Engine(EngineView):
         except BaseException:
             reducer.close()
             raise
-        self._source = BucketSource(self.entrance)
+        self._source: BucketSource | BackwardEnd
         self._compared_kernels = False
-        self._binding = OptimizerBinding(reducer, left_open, open_exchange)
+        if isinstance(reducer, Stepper):
+            self._source = source = BackwardEnd(reducer)
+            self._binding: OptimizerBinding = StepBinding(reducer, left_open, open_exchange, lambda: source.unfinished)
+        else:
+            self._source = BucketSource(self.entrance)
+            self._binding = OptimizerBinding(reducer, left_open, open_exchange)
         self._state = EngineState(reducer, self._binding, self.frozen, self.shards)
         if not left_open:  # else optimizers settle the memory
             reducer.prepare()
@@ -289,12 +304,100 @@ class Engine(EngineView):
         finally:
             self.accumulates = before
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the gradients of backwards within the context alone: somebody else averages them, or nobody does.
+
+        Example:
+            >>> import tempfile, torch, lightning_sparse as ls
+            >>> import torch.distributed as dist
+            >>> from torch.nn.parallel import DistributedDataParallel
+            >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(tempfile.mktemp(), 1))
+            >>> ddp = DistributedDataParallel(torch.nn.Linear(20, 20))
+            >>> engine = ls.attach(ddp, single_device="sparse")
+            >>> with engine.paused():
+            ...     ddp(torch.ones(1, 20)).sum().backward()
+            >>> engine.step
+            0
+            >>> engine.close()
+            >>> dist.destroy_process_group()
+        """
+        router = self.router
+        before, router.paused = router.paused, True
+        try:
+            yield
+        finally:
+            router.paused = before
+
+    def exchange(self, parameters: Tensor | Iterable[Tensor]) -> bool:
+        """Exchange the gradients of parameters before an optimizer that is none of torch's steps them; collective.
+
+        Optimizers of torch do so by themselves when they step. Averages take the place of gradients; what is done to
+        them afterwards is the caller's.
+
+        Args:
+            parameters: of the model; all that the optimizer will step.
+
+        Returns:
+            False if no rank may take the step, because a gradient was not finite; gradients are zeros then.
+
+        Raises:
+            ValueError: for parameters of which the engine has none.
+            RuntimeError: on all ranks, if they do different things.
+        """
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        names = {self.router.names[id(p)] for p in given if id(p) in self.router.names}
+        expect(bool(names), "parameters", "parameters of the engine's model", f"{len(given)} others")
+        return self._binding.exchange([name for name in self.router.parameters if name in names])
+
+    def clip_grad_norm_(
+        self,
+        parameters: Tensor | Iterable[Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """Clip gradients by the norm of their mean over ranks, between backward and step; collective.
+
+        This has the arguments of ``torch.nn.utils.clip_grad_norm_``, and returns what that returns behind plain DDP,
+        where ``.grad`` is the mean: the norm of all parameters together, equal on all ranks. All ranks scale their own
+        gradients by one factor. Below a density of 1 the norm is estimated from a sketch of 16 KB, with a spread of
+        1.1 %, see :func:`~lightning_sparse.ops.sketch.sketch`.
+
+        Args:
+            parameters: of the model, and maybe others.
+            max_norm: of the mean gradient.
+            norm_type: 2; with others, such as infinity, each rank's own norm is taken.
+            error_if_nonfinite: raise if the norm is not finite, on all ranks.
+            foreach: see torch.
+
+        Returns:
+            () the norm before clipping.
+
+        Raises:
+            RuntimeError: on all ranks, if they do different things.
+        """
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if norm_type != 2:
+            return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
+        norm = self.router.norm(given)
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise RuntimeError("The norm of the mean gradient is not finite, so it cannot be clipped.")
+        torch.nn.utils.clip_grads_with_norm_(given, max_norm, norm, foreach)
+        return norm
+
     def _receive(self, bucket: Any) -> Future[Tensor]:
         """Take the gradients of a ``GradBucket`` and return averages in its buffer: DDP's communication hook."""
         if self.closed:
             raise RuntimeError("The engine is closed. Wrap the model again and attach a new one to train on.")
         if self.accumulates:
             raise RuntimeError("engine.no_sync() is for attach_hsdp. Accumulate gradients within ddp.no_sync().")
+        if self.router.paused:
+            buffer: Tensor = bucket.buffer()
+            left: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
+            left.set_result(buffer)
+            return left
         return self._source.receive(bucket)
 
     def _before_exchange(self) -> None:
@@ -453,7 +556,7 @@ class Engine(EngineView):
             observer.close()
         self._binding.close()
         self.router.close()
-        if not isinstance(self.entrance, Reducer):
+        if isinstance(self.entrance, WithinANode):
             self.entrance.close()
 
     def __reduce__(self) -> tuple[type[CopiedEngine], tuple[()]]:

@@ -13,6 +13,7 @@ the one before, and for its receiver to ask for it, a round trip. Here all ranks
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -55,6 +56,10 @@ PAUSE = 5e-5
 """Seconds between two queries of a device."""
 LISTEN = 1.0
 """Seconds of waiting after which the store is asked whether another rank has failed."""
+LOOK = timedelta(seconds=0.05)
+"""After so long, a thread that waits looks for signals again."""
+LATE = "Operation timed out!"
+"""What torch says when only that time is over."""
 LEAVE = timedelta(seconds=5)
 """Time that a rank with nothing more to exchange waits for the others."""
 
@@ -84,6 +89,8 @@ class TorchCollective:
         self._beside: Sequence[Sequence[int]] = ()
         """Ranks of the groups that are made at the same time, see :meth:`of_its_own`."""
         self._owned = self._given_back = False
+        self._announced: Callable[[], None] | None = None
+        """Waits for what was announced, and looks at it."""
         self._keys, self._left = "", 0
         alone = not (dist.is_available() and dist.is_initialized())
         self.rank: int = 0 if alone else dist.get_rank(group)
@@ -311,8 +318,43 @@ class TorchCollective:
         self._given_back = True  # before others can find no group
         self.group, self._owned = None, False
 
+    def announce(self, words: Tensor, look: Callable[[Tensor], None]) -> None:
+        """Begin to gather words of all ranks on the CPU, which are looked at before any later message is sent.
+
+        Local work goes on meanwhile. Messages of different lengths would meet where ranks do different things, and end
+        their processes: gloo gives up on a thread of its own.
+
+        Args:
+            words: (length,) of this rank, the same length on all.
+            look: is given the (n, length) words of all ranks; may raise.
+        """
+        self.hear()
+        if self.world_size == 1:
+            look(words.unsqueeze(0))
+            return
+        out = words.new_empty(self.world_size, *words.shape)
+        with self._together("all_gather") as group:
+            if self.one_hop:
+                work = dist.all_to_all_single(out, words.repeat(self.world_size, 1), group=group, async_op=True)
+            else:
+                work = _all_gather(out.view(-1), words, group=group, async_op=True)
+
+        def hear() -> None:
+            with self._together("all_gather"):
+                finish(work)
+            look(out)
+
+        self._announced = hear
+
+    def hear(self) -> None:
+        """Wait for what was announced, if anything was, and let it be looked at."""
+        announced, self._announced = self._announced, None
+        if announced is not None:
+            announced()
+
     def all_gather(self, x: Tensor) -> Tensor:
         """Gather ``(*shape)`` of each rank to ``(n, *shape)`` on all."""
+        self.hear()
         if self.world_size == 1:
             return x.unsqueeze(0)
         if self.one_hop and short(x):
@@ -320,16 +362,22 @@ class TorchCollective:
         x = x.contiguous()
         out = x.new_empty(self.world_size * x.numel())
         with self._together("all_gather") as group:
-            _all_gather(out, x.view(-1), group=group)
+            self._finish(x, _all_gather(out, x.view(-1), group=group, async_op=True))
         return out.view(self.world_size, *x.shape)
+
+    @staticmethod
+    def _finish(x: Tensor, work: Any) -> None:
+        """Wait for a message of x that has been started."""
+        finish(work) if x.device.type == "cpu" else work.wait()
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over ranks and return the result; x may be overwritten."""
+        self.hear()
         if self.one_hop and short(x):
             return run(summed(x, self.world_size), self._in_all_reduce)
         if self.world_size > 1:
             with self._together("all_reduce") as group:
-                dist.all_reduce(x, group=group)
+                self._finish(x, dist.all_reduce(x, group=group, async_op=True))
         return x
 
     def start_average(self, x: Tensor, wait: bool = False) -> Future[Tensor]:
@@ -343,7 +391,8 @@ class TorchCollective:
         if self.world_size == 1:
             future.set_result(x)
             return future
-        work = dist.all_reduce(x.div_(self.world_size), group=self.group, async_op=True)
+        # As DDP does without a hook: for three ranks, a division rounds otherwise.
+        work = dist.all_reduce(x.mul_(1.0 / self.world_size), group=self.group, async_op=True)
         if wait:
             work.wait()
             future.set_result(x)
@@ -353,9 +402,10 @@ class TorchCollective:
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         """Return x of rank ``src`` on all ranks; in place."""
+        self.hear()
         if self.world_size > 1:
             with self._together("broadcast") as group:
-                dist.broadcast(x, group=group, group_src=src)
+                self._finish(x, dist.broadcast(x, group=group, group_src=src, async_op=True))
         return x
 
     def all_to_all(self, x: Tensor) -> Tensor:
@@ -363,10 +413,11 @@ class TorchCollective:
         return x if self.world_size == 1 else self._to_all(x, "all_to_all")
 
     def _to_all(self, x: Tensor, operation: str) -> Tensor:
+        self.hear()
         x = x.contiguous()
         out = torch.empty_like(x)
         with self._together(operation) as group:
-            dist.all_to_all_single(out, x, group=group)
+            self._finish(x, dist.all_to_all_single(out, x, group=group, async_op=True))
         return out
 
     def _in_all_reduce(self, message: Message) -> Tensor:
@@ -383,14 +434,19 @@ class TorchCollective:
         Returns:
             The tensor of ``source``, of x's shape and dtype; an empty one without a source.
         """
+        self.hear()
         x = x.contiguous()
         out = x[:0] if source is None else torch.empty_like(x)
         with self._together("send_recv") as group:
             moves = [] if to is None else [dist.P2POp(dist.isend, x, group=group, group_peer=to)]
             if source is not None:
                 moves.append(dist.P2POp(dist.irecv, out, group=group, group_peer=source))
-            for move in dist.batch_isend_irecv(moves) if moves else []:
-                move.wait()
+            works = dist.batch_isend_irecv(moves) if moves else []
+            if x.device.type == "cpu" and threading.current_thread() is threading.main_thread():
+                finish_transfers(works)
+            else:
+                for work in works:
+                    work.wait()
         return out
 
     def all_gather_object(self, what: T, device: torch.device) -> list[T]:
@@ -402,10 +458,42 @@ class TorchCollective:
         """
         if self.world_size == 1:
             return [what]
+        self.hear()
         given: list[Any] = [None] * self.world_size
         with self._together("all_gather_object") as group, _current(device):
             dist.all_gather_object(given, what, group=group)
         return given
+
+
+def finish(work: Any) -> None:
+    """Wait for a collective between CPUs that has been started; handlers of signals run meanwhile."""
+    while True:
+        try:
+            work.wait(LOOK)
+            return
+        except RuntimeError as error:
+            if LATE not in str(error):
+                raise
+
+
+def finish_transfers(works: Sequence[Any]) -> None:
+    """Wait for transfers between two CPUs, which a short wait would end; handlers of signals run meanwhile."""
+    done, errors = threading.Lock(), list[BaseException]()
+    done.acquire()
+
+    def wait() -> None:
+        try:
+            for work in works:
+                work.wait()
+        except BaseException as error:
+            errors.append(error)
+        done.release()
+
+    threading.Thread(target=wait, daemon=True).start()
+    while not done.acquire(timeout=LOOK.total_seconds()):
+        pass
+    if errors:
+        raise errors[0] from None
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:

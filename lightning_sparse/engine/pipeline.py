@@ -433,6 +433,7 @@ class GroupReducer:
         scale: Tensor | None = None,
         flush: bool = False,
         changing: Callable[[Set[str]], AbstractContextManager[None]] = lambda names: nullcontext(),
+        sample: bool = True,
     ) -> Steps[None]:
         """Absorb and exchange; :meth:`settle` follows if the step counts.
 
@@ -442,6 +443,7 @@ class GroupReducer:
             scale: of the loss, see :func:`~lightning_sparse.engine.pipeline.exchange_group`.
             flush: send everything, this time.
             changing: is entered, with the names of the parameters, while gradients are absorbed.
+            sample: note some of the averages, where they may be changed before the optimizer steps.
 
         Returns:
             A coroutine that works on the gradients in the buckets.
@@ -480,7 +482,8 @@ class GroupReducer:
         if grad is not given:
             given.spread_(grad.runs[0])
         delivery = self.delivery(proposed.update.indices, proposed.divisor, ctx.world_size)
-        delivery.sample([self.arrived[name] for name in self.spans], scale)
+        if sample:
+            delivery.sample([self.arrived[name] for name in self.spans], scale)
         self.exchange_made = Exchanged(proposed, spans, delivery)
 
     def delivery(self, indices: Tensor | None, by: Tensor | None, ranks: int, whole: bool | None = None) -> Delivery:

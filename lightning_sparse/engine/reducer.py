@@ -97,6 +97,8 @@ class Reducer(Groups):
             numels = {name: p.numel() for name, p in parameters.items()}
             self.parts = Parts(numels, within.rank, within.world_size)
         self.clipping = GradientClipping(parameters)
+        self.paused = False
+        """True while gradients are left alone, which somebody else averages."""
         self.flush_asked = False
         """True if everything is sent in a step that has not begun yet."""
         self.flush_at: int | None = None
@@ -140,16 +142,6 @@ class Reducer(Groups):
         """Exchanges of which the host has heard whether they counted; does not wait for a device."""
         unheard = self.skipped.decision is not None and not self.on_stream.host_knows
         return self.record.start if unheard else self.record.counts
-
-    @property
-    def sparsified(self) -> set[str]:
-        """Names of the parameters that are not always sent as a whole."""
-        return {name for group in self.groups if group.sparsified and not group.always_whole for name in group.spans}
-
-    @property
-    def unused(self) -> Set[str]:
-        """Names of the parameters that no rank used in the latest backward."""
-        return {name for group in self.groups for name in group.unused}
 
     @property
     def header(self) -> Header:
@@ -239,6 +231,10 @@ class Reducer(Groups):
     def busy(self) -> bool:
         """True within a backward, and between several ones of which one step is made."""
         return any(group.arrived for group in self.groups)
+
+    def norm(self, parameters: Sequence[Tensor]) -> Tensor:
+        """Return the () norm of gradients, which are averages already."""
+        return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
     def put_together(self, own: Sequence[Averages]) -> Sequence[Averages]:
         """Return averages as optimizers get them: as they are."""

@@ -73,6 +73,16 @@ class Groups:
         """Exchanges so far that counted; may wait for the device."""
         return self.record.counts.step
 
+    @property
+    def sparsified(self) -> set[str]:
+        """Names of the parameters that are not always sent as a whole."""
+        return {name for group in self.groups if group.sparsified and not group.always_whole for name in group.spans}
+
+    @property
+    def unused(self) -> set[str]:
+        """Names of the parameters that no rank used in the latest backward."""
+        return {name for group in self.groups for name in group.unused}
+
     def form(
         self, group: Group, flush: bool = False, step: int | None = None, settings: SparsificationConfig | None = None
     ) -> GroupReducer:

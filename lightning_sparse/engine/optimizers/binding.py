@@ -175,6 +175,13 @@ class OptimizerBinding:
         self._adam.after()
         self._momentum.after()
 
+    def exchange(self, names: Sequence[str]) -> bool:
+        """See :meth:`.Engine.exchange`."""
+        raise RuntimeError("Gradients are exchanged in backward here: engine.exchange() is not needed.")
+
+    def check_closure(self, optimizer: Optimizer, calls: int) -> None:
+        """Look how often an optimizer has called its closure in one step: any number of times is fine here."""
+
     def forget(self) -> None:
         """Undo what :meth:`before` has done, if a step has failed since."""
         self._outermost = None
@@ -513,8 +520,20 @@ def _register_hooks() -> None:
 
     Where an optimizer's step is compiled, they are not.
     """
-    register_optimizer_step_pre_hook(torch.compiler.disable(_begin))  # type: ignore[no-untyped-call]
+    register_optimizer_step_pre_hook(torch.compiler.disable(_come_last))  # type: ignore[no-untyped-call]
     register_optimizer_step_post_hook(torch.compiler.disable(_end))  # type: ignore[no-untyped-call]
+
+
+def _come_last(optimizer: Optimizer, *_: Any) -> None:
+    """Put :func:`_begin` behind an optimizer's own hooks, which clip gradients or add noise to them.
+
+    torch asks for the optimizer's own hooks when it has gone through those of all optimizers.
+    """
+    hooks = optimizer._optimizer_step_pre_hooks
+    if next(reversed(hooks.values()), None) is not _last:
+        if (handle := _handles.get(optimizer)) is not None:
+            handle.remove()
+        _handles[optimizer] = optimizer.register_step_pre_hook(_last)
 
 
 def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -525,17 +544,26 @@ def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if closure is None:
         _before(optimizer)
         return None
+    calls = 0
 
     def then_go_on() -> Any:
+        nonlocal calls
         for hold in _holds:
             hold.end()
         result = closure()
+        calls += 1
+        for each in _in_life():
+            each.check_closure(optimizer, calls)
         _before(optimizer)
         return result
 
     if len(args) > 1:
         return (args[0], then_go_on, *args[2:]), kwargs
     return args, {**kwargs, "closure": then_go_on}
+
+
+_last: Any = torch.compiler.disable(_begin)  # type: ignore[no-untyped-call]
+_handles: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
 
 
 def _before(optimizer: Optimizer) -> None:

@@ -256,6 +256,10 @@ class Record:
         self._hand_over(averages.keys(), returning, decision)
         self.deliver({name: None if one is None else one.delivery for name, one in averages.items()})
 
+    def count(self, decision: Decision) -> None:
+        """Count an exchange that has settled, whose averages nobody has to be handed; within :meth:`changing`."""
+        self.start, self.decision = self.counts, decision
+
     def deliver(self, deliveries: Mapping[str, Delivery | None]) -> None:
         """Note the facts for step rules of averages that are handed over, by parameter."""
         self.delivered = {**self.delivered, **deliveries}

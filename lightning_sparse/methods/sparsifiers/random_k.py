@@ -9,13 +9,10 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.core.checks import expect, is_integer
+from lightning_sparse.core.hashing import GOLDEN, mix, outputs
 from lightning_sparse.core.step import Agreement, Context, Selection
 from lightning_sparse.methods.density import count
 from lightning_sparse.methods.sparsifiers.base import SPARSIFIERS, Sparsifier
-
-GOLDEN = 0x9E3779B97F4A7C15
-FACTORS = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)
-"""Increment, shifts and multipliers of the SplitMix64 generator."""
 
 
 @SPARSIFIERS.register
@@ -76,19 +73,6 @@ class RandomK(Sparsifier):
         return Selection(indices, torch.full((), k, device=acc.device), aligned=True), state
 
 
-def mix(x: int) -> int:
-    """Apply SplitMix64's bijection of 64-bit words: every bit of the result depends on every bit of x.
-
-    Example:
-        >>> hex(mix(GOLDEN))  # the first output of the generator with seed 0
-        '0xe220a8397b1dcdaf'
-    """
-    x %= 1 << 64
-    for shift, factor in FACTORS:
-        x = (x ^ (x >> shift)) * factor % (1 << 64)
-    return x ^ (x >> 31)
-
-
 def draw(numel: int, k: int, key: int, device: torch.device) -> Tensor:
     """Draw k different coordinates, ascending: one in each of k strata, all rotated by the same distance.
 
@@ -100,27 +84,10 @@ def draw(numel: int, k: int, key: int, device: torch.device) -> Tensor:
     """
     places = torch.arange(k + 1, device=device)
     bounds = places * numel // k
-    words = _mix(places[1:] * _signed(GOLDEN) + _signed(key))
+    words = outputs(key, places[1:])
     drawn = bounds[:-1] + (words & 0x7FFFFFFFFFFFFFFF) % (bounds[1:] - bounds[:-1])
     distance = mix(key) % numel
     moved = (drawn + distance) % numel
     # Coordinates that passed the end were the last ones, and are now the smallest.
     stayed = (drawn < numel - distance).sum()
     return moved[(places[:-1] + stayed) % k]
-
-
-def _mix(x: Tensor) -> Tensor:
-    """Compute :func:`mix` for int64 words; products wrap around as those of unsigned words do."""
-    for shift, factor in FACTORS:
-        x = (x ^ _shifted(x, shift)) * _signed(factor)
-    return x ^ _shifted(x, 31)
-
-
-def _shifted(x: Tensor, shift: int) -> Tensor:
-    """Shift to the right and fill with zeros, where torch repeats the sign."""
-    return (x >> shift) & ((1 << (64 - shift)) - 1)
-
-
-def _signed(word: int) -> int:
-    """Return the int64 with the bits of a 64-bit word."""
-    return word - (1 << 64) if word >> 63 else word

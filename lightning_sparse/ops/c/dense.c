@@ -4,20 +4,11 @@
 // into vectors.
 #include "common.h"
 
-#define STRIP 64       // elements that are worked on in registers
 #define BLOCK 2048     // and in the first-level cache
 #define FAR 1024       // elements to ask for ahead in a row
 
 // Bits of what magnitudes are compared with: all reach a negative bound, none reaches one that is not a number.
 INLINE uint32_t level_of(float bound) { return bound >= 0 ? bits_of(bound) & MAGNITUDE : bound < 0 ? 0 : MAGNITUDE; }
-
-INLINE float from_half(uint16_t h) {
-  uint32_t b = (uint32_t)(h & 0x7fff) << 13, exponent = b & 0x0f800000;
-  uint32_t finite = b + (112u << 23), other = b + (224u << 23);
-  float subnormal = float_of(b + (113u << 23)) - float_of(113u << 23);
-  uint32_t found = exponent == 0x0f800000 ? other : exponent ? finite : bits_of(subnormal);
-  return float_of(found | (uint32_t)(h & 0x8000) << 16);
-}
 
 // A bit for each of 64 flags.
 INLINE uint64_t bits_where(const uint8_t *flags) {
@@ -126,14 +117,6 @@ INLINE int64_t collect_marked(const float *x, marked *m, int64_t first, int32_t 
     found = collect(x + m->at[i], m->hits[i], first + m->at[i], indices, magnitudes, found, room);
   m->count = 0;
   return found;
-}
-
-// 64 elements of a gradient as float32, where they lie or widened.
-INLINE const float *widened(const void *grad, int kind, int64_t at, int64_t n, float *wide) {
-  const uint16_t *g = (const uint16_t *)grad + at;
-  if (kind == 0) return (const float *)grad + at;
-  for (int64_t j = 0; j < n; j++) wide[j] = kind == 1 ? float_of((uint32_t)g[j] << 16) : from_half(g[j]);
-  return wide;
 }
 
 INLINE void clear_strip(void *grad, int kind) {

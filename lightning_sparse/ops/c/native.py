@@ -44,6 +44,7 @@ FUNCTIONS = {
     "ls_reader": "l:",
     "ls_average_pairs": "l: plp ll pppp",
     "ls_table": "l:",
+    "ls_sketch": "i: pppl pl pl p",
 }
 """Result and arguments of each function of the library, as letters of :data:`ARGUMENTS`; ``i`` for no result."""
 
@@ -322,6 +323,22 @@ class Native:
         self._library.ls_sums(at(x), x.numel(), logarithms, level, bound, out)
         number, total, squares, mantissa, exponent = out
         return number, total, squares, math.log(mantissa) + exponent * math.log(2) if logarithms else 0.0
+
+    def sketch_(self, out: Tensor, pieces: Sequence[Tensor], shared: Tensor, own: Tensor) -> None:
+        """Add a gradient's rows to zeros, each coordinate with two signs; see :mod:`~lightning_sparse.ops.sketch`.
+
+        Args:
+            out: (width,) float32.
+            pieces: contiguous tensors.
+            shared: (width + shifts - 1,) int32 signs that rows share: 0, or the sign bit of a float32.
+            own: (rows,) the same, one for each row.
+        """
+        count, width = len(pieces), out.numel()
+        starts = (ctypes.c_void_p * count)(*map(at, pieces))
+        ends = (ctypes.c_int64 * count)(*accumulate(piece.numel() for piece in pieces))
+        kinds = (ctypes.c_int32 * count)(*(KINDS[piece.dtype] for piece in pieces))
+        shifts = shared.numel() - width + 1
+        self._library.ls_sketch(starts, ends, kinds, count, at(shared), shifts, at(own), width, at(out))
 
     def largest(
         self, found: Found, share: int, spare: int, turn: int, n: int, more: int

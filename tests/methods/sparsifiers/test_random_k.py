@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import lightning_sparse as ls
+from lightning_sparse.core.hashing import mix
 from lightning_sparse.core.step import Context
-from lightning_sparse.methods.sparsifiers.random_k import draw, mix
+from lightning_sparse.methods.sparsifiers.random_k import draw
 
 CPU = torch.device("cpu")
 WORD = 2**64

@@ -1,0 +1,107 @@
+"""What ranks are about to do together: words of one size that begin each call, and what a rank is told that differs.
+
+Ranks decide by themselves when they end a backward, take a step, clip or flush. If one of them does something else than
+the others, for instance because it decides by its own gradients, messages of different kinds would meet. The words are
+sent with the first message of each call and looked at before that message is waited for, so that all ranks end at once
+and with a sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.engine.agreement import name_ranks
+
+BITS = 62
+"""Flags of parameters in a word."""
+KINDS = (
+    "ends a backward",
+    "takes a step of an optimizer",
+    "exchanges gradients (engine.exchange)",
+    "clips by the norm of all gradients",
+    "flushes",
+)
+"""What a call may be; its number is sent."""
+BACKWARD, STEP, EXCHANGE, NORM, FLUSH = range(len(KINDS))
+
+
+class Call(NamedTuple):
+    """What a rank is about to do."""
+
+    kind: int
+    """Number in :data:`KINDS`."""
+    names: int
+    """Digest of the names of the parameters that it is about."""
+    backwards: int
+    """Synchronised backwards so far, this one included."""
+    steps: int
+    """Steps of optimizers so far that hold parameters of the engine, also those without an exchange."""
+    flush: bool
+    """Whether everything will be sent."""
+    settings: int
+    """Digest of settings and groups."""
+
+    def words(self, finite: bool, used: Sequence[bool]) -> Tensor:
+        """Return (length,) int64 on the CPU; the length follows from the number of parameters.
+
+        Args:
+            finite: whether all gradients of this rank are finite.
+            used: of each parameter of the engine, whether this rank has a gradient that would be exchanged.
+        """
+        flags = [sum(bit << place for place, bit in enumerate(used[i : i + BITS])) for i in range(0, len(used), BITS)]
+        return torch.tensor([*map(int, self), int(finite), *flags], dtype=torch.int64, device="cpu")
+
+
+LENGTH = len(Call._fields)
+
+
+def compare(rows: Tensor) -> tuple[bool, list[bool]]:
+    """Return whether gradients are finite on all ranks, and of each parameter whether any rank uses it.
+
+    The list is as long as all flags in the words.
+
+    Args:
+        rows: (n, length) words of all ranks, see :meth:`Call.words`.
+
+    Raises:
+        RuntimeError: if ranks are about to do different things, saying what each of them does.
+    """
+    first, *_ = every = rows.tolist()
+    if any(row[:LENGTH] != first[:LENGTH] for row in every):
+        raise RuntimeError(_told([Call(*row[:LENGTH]) for row in every]))
+    anywhere = [_joined(word) for word in rows[:, LENGTH + 1 :].unbind(1)]
+    used = [bool(word >> place & 1) for word in anywhere for place in range(BITS)]
+    return all(row[LENGTH] for row in every), used
+
+
+def _joined(words: Tensor) -> int:
+    found = 0
+    for word in words.tolist():
+        found |= word
+    return found
+
+
+def _told(calls: Sequence[Call]) -> str:
+    """Say what ranks do that is not the same."""
+    first = calls[0]
+    differ = [field for field in Call._fields if any(getattr(c, field) != getattr(first, field) for c in calls)]
+    alike: dict[str, list[int]] = {}
+    for rank, call in enumerate(calls):
+        facts = [KINDS[call.kind] if 0 <= call.kind < len(KINDS) else "does something unknown"]
+        facts += (
+            [f"after {call.backwards} backwards and {call.steps} steps"] if {"backwards", "steps"} & {*differ} else []
+        )
+        facts += ["of other parameters than rank 0"] if call.names != first.names and call.kind == first.kind else []
+        facts += ["which flushes" if call.flush else "which does not flush"] if "flush" in differ else []
+        facts += ["with other settings or groups than rank 0"] if call.settings != first.settings else []
+        alike.setdefault(", ".join(facts), []).append(rank)
+    said = "; ".join(f"{name_ranks(ranks)} {what}" for what, ranks in alike.items())
+    return (
+        f"The ranks have drifted apart, because they do different things: {said}. Every rank must do the same steps, "
+        "with the same settings. Ranks that decide by their own gradients or losses whether to step have to decide "
+        "together: engine.clip_grad_norm_ returns a norm that is equal on all of them. Restart from a checkpoint."
+    )

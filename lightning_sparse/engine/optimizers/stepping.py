@@ -1,0 +1,247 @@
+"""The optimizers whose steps exchange gradients: what they hold is exchanged when they step, and their rules act."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from weakref import WeakSet, ref
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import SGD, Optimizer
+
+from lightning_sparse.engine.calls import EXCHANGE
+from lightning_sparse.engine.delivery import Delivery
+from lightning_sparse.engine.optimizers.binding import OptimizerBinding, _in_life
+from lightning_sparse.engine.optimizers.kinds import ids_of, rehearses, stepping
+from lightning_sparse.engine.optimizers.rules import Arrived, OfGroup
+from lightning_sparse.engine.step import Stepper
+
+TWICE = (
+    "{} has called its closure a second time in one step. The gradients of the first call are exchanged already: what "
+    "was sent would be lost, or be trained on. Below a density of 1 a closure is called once a step; write SAM as two "
+    "steps, and train with LBFGS densely."
+)
+INSIDE = (
+    "{} takes a step within a backward, before DistributedDataParallel has all gradients of it. Plain DDP would not "
+    "average what it steps with, and ranks would drift apart. Step when backward is over."
+)
+UNFINISHED = (
+    "A backward did not reach all parameters, so that DistributedDataParallel still waits for the gradients of some, "
+    "and ranks would step with their own. Wrap the model with find_unused_parameters=True."
+)
+TWO = (
+    "Two optimizers step {} after one backward. The first one has exchanged its gradient, and the second one would "
+    "step with an average that is meant for the first. Call backward before each of the two steps, or let one of them "
+    "hold the parameter."
+)
+
+
+class StepBinding(OptimizerBinding):
+    """Lets gradients be exchanged when optimizers step; optimizers are found by their first step.
+
+    Args:
+        stepper: exchanges gradients.
+        left_open: see :class:`.OptimizerBinding`.
+        open_exchange: likewise.
+        unfinished: whether a backward has handed over some gradients and not all.
+    """
+
+    _reducer: Stepper  # type: ignore[assignment]
+
+    def __init__(self, stepper: Stepper, left_open: bool, open_exchange: bool, unfinished: Callable[[], bool]) -> None:
+        super().__init__(stepper, left_open, open_exchange)  # type: ignore[arg-type]
+        self._unfinished = unfinished
+        stepper.owners = self._owners
+        self._known: WeakSet[Optimizer] = WeakSet()
+        """Optimizers that have stepped parameters of the engine."""
+        self._order: list[ref[Optimizer]] = []
+        self._depth = 0
+        """Steps of optimizers that run within each other."""
+        self._averaged: dict[str, tuple[ref[Optimizer], Tensor]] = {}
+        """By parameter, which optimizer has exchanged its gradient last, and the average."""
+        self._empty: list[Parameter] = []
+        """Parameters without a gradient while their optimizer passes over a skipped step."""
+
+    def _owners(self, names: Iterable[str]) -> dict[Stepper, list[str]]:
+        """Return who exchanges these parameters: of several engines that have one, the one that came last."""
+        later = [one for one in reversed(_in_life()) if isinstance(one, StepBinding)]
+        found: dict[Stepper, list[str]] = {}
+        for name in names:
+            key = id(self._parameters[name])
+            owner = next((one for one in later if key in one._names), self)
+            found.setdefault(owner._reducer, []).append(owner._names[key])
+        return found
+
+    @property
+    def in_use(self) -> list[Optimizer]:
+        """The optimizers that were bound, and those that have stepped, in the order in which they came."""
+        found = [one for known in self._order if (one := known()) is not None]
+        return list({id(one): one for one in (*self.optimizers, *found)}.values())
+
+    def check_closure(self, optimizer: Optimizer, calls: int) -> None:
+        """Refuse a second call of a closure in a step whose gradients are exchanged.
+
+        Raises:
+            RuntimeError: on each rank that does so.
+        """
+        mine = not ids_of(optimizer).isdisjoint(self._mine)
+        if calls > 1 and mine and not self._reducer.steps_aside:
+            with self._reducer.failing_together("in the step"):
+                raise RuntimeError(TWICE.format(type(optimizer).__name__))
+
+    def before(self, optimizer: Optimizer) -> None:
+        """Exchange what an optimizer holds, and let its rule act; its gradients are there."""
+        names, self._rehearsing = self._mine, rehearses(optimizer)
+        if self._rehearsing:
+            super().before(optimizer)
+            return
+        ids = ids_of(optimizer)
+        held = [name for key, name in names.items() if key in ids]
+        if held:
+            self._depth += 1
+        if held and self._outermost is None:
+            self._outermost = optimizer
+            self._meet(optimizer, held)
+            self._count_alone(optimizer, names)
+            self._step(optimizer, held)
+        for watch in self.watchers:
+            watch(optimizer)
+
+    def _meet(self, optimizer: Optimizer, held: Sequence[str]) -> None:
+        """Note an optimizer that steps for the first time, and cut groups by what it holds."""
+        self._reducer.record.hold(optimizer)
+        if optimizer not in self._known:
+            self._known.add(optimizer)
+            self._order.append(ref(optimizer))
+        self._reducer.split(held)
+
+    def _step(self, optimizer: Optimizer, held: Sequence[str]) -> None:
+        stepper, inner = self._reducer, stepping(optimizer)
+        self._refuse(optimizer, held)
+        if bool(getattr(optimizer, "found_inf", None) or 0):  # of a scaler: nobody steps, on any rank
+            stepper.leave(held)
+            return
+        exchanged = stepper.exchange(held, getattr(optimizer, "grad_scale", None))
+        if exchanged is None:
+            return
+        if exchanged.skipped:
+            self._pass_over(held)
+            self._say_skipped()
+            return
+        for name in exchanged.deliveries:
+            grad = stepper.parameters[name].grad
+            assert grad is not None
+            self._averaged[name] = ref(optimizer), grad
+        arrived = list(self._arrivals(inner, exchanged.deliveries))
+        if self.takes(inner):
+            self._adam.before(inner, arrived)
+        elif type(inner) is SGD:
+            self._momentum.before(inner, self._mine, arrived, self._spends(inner), 1)
+        self._adam.leave(inner)
+
+    def exchange(self, names: Sequence[str]) -> bool:
+        """See :meth:`.Engine.exchange`."""
+        stepper = self._reducer
+        if stepper.settings.memory_in_use.needs_second:
+            raise RuntimeError(
+                "engine.exchange() is for optimizers that torch does not have, and Adam's steps are taken when the "
+                "optimizer steps. Leave out the call."
+            )
+        self._alone = None
+        stepper.split(names)
+        exchanged = stepper.exchange(names, kind=EXCHANGE)
+        if exchanged is None or not exchanged.skipped:
+            return True
+        for p in (stepper.parameters[name] for name in names):
+            if p.grad is not None:
+                p.grad.zero_()
+        self._say_skipped()
+        return False
+
+    def _refuse(self, optimizer: Optimizer, held: Sequence[str]) -> None:
+        """Refuse steps that would be taken with gradients that are not, or will not be, averages.
+
+        Raises:
+            RuntimeError: on all ranks that do the same.
+        """
+        stepper, problem = self._reducer, ""
+        if self._unfinished():
+            problem = UNFINISHED
+        elif torch._C._current_graph_task_id() != -1 and not stepper.steps_aside:
+            problem = INSIDE.format(type(optimizer).__name__)
+        for name in held:
+            by, average = self._averaged.get(name, (None, None))
+            if by is not None and stepper.parameters[name].grad is average and not stepper.is_fresh(name):
+                other = by()
+                problem = TWO.format(name) if other is not None and other is not optimizer else problem
+        if problem:
+            with stepper.failing_together("in the step"):
+                raise RuntimeError(problem)
+
+    def _arrivals(self, optimizer: Optimizer, deliveries: Mapping[str, Delivery]) -> Iterator[OfGroup]:
+        names = self._mine
+        for settings in optimizer.param_groups:
+            named = [(p, names.get(id(p), "")) for p in settings["params"] if p.grad is not None]
+            yield settings, [Arrived(p, n, self._group_of(n), deliveries[n]) for p, n in named if n in deliveries]
+
+    def _pass_over(self, held: Sequence[str]) -> None:
+        """Let an optimizer pass over a skipped step: it finds no gradients, and users find zeros afterwards."""
+        for p in (self._reducer.parameters[name] for name in held):
+            if p.grad is not None:
+                p.grad = None
+                self._empty.append(p)
+
+    def _say_skipped(self) -> None:
+        known = self._reducer.known_counts
+        if known.skipped == 1:
+            self._once(
+                rank_zero_warn,
+                f"A gradient was not finite on some rank in the backward after step {known.step}: no rank takes this "
+                "step. sparse/steps/skipped counts such steps from now on.",
+            )
+
+    def after(self, optimizer: Optimizer) -> None:
+        """Act after an optimizer's step."""
+        if self._outermost is not None and not ids_of(optimizer).isdisjoint(self._mine):
+            self._depth -= 1
+            if self._depth == 0:
+                self._outermost = None
+                empty, self._empty = self._empty, []
+                for p in empty:
+                    if p.grad is None:
+                        p.grad = torch.zeros_like(p)
+        if not self._rehearsing and self._outermost is None:
+            self._adam.after()
+        self._momentum.after()
+
+    def forget(self) -> None:
+        """Undo what :meth:`before` has done, if a step has failed since."""
+        if self._outermost is not None and not self._runs():
+            self._outermost, self._depth, self._empty = None, 0, []
+            self._adam.after()
+            self._momentum.forget()
+
+    def _runs(self) -> bool:
+        """Return True if the outermost step that has begun is still running: of one that has failed, no frame is left.
+
+        One of the frames is that of the step that begins now.
+        """
+        frames, frame = 0, sys._getframe()
+        while (back := frame.f_back) is not None:
+            frame = back
+            if frame.f_code.co_name == "wrapper" and isinstance(found := frame.f_locals.get("self"), Optimizer):
+                frames += not ids_of(found).isdisjoint(self._mine)
+        return frames > self._depth
+
+    def begin_step(self) -> None:
+        """Choose the memory by the optimizers that are known."""
+        self._alone = None
+        bound = self.optimizers
+        self.optimizers = self.in_use
+        try:
+            super().begin_step()
+        finally:
+            self.optimizers = bound

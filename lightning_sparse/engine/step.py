@@ -1,0 +1,443 @@
+"""A step: what ranks do together when an optimizer steps.
+
+Until then ``.grad`` is the rank's own, and whatever users do to it between backward and step counts: they accumulate,
+clip, mask, or throw it away. :meth:`Stepper.exchange` is the whole step, from beginning to end. It puts averages in the
+place of gradients; the rules of optimizers (:mod:`lightning_sparse.engine.optimizers.rules`) and the optimizer itself
+do the rest.
+
+Exchanged are the gradients of those parameters of an optimizer that have passed a synchronised backward since the
+last step of an optimizer that holds them. What plain DDP would not have averaged is left to the user, as with DDP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_sparse.core.layout import flattened, laid_out
+from lightning_sparse.core.messages import AllGather, Steps, ring_all_reduce_bytes
+from lightning_sparse.core.step import Context
+from lightning_sparse.engine.calls import NORM, STEP, Call, compare
+from lightning_sparse.engine.config import SparsificationConfig
+from lightning_sparse.engine.delivery import Delivery
+from lightning_sparse.engine.metrics import Stamp
+from lightning_sparse.engine.network import TorchCollective, drive_together
+from lightning_sparse.engine.optimizers.clipping import GradientClipping
+from lightning_sparse.engine.pipeline import GroupReducer
+from lightning_sparse.engine.reducer import NOTE
+from lightning_sparse.engine.regrouping import Groups
+from lightning_sparse.engine.skip import Decision, any_set, digest_of
+from lightning_sparse.engine.state.record import Averages, Counts
+from lightning_sparse.methods.grouping import Group
+from lightning_sparse.methods.memory import NoMemory
+from lightning_sparse.ops import all_finite
+from lightning_sparse.ops.sketch import sketch
+
+
+class Exchanged(NamedTuple):
+    """What a step has brought."""
+
+    skipped: bool
+    """Whether no rank takes the step."""
+    deliveries: Mapping[str, Delivery]
+    """Of each parameter whose average has taken the place of its gradient, facts for the rules of optimizers."""
+
+
+class Stepper(Groups):
+    """Exchanges gradients when optimizers step.
+
+    Args:
+        parameters: by name.
+        settings: checked choices.
+        comm: the ranks; closed with this.
+        device: where gradients live.
+        before_exchange: called on all ranks at the start of each exchange; may call :meth:`adopt`.
+    """
+
+    overlaps_backward = False
+    """Exchanges come after backward."""
+    held_up_seconds = 0.0
+    """Nothing is done in backward that it would wait for, but an agreement."""
+    parts = None
+    """Each rank exchanges whole parameters."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Parameter],
+        settings: SparsificationConfig,
+        comm: TorchCollective,
+        device: torch.device,
+        before_exchange: Callable[[], None],
+    ) -> None:
+        super().__init__(parameters, settings, comm, device)
+        self.within = TorchCollective.of_one()
+        self.networks = [comm]
+        self.clipping = GradientClipping(parameters)
+        self.loss_scale: Callable[[], Tensor | None] = lambda: None
+        self.flush_asked = False
+        """True if everything is sent in the next step."""
+        self.flush_at: int | None = None
+        self.exposed_ms: Callable[[], float | None] = lambda: 0.0
+        """Milliseconds that the latest step took."""
+        self.shared_bytes = 0.0
+        """Bytes sent in the latest step for no single group."""
+        self.direct_bytes = ring_all_reduce_bytes(sum(p.nbytes for p in parameters.values()), comm.world_size)
+        self.backwards = self.steps = 0
+        """Synchronised backwards, and steps of optimizers that hold parameters of the engine."""
+        self.busy = False
+        """True within an exchange."""
+        self.paused = False
+        """True while gradients are left alone, which somebody else averages."""
+        self.owners: Callable[[Sequence[str]], Mapping[Stepper, Sequence[str]]] = lambda names: {self: names}
+        """Returns who exchanges parameters of this engine: another one, where it came later and has them, too."""
+        self._before_exchange = before_exchange
+        self._hosts = comm.between_hosts()
+        """The ranks, for words of the hosts."""
+        self._fresh: dict[str, bool] = {}
+        """Parameters that have passed a synchronised backward since the last step of an optimizer that holds them, and
+        whether DDP has averaged their gradients."""
+        self._broken = False
+        """Whether gradients of the latest synchronised backward were not finite on some rank."""
+        self._waits: set[str] = set()
+        """Parameters of which something may wait on some rank."""
+        self._sparse_before = self._stood_aside = False
+        self._numbers = {name: number for number, name in enumerate(parameters)}
+
+    @property
+    def known_counts(self) -> Counts:
+        """See :attr:`.Reducer.known_counts`."""
+        return self.record.counts
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank."""
+        return self.comm.rank
+
+    def put_together(self, own: Sequence[Averages]) -> Sequence[Averages]:
+        """Return averages as optimizers get them: as they are."""
+        return own
+
+    # ------------------------------------------------------------------------------------------------ agreement
+
+    def meet(self, kind: int, names: Collection[str], finite: bool) -> bool:
+        """Return whether something is finite on all ranks; collective.
+
+        Raises:
+            RuntimeError: on all ranks, if they are about to do different things.
+        """
+        found: list[bool] = []
+        self._announce(kind, names, finite, [], lambda all_finite, _: found.append(all_finite))
+        self._hosts.hear()
+        return found[0]
+
+    def _announce(
+        self,
+        kind: int,
+        names: Collection[str],
+        finite: bool,
+        used: Sequence[bool],
+        look: Callable[[bool, list[bool]], None],
+    ) -> None:
+        """Begin a call that all ranks take part in; what they say is looked at before a later message is waited for."""
+        flags = used or [False] * len(self.parameters)
+        call = Call(kind, _digest_of(tuple(names)), self.backwards, self.steps, self.flush_asked, self._digest)
+        words = call.words(finite, flags)
+        self.shared_bytes += AllGather(words).bytes_sent(self.comm.world_size)
+        self._hosts.announce(words, lambda rows: look(*compare(rows)))
+
+    # ----------------------------------------------------------------------------------------------- backward
+
+    @property
+    def steps_aside(self) -> bool:
+        """True if DDP averages gradients by itself in the next backward: everything would be sent, and nothing waits.
+
+        Equal on all ranks, without a message.
+        """
+        if self.direct:
+            return True
+        step, memory = self.record.counts.step, self.settings.memory_in_use
+        if self._waits or self.flush_asked or not isinstance(memory.for_dense(), NoMemory):
+            return False
+        # Adam's own moments end where it steps by those that travel, and cannot go on behind them.
+        goes_on = not (memory.needs_second and self._sparse_before)
+        return goes_on and not any(group.selects(step) for group in self.groups)
+
+    def gradients_are_here(self, names: Collection[str], finite: bool, averaged: bool) -> None:
+        """Note the end of a synchronised backward.
+
+        Args:
+            names: of the parameters that took part.
+            finite: whether their gradients are finite on all ranks.
+            averaged: whether DDP has averaged them.
+        """
+        if not finite and not self._broken:  # of several backwards of one step, the first one counts
+            self._count(skipped=True)
+        self._broken = not finite
+        self._fresh.update(dict.fromkeys(names, averaged))
+
+    @torch.no_grad()
+    def norm(self, parameters: Sequence[Tensor]) -> Tensor:
+        """Return the () norm of the mean of the ranks' gradients; collective.
+
+        Gradients that will be exchanged are sketched: ranks send 16 KB. All others count as they are.
+
+        Args:
+            parameters: of the engine and others, in the same order on all ranks.
+
+        Raises:
+            RuntimeError: on all ranks, if they do different things.
+        """
+        names = [self.names.get(id(p), "") for p in parameters]
+        several = self.comm.world_size > 1
+        pairs = [(p, several and self._fresh.get(name) is False) for p, name in zip(parameters, names, strict=True)]
+        given = [p.grad for p, local in pairs if not local and p.grad is not None]
+        whole = torch.nn.utils.get_total_norm(given)
+        if not any(local for _, local in pairs):
+            return whole
+        pieces = [p.new_zeros(p.numel()) if p.grad is None else laid_out(p.grad, p) for p, local in pairs if local]
+        with self.failing_together("in clipping"):
+            self._announce(
+                NORM, [name for name, (_, local) in zip(names, pairs, strict=True) if local], True, [], _look
+            )
+            mean = self.comm.all_reduce(sketch(pieces, self.backwards)) / self.comm.world_size
+        norm: Tensor = torch.linalg.vector_norm(torch.stack([mean.norm(), whole.to(mean)]))
+        return norm
+
+    # ---------------------------------------------------------------------------------------------------- step
+
+    def is_fresh(self, name: str) -> bool:
+        """Return True for a parameter whose gradient would be exchanged if an optimizer stepped it now."""
+        return name in self._fresh
+
+    def leave(self, names: Collection[str]) -> None:
+        """Count a step of an optimizer that holds these and exchanges nothing."""
+        for name in names:
+            self._fresh.pop(name, None)
+        self.steps += 1
+
+    @torch.no_grad()
+    def exchange(self, names: Sequence[str], scale: Tensor | None = None, kind: int = STEP) -> Exchanged | None:
+        """Exchange the gradients of an optimizer's parameters; averages take their place. Collective.
+
+        Args:
+            names: of the parameters that the optimizer holds, in the order of the model.
+            scale: () of the loss, which gradients still have; None: none.
+            kind: see :class:`.Call`.
+
+        Returns:
+            None if there is nothing to exchange, as in a second step after one backward.
+
+        Raises:
+            RuntimeError: on all ranks, if they do different things.
+        """
+        fresh = [name for name in names if name in self._fresh]
+        local = [name for name in fresh if not self._fresh[name]]
+        begin = Stamp.now(self.device)
+        self.shared_bytes, self._number = 0.0, self.record.counts.step
+        try:
+            if not fresh:
+                return None
+            return self._exchange(local, scale, begin, kind) if local else self._follow_ddp(fresh)
+        finally:
+            self.leave(names)
+
+    def _follow_ddp(self, fresh: Sequence[str]) -> Exchanged:
+        """Count a step whose gradients DDP has averaged, unless these are not finite."""
+        with self.failing_together("before the step"):
+            self._before_exchange()
+        if not self._are_finite(fresh):
+            return Exchanged(True, {})
+        self._count(skipped=False)
+        self.totals.add(self.direct_bytes, self.direct_bytes)
+        self.exposed_ms = lambda: None
+        for group in self.groups:
+            group.statistics = None
+        self._stood_aside = True
+        return Exchanged(False, {})
+
+    def _exchange(self, fresh: Sequence[str], scale: Tensor | None, begin: Stamp, kind: int) -> Exchanged:
+        self.busy = True
+        with self.failing_together("in the exchange"):
+            finite, used = self._agree(fresh, kind)
+            if not finite:
+                self.busy = False
+                return Exchanged(True, {})
+            if self._stood_aside:  # second moments go on from those of the optimizers
+                self._stood_aside, self.adoptions = False, self.adoptions + 1
+            self._before_exchange()
+            groups = [group for group in self.groups if not used.isdisjoint(group.spans)]
+            flush, self.flush_asked = self.flush_asked, False
+            with self.on_stream.between_steps():
+                for group in groups:
+                    self._take(group, used)
+                steps = [self._steps_of(group, used, scale, flush) for group in groups]
+                drive_together(steps, self.comm)
+                self._hosts.hear()
+                skipped = any_set([group.skipped for group in groups if group.skipped is not None], self.device, True)
+                with self.record.changing():
+                    for group in groups:
+                        group.settle(skipped)
+                    self._count(bool(skipped))
+            deliveries = {
+                name: group.exchange_made.delivery
+                for group in groups
+                if group.exchange_made is not None
+                for name in group.spans.keys() & used
+            }
+            self._note_what_waits(groups, used, flush, bool(skipped))
+            self._measure(begin, groups)
+            for group in groups:
+                group.end_step()
+        self.busy = False
+        return Exchanged(bool(skipped), {} if skipped else deliveries)
+
+    def _note_what_waits(
+        self, groups: Sequence[GroupReducer], used: Collection[str], flush: bool, skipped: bool
+    ) -> None:
+        if skipped:  # what was finite of gradients waits
+            self._waits.update(name for group in groups for name in group.spans.keys() & used)
+            self.flush_asked = self.flush_asked or flush
+            return
+        for group in groups:
+            names = group.spans.keys() & used
+            if flush or not group.selects(self._number):
+                self._waits -= names
+            else:
+                self._waits |= names
+                self._sparse_before = True
+
+    def adopt(self, groups: list[GroupReducer], counts: Counts) -> None:
+        """See :meth:`.Groups.adopt`; with other counts, groups are of a state that was loaded, and something waits."""
+        if counts != self.record.counts:
+            self._waits, self._sparse_before = set(self.parameters), counts.step > 0
+        super().adopt(groups, counts)
+
+    def _agree(self, fresh: Sequence[str], kind: int) -> tuple[bool, set[str]]:
+        """Announce the step; return whether it counts, and which of these parameters have a gradient on any rank.
+
+        A rank that has all of them need not wait for the others, unless gradients were not finite in backward.
+        """
+        here = {name for name in fresh if self.parameters[name].grad is not None}
+        anywhere: set[str] = set()
+        verdict: list[bool] = []
+
+        def look(finite: bool, used: list[bool]) -> None:
+            verdict.append(finite)
+            anywhere.update(name for name in fresh if used[self._numbers[name]])
+
+        finite = not self._broken or self._are_finite(here)
+        self._announce(kind, fresh, finite, [name in here for name in self.parameters], look)
+        if len(here) == len(fresh) and not self._broken:
+            return True, here
+        self._hosts.hear()
+        return verdict[0], anywhere
+
+    def _are_finite(self, names: Collection[str]) -> bool:
+        """Return whether gradients are finite that were not in backward: users may have mended them."""
+        if not self._broken:
+            return True
+        grads = [p.grad for p in (self.parameters[name] for name in names) if p.grad is not None]
+        return all(bool(all_finite(flattened(grad))) for grad in grads)
+
+    def _take(self, group: GroupReducer, used: Collection[str]) -> None:
+        """Give a group the places of its gradients."""
+        for name in group.spans:
+            p = self.parameters[name]
+            if name not in used:
+                group.arrived[name] = p.new_zeros(p.numel())
+                continue
+            p.grad = torch.zeros_like(p) if p.grad is None else laid_out(p.grad, p)
+            group.arrived[name] = flattened(p.grad)
+
+    def _steps_of(self, group: GroupReducer, used: set[str], scale: Tensor | None, flush: bool) -> Steps[None]:
+        step, density = self._number, group.density(self._number)
+        ctx = Context(step, density, self.comm.rank, self.comm.world_size, model_numel=self._model_numel)
+        if group.memory.reads_parameters:
+            ctx = ctx._replace(
+                parameters=[(span, self.parameters[name].detach()) for name, span in group.spans.items()]
+            )
+        if self.rates.surplus:
+            numels = {p.name: p.numel for p in group.plan.parameters}
+            ctx = ctx._replace(surplus=self.rates.surplus_of(numels, step, density))
+        return group.exchange_steps(
+            ctx, group.spans.keys() - used, scale, flush and group.sparsified, lambda _: self.record.changing(), False
+        )
+
+    def _count(self, skipped: bool) -> None:
+        flag = torch.ones((), dtype=torch.bool) if skipped else None
+        with self.record.changing():
+            self.record.count(Decision(flag, None, self.comm.wait_until))
+
+    def _measure(self, begin: Stamp, groups: Sequence[GroupReducer]) -> None:
+        ran = [group.statistics for group in groups if group.statistics is not None]
+        self.totals.add(sum(one.bytes_sent for one in ran) + self.shared_bytes, sum(one.dense_bytes for one in ran))
+        end = Stamp.now(self.device)
+        self.totals.expose(begin, end)
+        self.exposed_ms = lambda: max(0.0, begin.until(end))
+
+    # ------------------------------------------------------------------------------------------------- groups
+
+    def split(self, held: Collection[str]) -> None:
+        """Cut groups in two where an optimizer holds some of their parameters, and others the rest."""
+        if len(held) == len(self.parameters):
+            return
+        plan: list[Group] = []
+        for group in (group.plan for group in self.groups):
+            inside = [p for p in group.parameters if p.name in held]
+            outside = [p for p in group.parameters if p.name not in held]
+            if not inside or not outside:
+                plan.append(group)
+                continue
+            plan += [
+                group._replace(name=f"{group.name}.{number}", parameters=tuple(part))
+                for number, part in enumerate((inside, outside))
+            ]
+        if len(plan) > len(self.groups):
+            self.regroup(plan, self.messages)
+
+    @contextmanager
+    def failing_together(self, where: str) -> Iterator[None]:
+        """See :meth:`.Reducer.failing_together`."""
+        try:
+            yield
+        except Exception as error:
+            if not any(note.startswith(NOTE) for note in getattr(error, "__notes__", ())):
+                error.add_note(f"{NOTE}{where}, step {self._number}, rank {self.rank}")
+            for comm in {self.comm, self._hosts}:
+                comm.abort()
+            raise
+
+    def wait_for(self, number: int) -> None:
+        """Return when so many exchanges have settled here: they are over when this can be asked.
+
+        Raises:
+            RuntimeError: if fewer have.
+        """
+        if self.record.counts.number < number:
+            raise RuntimeError(
+                f"Another rank has settled exchange {number}, and this one has only settled "
+                f"{self.record.counts.number}. Save a moment later."
+            )
+
+    def close(self) -> None:
+        """Give the process groups back."""
+        self.record.close()
+        self._hosts.close()
+        self.within.close()
+        self.comm.close()
+
+
+@lru_cache(maxsize=64)
+def _digest_of(names: tuple[str, ...]) -> int:
+    """Return a digest of names in any order; the same ones come in every step."""
+    return digest_of(sorted(names))
+
+
+def _look(*_: object) -> None:
+    """Look at nothing but whether ranks do the same."""
