@@ -23,6 +23,7 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
+from tests import paths
 from tests.forked import forked
 
 JOB_SECONDS = 90
@@ -97,7 +98,7 @@ class Ranks:
         if not self.workers:
             self._start()
         for _, pipe in self.workers:
-            send(pipe, (job, args))
+            send(pipe, (job, args, paths.in_steps()))
         results: list[Any] = [None] * self.world_size
         errors: dict[int, str] = {}
         waiting = {pipe: rank for rank, (_, pipe) in enumerate(self.workers)}
@@ -194,11 +195,11 @@ def _work(pipe: Any, rank: int, world_size: int, port: int) -> None:
             gc.freeze()
             modules = len(sys.modules)
         try:
-            job, args = pipe.recv()
+            job, args, in_steps = pipe.recv()
         except EOFError:
             return
         try:
-            with closing():
+            with closing(), paths.exchanging(in_steps):
                 result = job(*args)
             send(pipe, (True, result))
             del result

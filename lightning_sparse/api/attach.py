@@ -35,8 +35,8 @@ from lightning_sparse.tuning.performance.profiler import delivery_mb
 _settings, _strategies = ({field.name: None for field in fields(c)} for c in (SparsificationConfig, StrategyConfig))
 DDP_ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
 """Arguments of ``DistributedDataParallel`` in this version of torch, by name."""
-IN_STEPS = False
-"""Whether :func:`attach` exchanges gradients when optimizers step."""
+IN_STEPS = True
+"""Whether gradients are exchanged when optimizers step."""
 NOT_HERE = f" The strategies for Lightning alone know {', '.join(n for n in _strategies if n not in _settings)}."
 
 
@@ -89,7 +89,7 @@ def attach(ddp: DistributedDataParallel, **keywords: Any) -> Engine:
     with failing_together(TorchCollective(ddp.process_group), ddp.device):
         arguments = from_keywords(AttachArguments, keywords, "attach", NOT_HERE)
     config = SparsificationConfig.of(arguments)
-    engine = attach_config(ddp, config, arguments.scaler, arguments.profile, arguments.observers, IN_STEPS)
+    engine = attach_config(ddp, config, arguments.scaler, arguments.profile, arguments.observers)
     engine.add_observer(Announcer())
     return engine
 
@@ -106,10 +106,12 @@ def attach_config(
     scaler: torch.amp.GradScaler | None,
     profile: dict[str, Any] | None,
     observers: Sequence[StepObserver],
-    in_steps: bool = False,
+    in_steps: bool | None = None,
 ) -> Engine:
-    """Do the work of :func:`attach` with checked settings."""
+    """Do the work of :func:`attach` with checked settings; ``in_steps``: whether gradients are exchanged in steps."""
     ranks, device = TorchCollective(ddp.process_group), ddp.device
+    in_steps = IN_STEPS if in_steps is None else in_steps
+    in_steps = in_steps and device.type == "cpu" and config.node_size is None and not Planner.wanted(config)
     nodes = nodes_of(config.node_size, ranks, device)
     config = replace(config, node_size=nodes.size)  # 1 is None
     alone = ranks.world_size in (1, nodes.size)
@@ -152,7 +154,7 @@ def attach_config(
             if in_parts:
                 shards = nodes.shards({**exchanged, **{name: p for name, p in frozen.items() if p.numel()}})
             given: dict[str, Any] = {"watch_usage": usage, "frozen": frozen, "shards": shards, "within": within}
-            engine = Engine(plan, exchanged, config, comm, device, **given, in_steps=in_steps and not in_parts)
+            engine = Engine(plan, exchanged, config, comm, device, **given, in_steps=in_steps)
             undo.callback(engine.close)
             if scaler is not None and not in_steps:
                 engine.loss_scale = partial(getattr, scaler, "_scale", None)  # public get_scale() waits for the device

@@ -29,7 +29,7 @@ from lightning_sparse.engine.sources.within_a_node import WithinANode
 from lightning_sparse.engine.state.record import Counts
 from lightning_sparse.engine.state.schema import renamed
 from lightning_sparse.engine.state.state import EngineState, Shard
-from lightning_sparse.engine.step import Stepper
+from lightning_sparse.engine.step import Stepper, clip_by_norm
 from lightning_sparse.engine.view import CopiedEngine, EngineView
 from lightning_sparse.methods.grouping import Group, Messages
 from lightning_sparse.methods.memory import NoMemory
@@ -378,14 +378,14 @@ class Engine(EngineView):
         Raises:
             RuntimeError: on all ranks, if they do different things.
         """
-        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if norm_type != 2:
-            return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
-        norm = self.router.norm(given)
-        if error_if_nonfinite and not bool(norm.isfinite()):
-            raise RuntimeError("The norm of the mean gradient is not finite, so it cannot be clipped.")
-        torch.nn.utils.clip_grads_with_norm_(given, max_norm, norm, foreach)
-        return norm
+        given = [parameters] if isinstance(parameters, Tensor) else parameters
+        return clip_by_norm(self._steppers, given, max_norm, norm_type, error_if_nonfinite, foreach)
+
+    @property
+    def _steppers(self) -> list[Stepper]:
+        """Who exchanges gradients when optimizers step; nobody, where they are exchanged in backward."""
+        router: Any = self.router
+        return [router] if isinstance(router, Stepper) else []
 
     def _receive(self, bucket: Any) -> Future[Tensor]:
         """Take the gradients of a ``GradBucket`` and return averages in its buffer: DDP's communication hook."""

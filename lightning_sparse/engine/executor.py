@@ -174,9 +174,13 @@ class Hold:
     """Holds back the signals that have handlers in Python, and delivers them afterwards, in order.
 
     Only the main thread handles signals; in any other thread, nothing is held.
+
+    Args:
+        goes_on: asked when a signal arrives; False: what it is to wait for has ended with an error.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, goes_on: Callable[[], bool] = lambda: True) -> None:
+        self._goes_on = goes_on
         self._handlers: dict[int, Handler] = {}
         self._pending: list[tuple[int, FrameType | None]] = []
 
@@ -206,6 +210,8 @@ class Hold:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number not in (other for other, _ in self._pending):
             self._pending.append((number, frame))
+        if not self._goes_on():
+            self.end()
 
     def _deliver(self) -> None:
         while self._pending:
@@ -219,10 +225,10 @@ class Hold:
 
 
 @contextmanager
-def held() -> Iterator[None]:
+def held(signals: Iterable[int] = HELD) -> Iterator[None]:
     """Hold back signals in this context; they are delivered when it ends."""
     hold = Hold()
-    hold.start()
+    hold.start(signals)
     try:
         yield
     finally:

@@ -340,17 +340,24 @@ class TorchCollective:
                 work = _all_gather(out.view(-1), words, group=group, async_op=True)
 
         def hear() -> None:
-            with self._together("all_gather"):
-                finish(work)
-            look(out)
+            try:
+                with self._together("all_gather"):
+                    finish(work)
+            finally:
+                first = self._announced is hear
+                self._announced = None
+            if first:
+                look(out)
 
         self._announced = hear
 
     def hear(self) -> None:
-        """Wait for what was announced, if anything was, and let it be looked at."""
-        announced, self._announced = self._announced, None
-        if announced is not None:
-            announced()
+        """Wait for what was announced, if anything was, and let it be looked at.
+
+        A handler of a signal may do so while this waits.
+        """
+        if self._announced is not None:
+            self._announced()
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Gather ``(*shape)`` of each rank to ``(n, *shape)`` on all."""
@@ -548,8 +555,12 @@ def drive_together(steps: Sequence[Steps[T]], comm: TorchCollective, send: Send 
     Returns:
         The value of each coroutine.
     """
-    hops = [in_hops(each, comm.world_size) for each in steps] if comm.one_hop else steps
-    return drive(together(hops), comm, send)
+    return drive(joined(steps, comm), comm, send)
+
+
+def joined(steps: Sequence[Steps[T]], comm: TorchCollective) -> Steps[list[T]]:
+    """Join coroutines as :func:`drive_together` does, for :func:`drive`."""
+    return together([in_hops(each, comm.world_size) for each in steps] if comm.one_hop else steps)
 
 
 def drive_ranks(steps: Sequence[Steps[T]]) -> list[T]:

@@ -441,6 +441,10 @@ class Reducer(Groups):
         self.totals.expose(begin, end)
         self.exposed_ms = lambda: max(0.0, begin.until(end))
 
+    def pending(self) -> dict[str, tuple[Tensor | None, Tensor]]:
+        """See :meth:`.Record.pending`."""
+        return self.record.pending()
+
     def wait_for(self, number: int) -> None:
         """Return when so many exchanges have settled here, as they have on another rank, or can on all.
 

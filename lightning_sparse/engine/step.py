@@ -11,7 +11,7 @@ last step of an optimizer that holds them. What plain DDP would not have average
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import NamedTuple
@@ -21,13 +21,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_sparse.core.layout import flattened, laid_out
-from lightning_sparse.core.messages import AllGather, Steps, ring_all_reduce_bytes
+from lightning_sparse.core.messages import AllGather, Steps, ring_all_reduce_bytes, started
 from lightning_sparse.core.step import Context
 from lightning_sparse.engine.calls import NORM, STEP, Call, compare
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.delivery import Delivery
+from lightning_sparse.engine.executor import SAVING, held
 from lightning_sparse.engine.metrics import Stamp
-from lightning_sparse.engine.network import TorchCollective, drive_together
+from lightning_sparse.engine.network import TorchCollective, drive, joined
 from lightning_sparse.engine.optimizers.clipping import GradientClipping
 from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.reducer import NOTE
@@ -47,6 +48,17 @@ class Exchanged(NamedTuple):
     """Whether no rank takes the step."""
     deliveries: Mapping[str, Delivery]
     """Of each parameter whose average has taken the place of its gradient, facts for the rules of optimizers."""
+
+
+class Started(NamedTuple):
+    """An exchange whose local work is done, up to the first message."""
+
+    groups: list[GroupReducer]
+    used: set[str]
+    """Parameters that have a gradient on any rank."""
+    scale: Tensor | None
+    flush: bool
+    going: Steps[list[None]]
 
 
 class Stepper(Groups):
@@ -92,6 +104,14 @@ class Stepper(Groups):
         """Synchronised backwards, and steps of optimizers that hold parameters of the engine."""
         self.busy = False
         """True within an exchange."""
+        self.on_meeting: Callable[[int], None] = lambda kind: None
+        """Called when ranks have met in an exchange of this kind: from here on signals that save wait."""
+        self._rest: Callable[[], None] | None = None
+        """Goes on with an exchange that waits for other ranks."""
+        self._unapplied: Set[str] = frozenset()
+        """Parameters whose averages are in ``.grad``, where a handler of a signal has gone on with the exchange."""
+        self._scale: Tensor | None = None
+        """Of these averages."""
         self.paused = False
         """True while gradients are left alone, which somebody else averages."""
         self.owners: Callable[[Sequence[str]], Mapping[Stepper, Sequence[str]]] = lambda names: {self: names}
@@ -181,32 +201,23 @@ class Stepper(Groups):
         self._broken = not finite
         self._fresh.update(dict.fromkeys(names, averaged))
 
+    def local(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Return those of these whose gradients are this rank's own, and will be exchanged: the same on all ranks."""
+        several = self.comm.world_size > 1
+        return [p for p in parameters if several and self._fresh.get(self.names.get(id(p), "")) is False]
+
     @torch.no_grad()
-    def norm(self, parameters: Sequence[Tensor]) -> Tensor:
-        """Return the () norm of the mean of the ranks' gradients; collective.
-
-        Gradients that will be exchanged are sketched: ranks send 16 KB. All others count as they are.
-
-        Args:
-            parameters: of the engine and others, in the same order on all ranks.
+    def norm(self, local: Sequence[Tensor]) -> Tensor:
+        """Return the () norm of the mean of the ranks' gradients of :meth:`local` parameters: ranks send 16 KB.
 
         Raises:
             RuntimeError: on all ranks, if they do different things.
         """
-        names = [self.names.get(id(p), "") for p in parameters]
-        several = self.comm.world_size > 1
-        pairs = [(p, several and self._fresh.get(name) is False) for p, name in zip(parameters, names, strict=True)]
-        given = [p.grad for p, local in pairs if not local and p.grad is not None]
-        whole = torch.nn.utils.get_total_norm(given)
-        if not any(local for _, local in pairs):
-            return whole
-        pieces = [p.new_zeros(p.numel()) if p.grad is None else laid_out(p.grad, p) for p, local in pairs if local]
+        pieces = [p.new_zeros(p.numel()) if p.grad is None else laid_out(p.grad, p) for p in local]
         with self.failing_together("in clipping"):
-            self._announce(
-                NORM, [name for name, (_, local) in zip(names, pairs, strict=True) if local], True, [], _look
-            )
+            self._announce(NORM, [self.names[id(p)] for p in local], True, [], _look)
             mean = self.comm.all_reduce(sketch(pieces, self.backwards)) / self.comm.world_size
-        norm: Tensor = torch.linalg.vector_norm(torch.stack([mean.norm(), whole.to(mean)]))
+        norm: Tensor = torch.linalg.vector_norm(mean)
         return norm
 
     # ---------------------------------------------------------------------------------------------------- step
@@ -262,40 +273,87 @@ class Stepper(Groups):
         return Exchanged(False, {})
 
     def _exchange(self, fresh: Sequence[str], scale: Tensor | None, begin: Stamp, kind: int) -> Exchanged:
+        """Exchange gradients of these; signals are heard while this rank waits for the others to come."""
+        here = {name for name in fresh if self.parameters[name].grad is not None}
+        met: list[tuple[bool, list[bool]]] = []
+        finite = self._are_finite(here)
+        ready: Started | None = None
+        result: list[Exchanged] = []
+
+        def rest() -> None:
+            """Go on where ranks have met: from here on none of them waits for what another one decides."""
+            self._rest = None
+            self._hosts.hear()
+            [(all_finite, used)] = met
+            if not all_finite:
+                result.append(Exchanged(True, {}))
+                return
+            going = ready or self._start({name for name in fresh if used[self._numbers[name]]}, scale)
+            self.on_meeting(kind)
+            result.append(self._finish(going, begin))
+
         self.busy = True
         with self.failing_together("in the exchange"):
-            finite, used = self._agree(fresh, kind)
-            if not finite:
-                self.busy = False
-                return Exchanged(True, {})
-            if self._stood_aside:  # second moments go on from those of the optimizers
-                self._stood_aside, self.adoptions = False, self.adoptions + 1
-            self._before_exchange()
-            groups = [group for group in self.groups if not used.isdisjoint(group.spans)]
-            flush, self.flush_asked = self.flush_asked, False
-            with self.on_stream.between_steps():
-                for group in groups:
-                    self._take(group, used)
-                steps = [self._steps_of(group, used, scale, flush) for group in groups]
-                drive_together(steps, self.comm)
-                self._hosts.hear()
-                skipped = any_set([group.skipped for group in groups if group.skipped is not None], self.device, True)
-                with self.record.changing():
-                    for group in groups:
-                        group.settle(skipped)
-                    self._count(bool(skipped))
-            deliveries = {
-                name: group.exchange_made.delivery
-                for group in groups
-                if group.exchange_made is not None
-                for name in group.spans.keys() & used
-            }
-            self._note_what_waits(groups, used, flush, bool(skipped))
-            self._measure(begin, groups)
-            for group in groups:
-                group.end_step()
+            flags = [name in here for name in self.parameters]
+            self._announce(kind, fresh, finite, flags, lambda *found: met.append(found))
+            if len(here) == len(fresh) and not self._broken:  # local work goes on, whatever the others say
+                with held(SAVING):
+                    ready = self._start(here, scale)
+            self._rest = rest
+            self._hosts.hear()
+            if self._rest is not None:  # no handler of a signal has asked for it
+                rest()
         self.busy = False
+        self._unapplied = frozenset()
+        return result[0]
+
+    def _start(self, used: set[str], scale: Tensor | None) -> Started:
+        """Absorb gradients and select from them, up to the first message."""
+        if self._stood_aside:  # second moments go on from those of the optimizers
+            self._stood_aside, self.adoptions = False, self.adoptions + 1
+        self._before_exchange()
+        groups = [group for group in self.groups if not used.isdisjoint(group.spans)]
+        flush, self.flush_asked = self.flush_asked, False
+        with self.on_stream.between_steps():
+            for group in groups:
+                self._take(group, used)
+            steps = [self._steps_of(group, used, scale, flush) for group in groups]
+            going = started(joined(steps, self.comm))
+        return Started(groups, used, scale, flush, going)
+
+    def _finish(self, started: Started, begin: Stamp) -> Exchanged:
+        """Exchange, and put averages in the place of gradients."""
+        groups, used, scale, flush, going = started
+        with self.on_stream.between_steps():
+            drive(going, self.comm)
+            skipped = any_set([group.skipped for group in groups if group.skipped is not None], self.device, True)
+            with self.record.changing():
+                for group in groups:
+                    group.settle(skipped)
+                self._count(bool(skipped))
+                self._unapplied, self._scale = frozenset() if skipped else used, scale
+        deliveries = {
+            name: group.exchange_made.delivery
+            for group in groups
+            if group.exchange_made is not None
+            for name in group.spans.keys() & used
+        }
+        self._note_what_waits(groups, used, flush, bool(skipped))
+        self._measure(begin, groups)
+        for group in groups:
+            group.end_step()
         return Exchanged(bool(skipped), {} if skipped else deliveries)
+
+    def pending(self) -> dict[str, tuple[Tensor | None, Tensor]]:
+        """Return averages that a handler of a signal finds in ``.grad``, where the optimizer has not stepped yet."""
+        found: dict[str, tuple[Tensor | None, Tensor]] = {}
+        for name in self._unapplied:
+            grad = self.parameters[name].grad
+            if grad is not None and self.group_of[name].residual is not None:
+                flat = flattened(grad) if self._scale is None else flattened(grad) / self._scale
+                places = flat.nonzero().view(-1)
+                found[name] = places.cpu(), flat[places].cpu()
+        return found
 
     def _note_what_waits(
         self, groups: Sequence[GroupReducer], used: Collection[str], flush: bool, skipped: bool
@@ -318,28 +376,8 @@ class Stepper(Groups):
             self._waits, self._sparse_before = set(self.parameters), counts.step > 0
         super().adopt(groups, counts)
 
-    def _agree(self, fresh: Sequence[str], kind: int) -> tuple[bool, set[str]]:
-        """Announce the step; return whether it counts, and which of these parameters have a gradient on any rank.
-
-        A rank that has all of them need not wait for the others, unless gradients were not finite in backward.
-        """
-        here = {name for name in fresh if self.parameters[name].grad is not None}
-        anywhere: set[str] = set()
-        verdict: list[bool] = []
-
-        def look(finite: bool, used: list[bool]) -> None:
-            verdict.append(finite)
-            anywhere.update(name for name in fresh if used[self._numbers[name]])
-
-        finite = not self._broken or self._are_finite(here)
-        self._announce(kind, fresh, finite, [name in here for name in self.parameters], look)
-        if len(here) == len(fresh) and not self._broken:
-            return True, here
-        self._hosts.hear()
-        return verdict[0], anywhere
-
     def _are_finite(self, names: Collection[str]) -> bool:
-        """Return whether gradients are finite that were not in backward: users may have mended them."""
+        """Return whether gradients are finite now, if they were not in backward: users may have mended them."""
         if not self._broken:
             return True
         grads = [p.grad for p in (self.parameters[name] for name in names) if p.grad is not None]
@@ -366,8 +404,14 @@ class Stepper(Groups):
             numels = {p.name: p.numel for p in group.plan.parameters}
             ctx = ctx._replace(surplus=self.rates.surplus_of(numels, step, density))
         return group.exchange_steps(
-            ctx, group.spans.keys() - used, scale, flush and group.sparsified, lambda _: self.record.changing(), False
+            ctx, group.spans.keys() - used, scale, flush and group.sparsified, self._absorbing, False
         )
+
+    @contextmanager
+    def _absorbing(self, names: Set[str]) -> Iterator[None]:
+        with self.record.changing():
+            self.record.absorb(names)
+            yield
 
     def _count(self, skipped: bool) -> None:
         flag = torch.ones((), dtype=torch.bool) if skipped else None
@@ -414,11 +458,16 @@ class Stepper(Groups):
             raise
 
     def wait_for(self, number: int) -> None:
-        """Return when so many exchanges have settled here: they are over when this can be asked.
+        """Return when so many exchanges have settled here.
+
+        A handler of a signal may ask while this rank waits for others, which have gone on meanwhile: the exchange goes
+        on within the handler.
 
         Raises:
             RuntimeError: if fewer have.
         """
+        if self.record.counts.number == number - 1 and self._rest is not None:
+            self._rest()
         if self.record.counts.number < number:
             raise RuntimeError(
                 f"Another rank has settled exchange {number}, and this one has only settled "
@@ -431,6 +480,44 @@ class Stepper(Groups):
         self._hosts.close()
         self.within.close()
         self.comm.close()
+
+
+def norm_of_mean(steppers: Iterable[Stepper], parameters: Sequence[Tensor]) -> Tensor:
+    """Return the () norm of the mean of the ranks' gradients; collective.
+
+    Gradients that will be exchanged are sketched. All others count as they are: DDP has averaged them, or nobody will.
+
+    Args:
+        steppers: who exchange them.
+        parameters: in the same order on all ranks.
+    """
+    found = [(stepper, local) for stepper in steppers if (local := stepper.local(parameters))]
+    sketched = {id(p) for _, local in found for p in local}
+    whole = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None and id(p) not in sketched])
+    if not found:
+        return whole
+    norms = [stepper.norm(local) for stepper, local in found]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([*norms, whole.to(norms[0])]))
+    return norm
+
+
+def clip_by_norm(
+    steppers: Iterable[Stepper],
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Clip gradients by :func:`norm_of_mean`, and return it; see :meth:`.Engine.clip_grad_norm_`."""
+    given = list(parameters)
+    if norm_type != 2:
+        return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
+    norm = norm_of_mean(steppers, given)
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise RuntimeError("The norm of the mean gradient is not finite, so it cannot be clipped.")
+    torch.nn.utils.clip_grads_with_norm_(given, max_norm, norm, foreach)
+    return norm
 
 
 @lru_cache(maxsize=64)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import math
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
@@ -12,8 +13,10 @@ from functools import partial, wraps
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
+from torch import Tensor
 from torch.nn import SyncBatchNorm
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import clip_grad_value_
 
 from lightning_sparse.api.attach import DDP_ARGUMENTS, attach_config
 from lightning_sparse.core.checks import is_number
@@ -24,6 +27,7 @@ from lightning_sparse.engine.metrics import Totals
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.kinds import ids_of
 from lightning_sparse.engine.state.checkpoint import SideFiles, restore
+from lightning_sparse.engine.step import Stepper, clip_by_norm
 from lightning_sparse.methods.grouping.groupings import CUDA_BUCKET_MB, DDP_BUCKET_MB, MIB, Bucket
 from lightning_sparse.tuning.controllers import Planner
 
@@ -202,10 +206,32 @@ class SparseStrategy:
             True if the gradients of this step were clipped so already, and their averages must not be clipped.
         """
         held = ids_of(optimizer)
-        engines = [engine for engine in self.engines if any(id(p) in held for p in engine.parameters.values())]
+        engines = [
+            engine
+            for engine in self.engines
+            if not engine._steppers and any(id(p) in held for p in engine.parameters.values())
+        ]
         if len(engines) != 1:
             return False
         return engines[0]._binding.clip_in_place_of_averages(float(limit or 0.0), algorithm, optimizer, known)
+
+    @property
+    def _steppers(self) -> list[Stepper]:
+        return [stepper for engine in self.engines if not engine.closed for stepper in engine._steppers]
+
+    def _clip_by_norm(self, parameters: Iterable[Tensor], limit: float, **options: Any) -> Tensor:
+        """Clip by the norm of the mean gradient, see :meth:`.Engine.clip_grad_norm_`."""
+        return clip_by_norm(self._steppers, parameters, limit, **options)
+
+    def _clip_by_value(self, parameters: Iterable[Tensor], limit: float) -> None:
+        """Clip values: each rank's own of gradients that are not averaged yet, which are longer than their mean."""
+        given = list(parameters)
+        for stepper in self._steppers:
+            local = stepper.local(given)
+            clip_grad_value_(local, limit * math.sqrt(stepper.comm.world_size))
+            done = set(map(id, local))
+            given = [p for p in given if id(p) not in done]
+        clip_grad_value_(given, limit)
 
     def _mean_over_ranks(self, numbers: Mapping[str, float]) -> dict[str, float]:
         comm, own = TorchCollective(), torch.tensor(list(numbers.values()), dtype=torch.float64, device="cpu")
@@ -244,6 +270,8 @@ class SparseStrategy:
         if scaler is not None and scaler.is_enabled():
             return
         for engine in self.engines:
+            if engine._steppers:  # what happens before the step is as with plain DDP
+                continue
             (engine.drop_skipped if drop else engine.ignore_skipped)(optimizer)
 
 

@@ -150,6 +150,12 @@ class SparseFabricMixin(SparseStrategy, ParallelStrategy):
         If :meth:`.OptimizerBinding.clip_in_place_of_averages` applies, each rank's gradients are clipped from the next
         step on, before the exchange, and averages are not clipped.
         """
+        if self._steppers:
+            bound = inspect.signature(super().clip_gradients_norm).bind(module, optimizer, *args, **kwargs)
+            bound.apply_defaults()
+            options = {name: value for name, value in bound.arguments.items() if name not in ("module", "optimizer")}
+            self.precision.unscale_gradients(optimizer)
+            return self._clip_by_norm(self.precision.main_params(optimizer), options.pop("max_norm"), **options)
         self._ignore_skipped(optimizer, self.precision, drop=True)
         given = inspect.signature(super().clip_gradients_norm).bind(module, optimizer, *args, **kwargs)
         values = given.arguments
@@ -159,7 +165,10 @@ class SparseFabricMixin(SparseStrategy, ParallelStrategy):
 
     def clip_gradients_value(self, module: Any, optimizer: Any, clip_val: Any) -> None:
         """Clip as Fabric does, or each rank's gradients as in :meth:`clip_gradients_norm`."""
-        if self._clips_locally(optimizer, clip_val, "value"):
+        if self._steppers:
+            self.precision.unscale_gradients(optimizer)
+            self._clip_by_value(self.precision.main_params(optimizer), clip_val)
+        elif self._clips_locally(optimizer, clip_val, "value"):
             self.precision.unscale_gradients(optimizer)
         else:
             super().clip_gradients_value(module, optimizer, clip_val)

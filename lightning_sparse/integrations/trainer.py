@@ -42,6 +42,8 @@ FROZEN_WITHIN = (
     "as in on_train_epoch_start, or let DDP look for what a step does not use, with "
     "strategy=SparseDDPStrategy(find_unused_parameters=True)."
 )
+PACKAGES = ("lightning", "pytorch_lightning")
+"""Lightning's own, which clip gradients by torch."""
 UNUSED_PARAMETERS = (
     "It looks like your LightningModule has parameters that were not used in producing the loss returned by "
     "training_step. If this is intentional, let DDP look for them, with "
@@ -147,7 +149,8 @@ class SparseTrainerMixin(SparseStrategy, ParallelStrategy):
             def then_skip() -> Any:
                 result = closure()
                 self._ignore_skipped(optimizer, self.precision_plugin)
-                hold.start(SAVING)
+                if not self._steppers:  # of which signals are heard while ranks wait for each other
+                    hold.start(SAVING)
                 return result
 
             return super().optimizer_step(optimizer, then_skip, model, **kwargs)
@@ -162,6 +165,9 @@ class SparseTrainerMixin(SparseStrategy, ParallelStrategy):
         with engine._failing_together():
             engine.bind(self.optimizers)
         self._shown = list(self.optimizers)
+        if self._steppers:
+            self._clip_in_steps()
+            return
         module: Any = self.lightning_module
         trainer = module.trainer
         if module.automatic_optimization and not _has_own_clipping(module):  # from the first step on
@@ -170,6 +176,17 @@ class SparseTrainerMixin(SparseStrategy, ParallelStrategy):
                 self._clips_locally(optimizer, trainer.gradient_clip_val, algorithm, known=True)
         # All of Lightning's clipping calls this.
         vars(self.precision_plugin)["clip_gradients"] = self._clip_gradients
+
+    def _clip_in_steps(self) -> None:
+        """Let Lightning's plugin clip by the mean gradient, unless its class clips in a way of its own."""
+        plugin: Any = self.precision_plugin
+        ours = {
+            "clip_grad_by_norm": lambda optimizer, limit: self._clip_by_norm(plugin.main_params(optimizer), limit),
+            "clip_grad_by_value": lambda optimizer, limit: self._clip_by_value(plugin.main_params(optimizer), limit),
+        }
+        for name, clip in ours.items():
+            if getattr(type(plugin), name).__module__.split(".")[0] in PACKAGES:
+                vars(plugin)[name] = clip
 
     @property
     def profile(self) -> dict[str, Any] | None:
@@ -186,7 +203,8 @@ class SparseTrainerMixin(SparseStrategy, ParallelStrategy):
         """Close the engine, then everything else."""
         at_work = self._open_engine
         self._close_engine()
-        vars(self.precision_plugin).pop("clip_gradients", None)
+        for name in ("clip_gradients", "clip_grad_by_norm", "clip_grad_by_value"):
+            vars(self.precision_plugin).pop(name, None)
         if at_work is not None:
             self._earlier = at_work, checksums(at_work)
         self._resume = self._profile = None

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from lightning_sparse.api import attach as attaching
 from tests.covering import by_default
+from tests.paths import exchanging
 from tests.ranks import Ranks
 
 KINDS = ["sgd", "momentum", "adamw"]
@@ -27,18 +27,8 @@ WITHIN = 5.0
 """Seconds in which ranks that do different things have to end."""
 
 
-@contextlib.contextmanager
-def in_steps(chosen: bool = True) -> Iterator[None]:
-    before, attaching.IN_STEPS = attaching.IN_STEPS, chosen
-    try:
-        yield
-    finally:
-        attaching.IN_STEPS = before
-
-
 def attached(ddp: DistributedDataParallel, **settings: Any) -> Any:
-    with in_steps():
-        return ls.attach(ddp, **{**SPARSE, **settings})
+    return ls.attach(ddp, **{**SPARSE, **settings})
 
 
 def network(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -84,7 +74,7 @@ def train(
     optimizers = [optimizer_of(kind, part) for part in parts]
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0) if more == "scaler" else None
     if settings is not None:
-        with in_steps(now):
+        with exchanging(now):
             engine = ls.attach(ddp, **{**SPARSE, **settings})
         if not now:
             engine.bind(optimizers)

@@ -84,6 +84,9 @@ class OptimizerBinding:
         open_exchange: whether the exchange may follow the memory.
     """
 
+    exchanges = False
+    """True if gradients are exchanged when optimizers step."""
+
     def __init__(self, reducer: Reducer, left_open: bool, open_exchange: bool) -> None:
         self.optimizers: list[Optimizer] = []
         """Those that :meth:`bind` was given last, but for those that hold no parameter of the engine."""
@@ -116,7 +119,7 @@ class OptimizerBinding:
     @property
     def _mine(self) -> Mapping[int, str]:
         """Names of parameters by id, but for those of a later engine: an earlier one does nothing for them any more."""
-        later = list(takewhile(lambda one: one is not self, reversed(_in_life())))
+        later = list(takewhile(lambda one: one is not self, reversed(in_life())))
         return {key: name for key, name in self._names.items() if not any(key in one._names for one in later)}
 
     def before(self, optimizer: Optimizer) -> None:
@@ -510,7 +513,13 @@ def uninterrupted() -> Iterator[Hold]:
         hold.end()
 
 
-def _in_life() -> list[OptimizerBinding]:
+def holding() -> list[Hold]:
+    """Return what holds back signals while optimizers step, in contexts of :func:`uninterrupted`."""
+    return _holds
+
+
+def in_life() -> list[OptimizerBinding]:
+    """Return the bindings of engines that are not closed, in the order in which they came."""
     return [binding for known in list(_bindings) if (binding := known()) is not None]
 
 
@@ -538,7 +547,7 @@ def _come_last(optimizer: Optimizer, *_: Any) -> None:
 
 def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Let bindings act, at once or behind a closure that forms the gradients within the step."""
-    for each in _in_life():
+    for each in in_life():
         each.forget()
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
@@ -552,7 +561,7 @@ def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             hold.end()
         result = closure()
         calls += 1
-        for each in _in_life():
+        for each in in_life():
             each.check_closure(optimizer, calls)
         _before(optimizer)
         return result
@@ -567,12 +576,17 @@ _handles: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
 
 
 def _before(optimizer: Optimizer) -> None:
+    every = in_life()
+    for each in every:
+        if each.exchanges:  # signals are heard while ranks wait for each other
+            each.before(optimizer)
     for hold in _holds:
         hold.start()
-    for each in _in_life():
-        each.before(optimizer)
+    for each in every:
+        if not each.exchanges:
+            each.before(optimizer)
 
 
 def _end(optimizer: Optimizer, *_: Any) -> None:
-    for each in _in_life():
+    for each in in_life():
         each.after(optimizer)

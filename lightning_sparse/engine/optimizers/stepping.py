@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
-from lightning_sparse.engine.calls import EXCHANGE
+from lightning_sparse.engine.calls import EXCHANGE, STEP
 from lightning_sparse.engine.delivery import Delivery
-from lightning_sparse.engine.optimizers.binding import OptimizerBinding, _in_life
+from lightning_sparse.engine.executor import SAVING, Hold
+from lightning_sparse.engine.optimizers.binding import OptimizerBinding, holding, in_life
 from lightning_sparse.engine.optimizers.kinds import ids_of, rehearses, stepping
 from lightning_sparse.engine.optimizers.rules import Arrived, OfGroup
 from lightning_sparse.engine.step import Stepper
@@ -49,12 +50,15 @@ class StepBinding(OptimizerBinding):
         unfinished: whether a backward has handed over some gradients and not all.
     """
 
+    exchanges = True
     _reducer: Stepper  # type: ignore[assignment]
 
     def __init__(self, stepper: Stepper, left_open: bool, open_exchange: bool, unfinished: Callable[[], bool]) -> None:
         super().__init__(stepper, left_open, open_exchange)  # type: ignore[arg-type]
         self._unfinished = unfinished
-        stepper.owners = self._owners
+        stepper.owners, stepper.on_meeting = self._owners, self._hold_signals
+        self._hold = Hold(self._runs)
+        """Of signals, from where ranks meet to the end of the optimizer's step."""
         self._known: WeakSet[Optimizer] = WeakSet()
         """Optimizers that have stepped parameters of the engine."""
         self._order: list[ref[Optimizer]] = []
@@ -67,13 +71,21 @@ class StepBinding(OptimizerBinding):
 
     def _owners(self, names: Iterable[str]) -> dict[Stepper, list[str]]:
         """Return who exchanges these parameters: of several engines that have one, the one that came last."""
-        later = [one for one in reversed(_in_life()) if isinstance(one, StepBinding)]
+        later = [one for one in reversed(in_life()) if isinstance(one, StepBinding)]
         found: dict[Stepper, list[str]] = {}
         for name in names:
             key = id(self._parameters[name])
             owner = next((one for one in later if key in one._names), self)
             found.setdefault(owner._reducer, []).append(owner._names[key])
         return found
+
+    def _hold_signals(self, kind: int) -> None:
+        """Let signals that save wait until the optimizer has stepped: no handler finds averages and old weights."""
+        if kind == STEP and holding():
+            for hold in holding():
+                hold.start(SAVING)
+        elif kind == STEP:
+            self._hold.start(SAVING)
 
     @property
     def in_use(self) -> list[Optimizer]:
@@ -209,6 +221,7 @@ class StepBinding(OptimizerBinding):
             self._depth -= 1
             if self._depth == 0:
                 self._outermost = None
+                self._hold.end()
                 empty, self._empty = self._empty, []
                 for p in empty:
                     if p.grad is None:
@@ -219,22 +232,24 @@ class StepBinding(OptimizerBinding):
 
     def forget(self) -> None:
         """Undo what :meth:`before` has done, if a step has failed since."""
-        if self._outermost is not None and not self._runs():
+        if self._outermost is not None and not self._runs(self._depth):
+            self._hold.end()
             self._outermost, self._depth, self._empty = None, 0, []
             self._adam.after()
             self._momentum.forget()
 
-    def _runs(self) -> bool:
+    def _runs(self, more: int = 0) -> bool:
         """Return True if the outermost step that has begun is still running: of one that has failed, no frame is left.
 
-        One of the frames is that of the step that begins now.
+        Args:
+            more: frames that have to be there beside it, such as that of a step that begins now.
         """
         frames, frame = 0, sys._getframe()
         while (back := frame.f_back) is not None:
             frame = back
             if frame.f_code.co_name == "wrapper" and isinstance(found := frame.f_locals.get("self"), Optimizer):
                 frames += not ids_of(found).isdisjoint(self._mine)
-        return frames > self._depth
+        return frames > more
 
     def begin_step(self) -> None:
         """Choose the memory by the optimizers that are known."""

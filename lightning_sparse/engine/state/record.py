@@ -258,7 +258,7 @@ class Record:
 
     def count(self, decision: Decision) -> None:
         """Count an exchange that has settled, whose averages nobody has to be handed; within :meth:`changing`."""
-        self.start, self.decision = self.counts, decision
+        self.start, self.decision, self.absorbed = self.counts, decision, frozenset()
 
     def deliver(self, deliveries: Mapping[str, Delivery | None]) -> None:
         """Note the facts for step rules of averages that are handed over, by parameter."""

@@ -109,7 +109,7 @@ class EngineState:
                 vectors = memory.vectors(kept).items()
                 parameters[name] = {key: vector[span].to("cpu", copy=True) for key, vector in vectors}
                 counters[name] = dict(counted)
-        pending = record.pending()
+        pending = reducer.pending()
         for name, (indices, values) in record.taken.items():  # another rank may not have absorbed it: it waits
             parameters[name]["residual"][slice(None) if indices is None else indices] -= values
         return {
