@@ -197,6 +197,11 @@ class Engine(EngineView):
         """
         if optimizer is not None:
             check_is_optimizer(optimizer)
+        if self._steppers:
+            raise RuntimeError(
+                "Gradients are exchanged when the optimizer steps, and clipped before: call "
+                "engine.clip_grad_norm_(parameters, max_norm) between backward and step, in place of clip_gradients."
+            )
         self._binding.clip(limit, algorithm, optimizer)
 
     def count_as_applied(self) -> None:
