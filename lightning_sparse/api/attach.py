@@ -70,9 +70,12 @@ def attach(ddp: DistributedDataParallel, **keywords: Any) -> Engine:
     arguments are keywords: the settings of :class:`.SparsificationConfig`, and ``scaler``, ``profile``
     and ``observers``.
 
-    Then call ``engine.bind([optimizer])``: it lets the engine take the steps of torch's Adam and AdamW, gives
-    ``lr_aware`` the learning rates, and checks the optimizer against the memory. Steps with gradients that are not
-    finite on some rank are left out on all. With loss scaling, pass the ``scaler``.
+    Nothing else changes in a training loop. Gradients are exchanged when an optimizer of torch steps parameters of the
+    model: ``.grad`` is this rank's own before, and whatever is done to it counts. Steps with gradients that are not
+    finite on some rank are left out on all. To clip as with plain DDP, call :meth:`.Engine.clip_grad_norm_`.
+
+    With ``node_size``, gradients are exchanged in backward: call ``engine.bind([optimizer])`` then, which lets the
+    engine take the steps of torch's Adam and AdamW, and pass the ``scaler`` of the loss.
 
     Returns:
         The engine, for statistics and for :meth:`Engine.close`.

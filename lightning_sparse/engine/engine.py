@@ -158,9 +158,10 @@ class Engine(EngineView):
     def bind(self, optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> None:
         """Tell the engine which optimizers apply the averages, in place of those bound before.
 
-        Strategies do so by themselves. With the default memory, the engine then takes the steps of torch's Adam and
-        AdamW for sparsified parameters, see :class:`.SecondMoment`, and clipping may move before the
-        exchange. With ``lr_aware``, learning rates are read in every step.
+        An engine that exchanges when optimizers step finds them by itself; strategies call this, so that settings are
+        checked before the first step. Where gradients are exchanged in backward, the engine takes the steps of torch's
+        Adam and AdamW for sparsified parameters only if it was told, see :class:`.SecondMoment`, and clipping may move
+        before the exchange. With ``lr_aware``, learning rates are read in every step.
 
         Args:
             optimizers: one, or all of them.
@@ -486,9 +487,10 @@ class Engine(EngineView):
         """Return everything that this rank needs to continue from here: plain data, and copies of tensors on the CPU.
 
         Every rank has its own: residuals differ. It may be taken at any moment, also in a signal handler and by another
-        thread. The state of rank 0, whose weights are saved, has the averages that no optimizer has applied yet;
-        loading puts them back into the residuals. Within a backward, it holds the gradients that have been absorbed so
-        far. For another number of ranks, see :func:`~lightning_sparse.merge_states`.
+        thread. In a handler that runs while this rank waits for others in an exchange, the residuals hold the gradients
+        of this step. The state of rank 0, whose weights are saved, has the averages that no optimizer has applied yet;
+        loading puts them back into the residuals. For another number of ranks, see
+        :func:`~lightning_sparse.merge_states`.
 
         Ranks may be asked at different moments, one before the end of an exchange and another one after it. Their
         states belong together if each rank takes one, all agree on the largest ``state["moment"]``, and a rank whose
