@@ -62,6 +62,8 @@ class Groups:
         self.on_stream = ExchangeStream(device)
         self.lengths = Lengths()
         """Of averages, as optimizers got them."""
+        self.grad_norm: Tensor | None = None
+        """() norm of the mean gradient before clipping, in the latest step."""
         self.totals = Totals()
         """Bytes and times of all steps so far."""
         self.parameters, self.comm, self.device = parameters, comm, device

@@ -112,6 +112,8 @@ class Stepper(Groups):
         """Parameters whose averages are in ``.grad``, where a handler of a signal has gone on with the exchange."""
         self._scale: Tensor | None = None
         """Of these averages."""
+        self.clipped: Tensor | None = None
+        """() norm by which gradients of the next step were clipped."""
         self.paused = False
         """True while gradients are left alone, which somebody else averages."""
         self.owners: Callable[[Sequence[str]], Mapping[Stepper, Sequence[str]]] = lambda names: {self: names}
@@ -250,6 +252,7 @@ class Stepper(Groups):
         fresh = [name for name in names if name in self._fresh]
         local = [name for name in fresh if not self._fresh[name]]
         begin = Stamp.now(self.device)
+        self.grad_norm, self.clipped = self.clipped, None
         self.shared_bytes, self._number = 0.0, self.record.counts.step
         try:
             if not fresh:
@@ -502,7 +505,7 @@ def norm_of_mean(steppers: Iterable[Stepper], parameters: Sequence[Tensor]) -> T
 
 
 def clip_by_norm(
-    steppers: Iterable[Stepper],
+    steppers: Sequence[Stepper],
     parameters: Iterable[Tensor],
     max_norm: float,
     norm_type: float = 2.0,
@@ -514,6 +517,8 @@ def clip_by_norm(
     if norm_type != 2:
         return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
     norm = norm_of_mean(steppers, given)
+    for stepper in steppers:
+        stepper.clipped = norm
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError("The norm of the mean gradient is not finite, so it cannot be clipped.")
     torch.nn.utils.clip_grads_with_norm_(given, max_norm, norm, foreach)

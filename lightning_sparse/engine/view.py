@@ -157,6 +157,7 @@ class EngineView:
             self.totals,
             len(self.warnings),
             _length_changes(self.groups),
+            reducer.grad_norm,
         )
 
     def group_summaries(self) -> dict[str, dict[str, float]]:

@@ -62,6 +62,8 @@ class StepBinding(OptimizerBinding):
         self._known: WeakSet[Optimizer] = WeakSet()
         """Optimizers that have stepped parameters of the engine."""
         self._order: list[ref[Optimizer]] = []
+        self._checked: WeakSet[Optimizer] = WeakSet()
+        """Those that go with the memory."""
         self._depth = 0
         """Steps of optimizers that run within each other."""
         self._averaged: dict[str, tuple[ref[Optimizer], Tensor]] = {}
@@ -92,6 +94,11 @@ class StepBinding(OptimizerBinding):
         """The optimizers that were bound, and those that have stepped, in the order in which they came."""
         found = [one for known in self._order if (one := known()) is not None]
         return list({id(one): one for one in (*self.optimizers, *found)}.values())
+
+    def bind(self, optimizers: Optimizer | Iterable[Optimizer]) -> None:
+        """See :meth:`.Engine.bind`."""
+        super().bind(optimizers)
+        self._checked.update(self.optimizers)
 
     def check_closure(self, optimizer: Optimizer, calls: int) -> None:
         """Refuse a second call of a closure in a step whose gradients are exchanged.
@@ -252,11 +259,18 @@ class StepBinding(OptimizerBinding):
         return frames > more
 
     def begin_step(self) -> None:
-        """Choose the memory by the optimizers that are known."""
+        """Choose the memory by the optimizers that are known, and check those that are new.
+
+        Raises:
+            ValueError: for an optimizer that does not go with the memory.
+        """
         self._alone = None
         bound = self.optimizers
-        self.optimizers = self.in_use
+        self.optimizers = found = self.in_use
         try:
             super().begin_step()
         finally:
             self.optimizers = bound
+        self._check([one for one in found if one not in self._checked])
+        self._checked.update(found)
+        self._reducer.rates.optimizers = found
