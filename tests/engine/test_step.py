@@ -483,11 +483,12 @@ def logged_norm() -> tuple[float, list[float | None]]:
     ddp = DistributedDataParallel(model)
     engine = attached(ddp)
     optimizer = optimizer_of("sgd", model.parameters())
-    logged = []
+    norm, logged = 0.0, []
     for clips in (True, False):
         optimizer.zero_grad()
         batches.loss(ddp).backward()
-        norm = float(engine.clip_grad_norm_(model.parameters(), 0.01)) if clips else norm
+        if clips:
+            norm = float(engine.clip_grad_norm_(model.parameters(), 0.01))
         optimizer.step()
         logged.append(engine.summary().get("grad_norm"))
     return norm, logged
