@@ -414,7 +414,7 @@ class Stepper(Groups):
             yield
 
     def _count(self, skipped: bool) -> None:
-        flag = torch.ones((), dtype=torch.bool) if skipped else None
+        flag = torch.ones((), dtype=torch.bool, device="cpu") if skipped else None
         with self.record.changing():
             self.record.count(Decision(flag, None, self.comm.wait_until))
 
