@@ -108,6 +108,7 @@ class Engine(EngineView):
         self._compared_kernels = False
         if isinstance(reducer, Stepper):
             self._source = source = BackwardEnd(reducer)
+            reducer.on_skipped = self._after_skipped_step
             self._binding: OptimizerBinding = StepBinding(reducer, left_open, open_exchange, lambda: source.unfinished)
         else:
             self._source = BucketSource(self.entrance)
@@ -427,6 +428,11 @@ class Engine(EngineView):
                     self._called.remove(observer)
             if self.settings.lr_aware:
                 self.router.rescale()
+
+    def _after_skipped_step(self) -> None:
+        """Call observers that ask for it: no exchange calls them where every step is skipped."""
+        for observer in list(self._called):
+            getattr(observer, "after_skipped_step", lambda engine: None)(self)
 
     def _compare_kernels(self) -> None:
         """Say which ranks alone do without kernels in Triton, in the first step: the others wait for them."""

@@ -126,6 +126,12 @@ class Stepper(Groups):
         whether DDP has averaged their gradients."""
         self._broken = False
         """Whether gradients of the latest synchronised backward were not finite on some rank."""
+        self._bad = 0
+        """Such backwards since the latest step of an optimizer."""
+        self.on_skipped: Callable[[], None] = lambda: None
+        """Called on all ranks after each such backward."""
+        self._unused: Set[str] = frozenset()
+        """Parameters that had no gradient on any rank at the latest exchange."""
         self._waits: set[str] = set()
         """Parameters of which something may wait on some rank."""
         self._sparse_before = self._stood_aside = False
@@ -140,6 +146,11 @@ class Stepper(Groups):
     def rank(self) -> int:
         """Number of this rank."""
         return self.comm.rank
+
+    @property
+    def unused(self) -> Set[str]:
+        """Parameters that had no gradient on any rank at the latest exchange."""
+        return self._unused
 
     def put_together(self, own: Sequence[Averages]) -> Sequence[Averages]:
         """Return averages as optimizers get them: as they are."""
@@ -198,10 +209,12 @@ class Stepper(Groups):
             finite: whether their gradients are finite on all ranks.
             averaged: whether DDP has averaged them.
         """
-        if not finite and not self._broken:  # of several backwards of one step, the first one counts
-            self._count(skipped=True)
         self._broken = not finite
         self._fresh.update(dict.fromkeys(names, averaged))
+        if not finite:  # maybe nobody will step: a scaler, or the user, has a look
+            self._count(skipped=True)
+            self._bad += 1
+            self.on_skipped()
 
     def local(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Return those of these whose gradients are this rank's own, and will be exchanged: the same on all ranks."""
@@ -233,6 +246,7 @@ class Stepper(Groups):
         for name in names:
             self._fresh.pop(name, None)
         self.steps += 1
+        self._bad = 0
 
     @torch.no_grad()
     def exchange(self, names: Sequence[str], scale: Tensor | None = None, kind: int = STEP) -> Exchanged | None:
@@ -266,7 +280,7 @@ class Stepper(Groups):
         with self.failing_together("before the step"):
             self._before_exchange()
         if not self._are_finite(fresh):
-            return Exchanged(True, {})
+            return self._skip()
         self._count(skipped=False)
         self.totals.add(self.direct_bytes, self.direct_bytes)
         self.exposed_ms = lambda: None
@@ -289,15 +303,16 @@ class Stepper(Groups):
             self._hosts.hear()
             [(all_finite, used)] = met
             if not all_finite:
-                result.append(Exchanged(True, {}))
+                result.append(self._skip())
                 return
             going = ready or self._start({name for name in fresh if used[self._numbers[name]]}, scale)
+            self._unused = {name for name, number in self._numbers.items() if not used[number]}
             self.on_meeting(kind)
             result.append(self._finish(going, begin))
 
         self.busy = True
         with self.failing_together("in the exchange"):
-            flags = [name in here for name in self.parameters]
+            flags = [p.grad is not None for p in self.parameters.values()]
             self._announce(kind, fresh, finite, flags, lambda *found: met.append(found))
             if len(here) == len(fresh) and not self._broken:  # local work goes on, whatever the others say
                 with held(SAVING):
@@ -310,11 +325,21 @@ class Stepper(Groups):
         self._unapplied = frozenset()
         return result[0]
 
+    def _skip(self) -> Exchanged:
+        """Let a step be skipped; all backwards since the one before count as one."""
+        if (more := self._bad - 1) > 0:
+            with self.record.changing():
+                start = self.record.start
+                self.record.start = start._replace(skipped=start.skipped - more, streak=start.streak - more)
+        return Exchanged(True, {})
+
     def _start(self, used: set[str], scale: Tensor | None) -> Started:
         """Absorb gradients and select from them, up to the first message."""
         if self._stood_aside:  # second moments go on from those of the optimizers
             self._stood_aside, self.adoptions = False, self.adoptions + 1
+        self.busy = False  # observers may change groups
         self._before_exchange()
+        self.busy = True
         groups = [group for group in self.groups if not used.isdisjoint(group.spans)]
         flush, self.flush_asked = self.flush_asked, False
         with self.on_stream.between_steps():
@@ -417,7 +442,7 @@ class Stepper(Groups):
             yield
 
     def _count(self, skipped: bool) -> None:
-        flag = torch.ones((), dtype=torch.bool) if skipped else None
+        flag = torch.ones((), dtype=torch.bool, device="cpu") if skipped else None
         with self.record.changing():
             self.record.count(Decision(flag, None, self.comm.wait_until))
 

@@ -170,6 +170,7 @@ class StepBinding(OptimizerBinding):
                 "optimizer steps. Leave out the call."
             )
         self._alone = None
+        stepper.record.held |= set(names)
         stepper.split(names)
         exchanged = stepper.exchange(names, kind=EXCHANGE)
         if exchanged is None or not exchanged.skipped:

@@ -57,12 +57,13 @@ def noise(scale: dict[str, float] | float = 1.0) -> Callable[[int], Gradients]:
 
 
 class Training:
-    """Backward after backward with given gradients; parameters stay as they are."""
+    """Step after step with given gradients; parameters stay as they are, at a rate of 0."""
 
     def __init__(self, ddp: dict[str, Any] | None = None, dtype: torch.dtype = torch.float32, **options: Any) -> None:
         self.model = DistributedDataParallel(Given().to(dtype), **ddp or {})
         chosen = {"rules": ALL_SPARSE, "sparsifier": "top_k", "density": 0.1, "single_device": "sparse", **options}
         self.engine = ls.attach(self.model, **chosen)
+        self.optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(self.model.parameters(), lr=0.0)]
         self.done = 0
 
     def run(self, steps: int, gradients: Callable[[int], Gradients]) -> list[str]:
@@ -71,6 +72,8 @@ class Training:
             for _ in range(steps):
                 self.model.zero_grad()
                 self.model(gradients(self.done)).backward()
+                for optimizer in self.optimizers:
+                    optimizer.step()
                 self.done += 1
         return [str(warning.message) for warning in seen]
 
@@ -422,13 +425,10 @@ def test_what_was_sent_in_full_is_not_judged(one_rank: None) -> None:
 @pytest.mark.parametrize("shown", [True, False])
 def test_a_parameter_without_an_optimizer_is_noticed(one_rank: None, shown: bool) -> None:
     training = Training(watch=ls.Watch(every=3))
-    optimizer = torch.optim.SGD([training.model.module.get_parameter(name) for name in "ac"], lr=0.0)
+    training.optimizers = [torch.optim.SGD([training.model.module.get_parameter(name) for name in "ac"], lr=0.0)]
     if shown:
-        training.engine.bind([optimizer])
-    seen = []
-    for _ in range(8):
-        seen.append(training.run(1, noise()))
-        optimizer.step()
+        training.engine.bind(training.optimizers)
+    seen = [training.run(1, noise()) for _ in range(8)]
     training.engine.close()
     assert "no optimizer holds 'b', which needs gradients" in one_warning([[text for texts in seen for text in texts]])
     assert len(seen[6]) == 1  # the second time that it is found
@@ -445,10 +445,9 @@ def test_parameters_that_an_optimizer_will_step_or_nobody_uses_are_not_told_of(o
     gradients = noise(dict.fromkeys("ac" if second is None else "abc", 1.0))
     told = []
     for step in range(12):
+        late = why == "steps late" and second is not None and step >= 4
+        training.optimizers = [first, second] if late else [first]
         told += training.run(1, gradients)
-        first.step()
-        if why == "steps late" and second is not None and step >= 4:
-            second.step()
     training.engine.close()
     assert not [text for text in told if "no optimizer holds" in text]
 
