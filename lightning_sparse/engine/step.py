@@ -148,6 +148,11 @@ class Stepper(Groups):
         return self.comm.rank
 
     @property
+    def left_to_ddp(self) -> bool:
+        """True if DDP has averaged the gradients of the latest step by itself."""
+        return self._stood_aside
+
+    @property
     def unused(self) -> Set[str]:
         """Parameters that had no gradient on any rank at the latest exchange."""
         return self._unused
