@@ -450,7 +450,9 @@ def poisoned(where: str) -> list[tuple[str, bool, bool, Tensor, Tensor]]:
             if bad and where == "in backward" and dist.get_rank() == 1:
                 batch[0, 0] = float("nan")
             books.step(batch, between=poison if bad and where == "after it" else lambda model: None)
-            seen.append((clock.fallback.mode, engine._direct, engine.skipped, residuals(model, engine), books.missing.clone()))
+            seen.append(
+                (clock.fallback.mode, engine._direct, engine.skipped, residuals(model, engine), books.missing.clone())
+            )
     return seen
 
 
