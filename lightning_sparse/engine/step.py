@@ -199,8 +199,9 @@ class Stepper(Groups):
         step, memory = self.record.counts.step, self.settings.memory_in_use
         if self._waits or self.flush_asked or not isinstance(memory.for_dense(), NoMemory):
             return False
-        # Adam's own moments end where it steps by those that travel, and cannot go on behind them.
-        goes_on = not (memory.needs_second and self._sparse_before)
+        # Adam's own moments end where it steps by those that travel, and go on only in groups that stay dense.
+        ended = memory.needs_second and self._sparse_before
+        goes_on = not ended or all(group.plan.dense for group in self.groups)
         return goes_on and not any(group.selects(step) for group in self.groups)
 
     def gradients_are_here(self, names: Collection[str], finite: bool, averaged: bool) -> None:
