@@ -425,7 +425,7 @@ def skipped(step: Step) -> float | None:
 
 @quantity("0 or 1", part="steps")
 def direct(step: Step) -> float:
-    """1 if gradients are averaged as DDP does, because `fallback=True` found that faster; no times then."""
+    """1 if DDP averages gradients itself, at density 1 or as `fallback=True` found that faster; no times then."""
     return float(step.direct)
 
 

@@ -14,21 +14,22 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_sparse.core.layout import flattened, laid_out
-from lightning_sparse.core.messages import AllGather, Steps, ring_all_reduce_bytes, started
+from lightning_sparse.core.messages import AllGather, Steps, ring_all_reduce_bytes
+from lightning_sparse.core.messages import started as first
 from lightning_sparse.core.step import Context
 from lightning_sparse.engine.calls import NORM, STEP, Call, compare
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.delivery import Delivery
-from lightning_sparse.engine.executor import SAVING, held
+from lightning_sparse.engine.executor import SAVING, Hold, held
 from lightning_sparse.engine.metrics import Stamp
-from lightning_sparse.engine.network import TorchCollective, drive, joined
+from lightning_sparse.engine.network import Going, TorchCollective, joined
 from lightning_sparse.engine.optimizers.clipping import GradientClipping
 from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.reducer import NOTE
@@ -39,6 +40,8 @@ from lightning_sparse.methods.grouping import Group, Messages
 from lightning_sparse.methods.memory import NoMemory
 from lightning_sparse.ops import all_finite
 from lightning_sparse.ops.sketch import sketch
+
+T = TypeVar("T")
 
 
 class Exchanged(NamedTuple):
@@ -58,7 +61,8 @@ class Started(NamedTuple):
     """Parameters that have a gradient on any rank."""
     scale: Tensor | None
     flush: bool
-    going: Steps[list[None]]
+    steps: Steps[list[None]]
+    """From there on."""
 
 
 class Stepper(Groups):
@@ -104,12 +108,13 @@ class Stepper(Groups):
         """Synchronised backwards, and steps of optimizers that hold parameters of the engine."""
         self.busy = False
         """True within an exchange."""
-        self.on_meeting: Callable[[int], None] = lambda kind: None
-        """Called when ranks have met in an exchange of this kind: from here on signals that save wait."""
+        hold = Hold()
+        self.hold: Callable[[], Hold] = lambda: hold
+        """Returns what holds back signals that save, from an exchange to the end of the optimizer's step."""
         self._rest: Callable[[], None] | None = None
         """Goes on with an exchange that waits for other ranks."""
         self._unapplied: Set[str] = frozenset()
-        """Parameters whose averages are in ``.grad``, where a handler of a signal has gone on with the exchange."""
+        """Parameters whose averages are in ``.grad``, where the optimizer has not stepped yet."""
         self._scale: Tensor | None = None
         """Of these averages."""
         self.clipped: Tensor | None = None
@@ -148,6 +153,11 @@ class Stepper(Groups):
     def rank(self) -> int:
         """Number of this rank."""
         return self.comm.rank
+
+    @property
+    def left_to_ddp(self) -> bool:
+        """True if DDP has averaged the gradients of the latest step by itself."""
+        return self._stood_aside
 
     @property
     def unused(self) -> Set[str]:
@@ -234,6 +244,7 @@ class Stepper(Groups):
         pieces = [p.new_zeros(p.numel()) if p.grad is None else laid_out(p.grad, p) for p in local]
         with self.failing_together("in clipping"):
             self._announce(NORM, [self.names[id(p)] for p in local], True, [], _look)
+            self._hosts.hear()
             mean = self.comm.all_reduce(sketch(pieces, self.backwards)) / self.comm.world_size
         norm: Tensor = torch.linalg.vector_norm(mean)
         return norm
@@ -293,40 +304,57 @@ class Stepper(Groups):
         return Exchanged(False, {})
 
     def _exchange(self, fresh: Sequence[str], scale: Tensor | None, begin: Stamp, kind: int) -> Exchanged:
-        """Exchange gradients of these; signals are heard while this rank waits for the others to come."""
+        """Exchange gradients of these. Handlers of signals that save run where this waits for other ranks."""
         here = {name for name in fresh if self.parameters[name].grad is not None}
         met: list[tuple[bool, list[bool]]] = []
-        finite = self._are_finite(here)
-        ready: Started | None = None
         result: list[Exchanged] = []
+        started: Started | None = None
+        going: Going[list[None]] | None = None
 
         def rest() -> None:
-            """Go on where ranks have met: from here on none of them waits for what another one decides."""
-            self._rest = None
-            self._hosts.hear()
+            """Go on to the end; a handler may call this where the exchange waits, and then goes on in its place."""
+            nonlocal started, going
+            self._listen(self._hosts.hear)
             [(all_finite, used)] = met
+            if result:
+                return
             if not all_finite:
                 result.append(self._skip())
                 return
-            going = ready or self._start({name for name in fresh if used[self._numbers[name]]}, scale)
+            started = started or self._start({name for name in fresh if used[self._numbers[name]]}, scale)
             self._unused = {name for name, number in self._numbers.items() if not used[number]}
-            self.on_meeting(kind)
-            result.append(self._finish(going, begin))
+            with self.on_stream.between_steps():
+                going = going or Going(started.steps, self.comm, self._listen)
+                going.run()
+                if not result:
+                    result.append(self._settle(started, begin))
 
         self.busy = True
-        with self.failing_together("in the exchange"):
-            flags = [p.grad is not None for p in self.parameters.values()]
-            self._announce(kind, fresh, finite, flags, lambda *found: met.append(found))
-            if len(here) == len(fresh) and not self._broken:  # local work goes on, whatever the others say
-                with held(SAVING):
-                    ready = self._start(here, scale)
-            self._rest = rest
-            self._hosts.hear()
-            if self._rest is not None:  # no handler of a signal has asked for it
+        try:
+            with self.failing_together("in the exchange"):
+                flags = [p.grad is not None for p in self.parameters.values()]
+                finite = self._are_finite(here)
+                self._announce(kind, fresh, finite, flags, lambda *found: met.append(found))
+                if len(here) == len(fresh) and not self._broken:  # local work goes on, whatever the others say
+                    started = self._start(here, scale)
+                self.hold().start(SAVING)
+                self._rest = rest
                 rest()
+        except BaseException:
+            self.hold().end()
+            raise
+        finally:
+            self._rest = None
         self.busy = False
-        self._unapplied = frozenset()
         return result[0]
+
+    def _listen(self, wait: Callable[[], T]) -> T:
+        """Wait for other ranks; only meanwhile do handlers of signals that save run."""
+        self.hold().end()
+        try:
+            return wait()
+        finally:
+            self.hold().start(SAVING)
 
     def _skip(self) -> Exchanged:
         """Let a step be skipped; all backwards since the one before count as one."""
@@ -345,38 +373,41 @@ class Stepper(Groups):
         self.busy, self._starts = True, False
         groups = [group for group in self.groups if not used.isdisjoint(group.spans)]
         flush, self.flush_asked = self.flush_asked, False
-        with self.on_stream.between_steps():
-            for group in groups:
-                self._take(group, used)
+        for group in groups:
+            self._take(group, used)
+        with held(SAVING), self.on_stream.between_steps():
             steps = [self._steps_of(group, used, scale, flush) for group in groups]
-            going = started(joined(steps, self.comm))
-        return Started(groups, used, scale, flush, going)
+            return Started(groups, used, scale, flush, first(joined(steps, self.comm)))
 
-    def _finish(self, started: Started, begin: Stamp) -> Exchanged:
-        """Exchange, and put averages in the place of gradients."""
-        groups, used, scale, flush, going = started
-        with self.on_stream.between_steps():
-            drive(going, self.comm)
-            skipped = any_set([group.skipped for group in groups if group.skipped is not None], self.device, True)
-            with self.record.changing():
-                for group in groups:
-                    group.settle(skipped)
-                self._count(bool(skipped))
-                self._unapplied, self._scale = frozenset() if skipped else used, scale
+    def _settle(self, started: Started, begin: Stamp) -> Exchanged:
+        """Conclude an exchange; averages are in the place of gradients."""
+        groups, used, scale, flush, _ = started
+        flags = [group.skipped for group in groups if group.skipped is not None]
+        flag = any_set(flags, self.device, self.on_stream.host_knows)
+        skipped = bool(flag)
+        with self.record.changing():
+            for group in groups:
+                group.settle(flag)
+            self._count(skipped)
+            self._unapplied, self._scale = frozenset() if skipped else used, scale
         deliveries = {
             name: group.exchange_made.delivery
             for group in groups
             if group.exchange_made is not None
             for name in group.spans.keys() & used
         }
-        self._note_what_waits(groups, used, flush, bool(skipped))
+        self._note_what_waits(groups, used, flush, skipped)
         self._measure(begin, groups)
         for group in groups:
             group.end_step()
-        return Exchanged(bool(skipped), {} if skipped else deliveries)
+        return Exchanged(skipped, {} if skipped else deliveries)
+
+    def applied(self) -> None:
+        """Note that the optimizer has stepped with what was exchanged."""
+        self._unapplied = frozenset()
 
     def pending(self) -> dict[str, tuple[Tensor | None, Tensor]]:
-        """Return averages that a handler of a signal finds in ``.grad``, where the optimizer has not stepped yet."""
+        """Return averages that are in ``.grad``, where the optimizer has not stepped yet."""
         found: dict[str, tuple[Tensor | None, Tensor]] = {}
         for name in self._unapplied:
             grad = self.parameters[name].grad
@@ -502,8 +533,8 @@ class Stepper(Groups):
     def wait_for(self, number: int) -> None:
         """Return when so many exchanges have settled here.
 
-        A handler of a signal may ask while this rank waits for others, which have gone on meanwhile: the exchange goes
-        on within the handler.
+        A handler of a signal may ask where an exchange waits for other ranks, which may have gone on meanwhile: then it
+        goes on within the handler.
 
         Raises:
             RuntimeError: if fewer have.

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
-from lightning_sparse.engine.calls import EXCHANGE, STEP
+from lightning_sparse.engine.calls import EXCHANGE
 from lightning_sparse.engine.delivery import Delivery
-from lightning_sparse.engine.executor import SAVING, Hold
+from lightning_sparse.engine.executor import Hold
 from lightning_sparse.engine.optimizers.binding import OptimizerBinding, holding, in_life
 from lightning_sparse.engine.optimizers.kinds import ids_of, rehearses, stepping
 from lightning_sparse.engine.optimizers.rules import Arrived, OfGroup
@@ -56,9 +56,9 @@ class StepBinding(OptimizerBinding):
     def __init__(self, stepper: Stepper, left_open: bool, open_exchange: bool, unfinished: Callable[[], bool]) -> None:
         super().__init__(stepper, left_open, open_exchange)  # type: ignore[arg-type]
         self._unfinished = unfinished
-        stepper.owners, stepper.on_meeting = self._owners, self._hold_signals
-        self._hold = Hold(self._runs)
-        """Of signals, from where ranks meet to the end of the optimizer's step."""
+        within, beside = Hold(self._runs), Hold()
+        stepper.owners = self._owners
+        stepper.hold = lambda: holding()[-1] if holding() else within if self._outermost is not None else beside
         self._known: WeakSet[Optimizer] = WeakSet()
         """Optimizers that have stepped parameters of the engine."""
         self._order: list[ref[Optimizer]] = []
@@ -80,14 +80,6 @@ class StepBinding(OptimizerBinding):
             owner = next((one for one in later if key in one._names), self)
             found.setdefault(owner._reducer, []).append(owner._names[key])
         return found
-
-    def _hold_signals(self, kind: int) -> None:
-        """Let signals that save wait until the optimizer has stepped: no handler finds averages and old weights."""
-        if kind == STEP and holding():
-            for hold in holding():
-                hold.start(SAVING)
-        elif kind == STEP:
-            self._hold.start(SAVING)
 
     @property
     def in_use(self) -> list[Optimizer]:
@@ -173,6 +165,8 @@ class StepBinding(OptimizerBinding):
         stepper.record.held |= set(names)
         stepper.split(names)
         exchanged = stepper.exchange(names, kind=EXCHANGE)
+        stepper.applied()
+        stepper.hold().end()
         if exchanged is None or not exchanged.skipped:
             return True
         for p in (stepper.parameters[name] for name in names):
@@ -225,11 +219,12 @@ class StepBinding(OptimizerBinding):
 
     def after(self, optimizer: Optimizer) -> None:
         """Act after an optimizer's step."""
+        hold = None
         if self._outermost is not None and not ids_of(optimizer).isdisjoint(self._mine):
             self._depth -= 1
             if self._depth == 0:
-                self._outermost = None
-                self._hold.end()
+                self._reducer.applied()
+                hold, self._outermost = self._reducer.hold(), None
                 empty, self._empty = self._empty, []
                 for p in empty:
                     if p.grad is None:
@@ -237,11 +232,13 @@ class StepBinding(OptimizerBinding):
         if not self._rehearsing and self._outermost is None:
             self._adam.after()
         self._momentum.after()
+        if hold is not None:
+            hold.end()
 
     def forget(self) -> None:
         """Undo what :meth:`before` has done, if a step has failed since."""
         if self._outermost is not None and not self._runs(self._depth):
-            self._hold.end()
+            self._reducer.hold().end()
             self._outermost, self._depth, self._empty = None, 0, []
             self._adam.after()
             self._momentum.forget()
