@@ -36,7 +36,7 @@ from lightning_sparse.engine.reducer import NOTE
 from lightning_sparse.engine.regrouping import Groups
 from lightning_sparse.engine.skip import Decision, any_set, digest_of
 from lightning_sparse.engine.state.record import Averages, Counts
-from lightning_sparse.methods.grouping import Group
+from lightning_sparse.methods.grouping import Group, Messages
 from lightning_sparse.methods.memory import NoMemory
 from lightning_sparse.ops import all_finite
 from lightning_sparse.ops.sketch import sketch
@@ -140,6 +140,8 @@ class Stepper(Groups):
         self._waits: set[str] = set()
         """Parameters of which something may wait on some rank."""
         self._sparse_before = self._stood_aside = False
+        self._starts = self._turns_direct = False
+        """True while an exchange starts; true after one that was the last before DDP averages by itself."""
         self._numbers = {name: number for number, name in enumerate(parameters)}
 
     @property
@@ -202,13 +204,14 @@ class Stepper(Groups):
 
         Equal on all ranks, without a message.
         """
-        if self.direct:
+        if self.direct or self._turns_direct:
             return True
         step, memory = self.record.counts.step, self.settings.memory_in_use
         if self._waits or self.flush_asked or not isinstance(memory.for_dense(), NoMemory):
             return False
-        # Adam's own moments end where it steps by those that travel, and cannot go on behind them.
-        goes_on = not (memory.needs_second and self._sparse_before)
+        # Adam's own moments end where it steps by those that travel, and go on only in groups that stay dense.
+        ended = memory.needs_second and self._sparse_before
+        goes_on = not ended or all(group.plan.dense for group in self.groups)
         return goes_on and not any(group.selects(step) for group in self.groups)
 
     def gradients_are_here(self, names: Collection[str], finite: bool, averaged: bool) -> None:
@@ -365,9 +368,9 @@ class Stepper(Groups):
         """Absorb gradients and select from them, up to the first message."""
         if self._stood_aside:  # second moments go on from those of the optimizers
             self._stood_aside, self.adoptions = False, self.adoptions + 1
-        self.busy = False  # observers may change groups
+        self.busy, self._starts = False, True  # observers may change groups
         self._before_exchange()
-        self.busy = True
+        self.busy, self._starts = True, False
         groups = [group for group in self.groups if not used.isdisjoint(group.spans)]
         flush, self.flush_asked = self.flush_asked, False
         for group in groups:
@@ -433,7 +436,18 @@ class Stepper(Groups):
         """See :meth:`.Groups.adopt`; with other counts, groups are of a state that was loaded, and something waits."""
         if counts != self.record.counts:
             self._waits, self._sparse_before = set(self.parameters), counts.step > 0
+        self._turns_direct = False
         super().adopt(groups, counts)
+
+    def regroup(self, plan: Sequence[Group], messages: Messages, direct: bool = False, for_good: bool = False) -> None:
+        """See :meth:`.Groups.regroup`; gradients that DDP has not averaged are exchanged before it does so.
+
+        Who asks for that asks again in the next step.
+        """
+        if direct and self._starts:
+            self._turns_direct = True
+        else:
+            super().regroup(plan, messages, direct, for_good)
 
     def _are_finite(self, names: Collection[str]) -> bool:
         """Return whether gradients are finite now, if they were not in backward: users may have mended them."""
