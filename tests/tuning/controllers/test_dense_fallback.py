@@ -284,19 +284,12 @@ def balance(options: dict[str, Any], rigged: tuple[float, float]) -> list[tuple[
 
 
 RIGGED = [(1.0, 2.0), (2.0, 1.0)]
-EXECUTORS = ["inline", "thread"]
+EXECUTORS = ["auto", pytest.param("thread", marks=pytest.mark.in_backward)]
 
 
+@pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize(
-    ("sparsifier", "rigged", "executor"),
-    by_default(
-        covering(
-            product(["top_k", "union_top_k", "exdyna"], RIGGED, EXECUTORS),
-            together=1,
-            seen_as=lambda sparsifier, rigged, executor: (sparsifier, (rigged, executor)),
-        ),
-        2,
-    ),
+    ("sparsifier", "rigged"), by_default(covering(product(["top_k", "union_top_k", "exdyna"], RIGGED), together=1), 2)
 )
 def test_no_residual_is_lost_between_sparse_and_dense(
     two_ranks: Ranks, sparsifier: str, rigged: tuple[float, float], executor: str
@@ -356,17 +349,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("layout", "rigged", "executor"),
-    by_default(
-        covering(
-            product(LAYOUTS, RIGGED, EXECUTORS),
-            together=1,
-            seen_as=lambda layout, rigged, executor: (layout, (rigged, executor)),
-        ),
-        3,
-    ),
-)
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize(("layout", "rigged"), by_default(covering(product(LAYOUTS, RIGGED), together=1), 3))
 def test_density_1_trains_like_plain_ddp(
     two_ranks: Ranks, layout: str, rigged: tuple[float, float], executor: str
 ) -> None:
@@ -551,6 +535,7 @@ def merged(rigged: tuple[float, float]) -> tuple[list[list[str]], list[str]]:
     return plans, modes
 
 
+@pytest.mark.in_backward
 def test_the_groups_of_a_profile_come_back(two_ranks: Ranks) -> None:
     first, second = two_ranks(merged, (1.0, 2.0))
     assert first == second
