@@ -34,6 +34,7 @@ from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.reducer import NOTE
 from lightning_sparse.engine.regrouping import Groups
 from lightning_sparse.engine.skip import Decision, any_set, digest_of
+from lightning_sparse.engine.sources.gradient_hooks import on_gradients
 from lightning_sparse.engine.state.record import Averages, Counts
 from lightning_sparse.methods.grouping import Group
 from lightning_sparse.methods.memory import NoMemory
@@ -70,6 +71,7 @@ class Stepper(Groups):
         comm: the ranks; closed with this.
         device: where gradients live.
         before_exchange: called on all ranks at the start of each exchange; may call :meth:`adopt`.
+        watch_usage: note which parameters took part in a backward. Needed where a backward may leave some out.
     """
 
     overlaps_backward = False
@@ -86,6 +88,7 @@ class Stepper(Groups):
         comm: TorchCollective,
         device: torch.device,
         before_exchange: Callable[[], None],
+        watch_usage: bool = False,
     ) -> None:
         super().__init__(parameters, settings, comm, device)
         self.within = TorchCollective.of_one()
@@ -99,6 +102,8 @@ class Stepper(Groups):
         """Milliseconds that the latest step took."""
         self.shared_bytes = 0.0
         """Bytes sent in the latest step for no single group."""
+        self._said = 0.0
+        """Such bytes since then."""
         self.direct_bytes = ring_all_reduce_bytes(sum(p.nbytes for p in parameters.values()), comm.world_size)
         self.backwards = self.steps = 0
         """Synchronised backwards, and steps of optimizers that hold parameters of the engine."""
@@ -122,6 +127,10 @@ class Stepper(Groups):
         self._fresh: dict[str, bool] = {}
         """Parameters that have passed a synchronised backward since the last step of an optimizer that holds them, and
         whether DDP has averaged their gradients."""
+        used = self._used = set[str]() if watch_usage else None
+        """Parameters that this rank has used since the last step of an optimizer that holds them; None: all."""
+        # A hook keeps no more than the set alive.
+        self._hooks = on_gradients({} if used is None else parameters, lambda name, _: used.add(name))
         self._broken = False
         """Whether gradients of the latest synchronised backward were not finite on some rank."""
         self._waits: set[str] = set()
@@ -168,7 +177,7 @@ class Stepper(Groups):
         flags = used or [False] * len(self.parameters)
         call = Call(kind, _digest_of(tuple(names)), self.backwards, self.steps, self.flush_asked, self._digest)
         words = call.words(finite, flags)
-        self.shared_bytes += AllGather(words).bytes_sent(self.comm.world_size)
+        self._said += AllGather(words).bytes_sent(self.comm.world_size)
         self._hosts.announce(words, lambda rows: look(*compare(rows)))
 
     # ----------------------------------------------------------------------------------------------- backward
@@ -216,7 +225,9 @@ class Stepper(Groups):
         pieces = [p.new_zeros(p.numel()) if p.grad is None else laid_out(p.grad, p) for p in local]
         with self.failing_together("in clipping"):
             self._announce(NORM, [self.names[id(p)] for p in local], True, [], _look)
-            mean = self.comm.all_reduce(sketch(pieces, self.backwards)) / self.comm.world_size
+            sums = sketch(pieces, self.backwards)
+            self._said += ring_all_reduce_bytes(sums.nbytes, self.comm.world_size)
+            mean = self.comm.all_reduce(sums) / self.comm.world_size
         norm: Tensor = torch.linalg.vector_norm(mean)
         return norm
 
@@ -230,6 +241,8 @@ class Stepper(Groups):
         """Count a step of an optimizer that holds these and exchanges nothing."""
         for name in names:
             self._fresh.pop(name, None)
+        if self._used is not None:
+            self._used.difference_update(names)
         self.steps += 1
 
     @torch.no_grad()
@@ -250,7 +263,7 @@ class Stepper(Groups):
         fresh = [name for name in names if name in self._fresh]
         local = [name for name in fresh if not self._fresh[name]]
         begin = Stamp.now(self.device)
-        self.shared_bytes, self._number = 0.0, self.record.counts.step
+        self._number = self.record.counts.step
         try:
             if not fresh:
                 return None
@@ -274,7 +287,9 @@ class Stepper(Groups):
 
     def _exchange(self, fresh: Sequence[str], scale: Tensor | None, begin: Stamp, kind: int) -> Exchanged:
         """Exchange gradients of these; signals are heard while this rank waits for the others to come."""
-        here = {name for name in fresh if self.parameters[name].grad is not None}
+        # What no rank has used may have an old average, which is not sent again and which DDP leaves as it is.
+        used_here = [name for name in fresh if self._used is None or name in self._used]
+        here = {name for name in used_here if self.parameters[name].grad is not None}
         met: list[tuple[bool, list[bool]]] = []
         finite = self._are_finite(here)
         ready: Started | None = None
@@ -288,7 +303,7 @@ class Stepper(Groups):
             if not all_finite:
                 result.append(Exchanged(True, {}))
                 return
-            going = ready or self._start({name for name in fresh if used[self._numbers[name]]}, scale)
+            going = ready or self._start(fresh, {name for name in fresh if used[self._numbers[name]]}, scale)
             self.on_meeting(kind)
             result.append(self._finish(going, begin))
 
@@ -298,7 +313,7 @@ class Stepper(Groups):
             self._announce(kind, fresh, finite, flags, lambda *found: met.append(found))
             if len(here) == len(fresh) and not self._broken:  # local work goes on, whatever the others say
                 with held(SAVING):
-                    ready = self._start(here, scale)
+                    ready = self._start(fresh, here, scale)
             self._rest = rest
             self._hosts.hear()
             if self._rest is not None:  # no handler of a signal has asked for it
@@ -307,11 +322,14 @@ class Stepper(Groups):
         self._unapplied = frozenset()
         return result[0]
 
-    def _start(self, used: set[str], scale: Tensor | None) -> Started:
+    def _start(self, fresh: Sequence[str], used: set[str], scale: Tensor | None) -> Started:
         """Absorb gradients and select from them, up to the first message."""
         if self._stood_aside:  # second moments go on from those of the optimizers
             self._stood_aside, self.adoptions = False, self.adoptions + 1
         self._before_exchange()
+        for group in self.groups:
+            if not group.spans.keys().isdisjoint(fresh):
+                group.unused = group.spans.keys() - used
         groups = [group for group in self.groups if not used.isdisjoint(group.spans)]
         flush, self.flush_asked = self.flush_asked, False
         with self.on_stream.between_steps():
@@ -419,6 +437,7 @@ class Stepper(Groups):
             self.record.count(Decision(flag, None, self.comm.wait_until))
 
     def _measure(self, begin: Stamp, groups: Sequence[GroupReducer]) -> None:
+        self.shared_bytes, self._said = self._said, 0.0
         ran = [group.statistics for group in groups if group.statistics is not None]
         self.totals.add(sum(one.bytes_sent for one in ran) + self.shared_bytes, sum(one.dense_bytes for one in ran))
         end = Stamp.now(self.device)
@@ -476,6 +495,7 @@ class Stepper(Groups):
 
     def close(self) -> None:
         """Give the process groups back."""
+        self._hooks.close()
         self.record.close()
         self._hosts.close()
         self.within.close()
