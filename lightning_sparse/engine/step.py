@@ -412,18 +412,19 @@ class Stepper(Groups):
             group.arrived[name] = flattened(p.grad)
 
     def _steps_of(self, group: GroupReducer, used: set[str], scale: Tensor | None, flush: bool) -> Steps[None]:
-        step, density = self._number, group.density(self._number)
-        ctx = Context(step, density, self.comm.rank, self.comm.world_size, model_numel=self._model_numel)
-        if group.memory.reads_parameters:
-            ctx = ctx._replace(
-                parameters=[(span, self.parameters[name].detach()) for name, span in group.spans.items()]
+        with self.failing_together(f"in the exchange of group {group.plan.name!r}"):
+            step, density = self._number, group.density(self._number)
+            ctx = Context(step, density, self.comm.rank, self.comm.world_size, model_numel=self._model_numel)
+            if group.memory.reads_parameters:
+                ctx = ctx._replace(
+                    parameters=[(span, self.parameters[name].detach()) for name, span in group.spans.items()]
+                )
+            if self.rates.surplus:
+                numels = {p.name: p.numel for p in group.plan.parameters}
+                ctx = ctx._replace(surplus=self.rates.surplus_of(numels, step, density))
+            yield from group.exchange_steps(
+                ctx, group.spans.keys() - used, scale, flush and group.sparsified, self._absorbing, False
             )
-        if self.rates.surplus:
-            numels = {p.name: p.numel for p in group.plan.parameters}
-            ctx = ctx._replace(surplus=self.rates.surplus_of(numels, step, density))
-        return group.exchange_steps(
-            ctx, group.spans.keys() - used, scale, flush and group.sparsified, self._absorbing, False
-        )
 
     @contextmanager
     def _absorbing(self, names: Set[str]) -> Iterator[None]:
