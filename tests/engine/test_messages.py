@@ -358,7 +358,7 @@ def failing_locally(where: str, options: dict[str, Any]) -> tuple[str, list[str]
 
 
 FAILING: dict[str, tuple[dict[str, Any], str, str]] = {
-    "schedule": ({"density": OneRankFails(0.05)}, "in the exchange", "in backward"),
+    "schedule": ({"density": OneRankFails(0.05)}, "in the exchange of group 'head'", "in backward"),
     "memory": ({"memory": DoesNotSettle()}, "in the exchange", "in settling the step"),
     "thawed": ({}, "before the first exchange", "before the first exchange"),
 }
