@@ -80,9 +80,7 @@ class Balance:
         self.ddp, self.alone, self.optimizer = ddp, Net().double(), still(ddp)
         self.missing = torch.zeros_like(flat(self.alone))
 
-    def step(
-        self, batch: Tensor, use: str = "both", between: Callable[[nn.Module], None] = lambda model: None
-    ) -> None:
+    def step(self, batch: Tensor, use: str = "both", between: Callable[[nn.Module], None] = lambda model: None) -> None:
         """One backward of both, what is done to gradients then, and a step."""
         for model in (self.ddp, self.alone):
             model.zero_grad()
