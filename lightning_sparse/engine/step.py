@@ -144,6 +144,8 @@ class Stepper(Groups):
         """Such backwards since the latest step of an optimizer."""
         self.on_skipped: Callable[[], None] = lambda: None
         """Called on all ranks after each such backward."""
+        self._begins = False
+        """Whether there was a backward since the latest exchange: several optimizers may step after one."""
         self._unused: Set[str] = frozenset()
         """Parameters that had no gradient on any rank at the latest exchange."""
         self._waits: set[str] = set()
@@ -233,6 +235,7 @@ class Stepper(Groups):
         """
         self._broken = not finite
         self._fresh.update(dict.fromkeys(names, averaged))
+        self._begins = True
         if not finite:  # maybe nobody will step: a scaler, or the user, has a look
             self._count(skipped=True)
             self._bad += 1
@@ -387,6 +390,9 @@ class Stepper(Groups):
         self.busy, self._starts = False, True  # observers may change groups
         self._before_exchange()
         self.busy, self._starts = True, False
+        for group in self.groups if self._begins else ():  # none has run in this step yet
+            group.unused = set(group.spans)
+        self._begins = False
         for group in self.groups:
             if not group.spans.keys().isdisjoint(fresh):
                 group.unused = group.spans.keys() - used

@@ -64,7 +64,7 @@ class Training:
         self.model = DistributedDataParallel(Given().to(dtype), **ddp or {})
         chosen = {"rules": ALL_SPARSE, "sparsifier": "top_k", "density": 0.1, "single_device": "sparse", **options}
         self.engine = ls.attach(self.model, **chosen)
-        self.optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(self.model.parameters(), lr=0.0)]
+        self.optimizers: list[Any] = [torch.optim.SGD(self.model.parameters(), lr=0.0)]
         self.done, self.micro, self.looks = 0, 1, False
         """``micro``: backwards a step; ``looks``: whether the user steps only where gradients are finite."""
 
@@ -443,7 +443,17 @@ def test_a_parameter_without_an_optimizer_is_noticed(one_rank: None, shown: bool
     assert len(seen[6]) == 1  # the second time that it is found
 
 
-@pytest.mark.parametrize("why", ["steps late", "found by the engine", "not in the graph"])
+class ByHand:
+    """An optimizer that torch does not know."""
+
+    def __init__(self, engine: ls.engine.Engine, parameters: list[nn.Parameter]) -> None:
+        self.engine, self.parameters = engine, parameters
+
+    def step(self) -> None:
+        assert self.engine.exchange(self.parameters)
+
+
+@pytest.mark.parametrize("why", ["steps late", "found by the engine", "not in the graph", "exchanged by hand"])
 def test_parameters_that_an_optimizer_will_step_or_nobody_uses_are_not_told_of(one_rank: None, why: str) -> None:
     ddp = {"find_unused_parameters": True}
     training = Training(ddp, sparsifier="union_top_k", watch=ls.Watch(every=3))
@@ -456,6 +466,8 @@ def test_parameters_that_an_optimizer_will_step_or_nobody_uses_are_not_told_of(o
     for step in range(12):
         late = why == "steps late" and second is not None and step >= 4
         training.optimizers = [first, second] if late else [first]
+        if why == "exchanged by hand":
+            training.optimizers.append(ByHand(training.engine, [b]))
         told += training.run(1, gradients)
     training.engine.close()
     assert not [text for text in told if "no optimizer holds" in text]
