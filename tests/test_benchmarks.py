@@ -6,7 +6,6 @@ import csv
 import importlib
 import json
 import math
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -14,8 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-
-from lightning_sparse.ops.c import native
 
 ROOT = Path(__file__).parent.parent
 ABOUT = {"processor", "cores", "python", "torch", "lightning_sparse", "kernels"}
@@ -330,23 +327,3 @@ def test_a_gpt_as_a_new_user_writes_it_is_trained_densely_and_behind_the_exchang
     plain_gpt.main(text, text, seeds=[1], beta2=[0.9], clips=[1.0], steps=3, out=tmp_path / "out")
     [line] = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
     assert 1 < line["sparse"] < 100 and 1 < line["dense"] < 100
-
-
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.skipif(native.library is None, reason="nothing is compiled here, and numpy takes the place of some files")
-@pytest.mark.parametrize(("name", "words"), [("sgd", "SGD"), ("momentum", "momentum SGD"), ("adamw", "AdamW")])
-def test_the_files_that_a_step_enters_are_those_of_the_documentation(name: str, words: str) -> None:
-    rows = re.findall(
-        r"^\| \d+ \| `([\w/.]+)` \| .+ \| ([^|]+) \|$", (ROOT / "docs/design.md").read_text(), re.MULTILINE
-    )
-    named = {file for file, kinds in rows if {words, "all"} & set(kinds.split(", "))}
-    assert set(benchmark("step_files").entered(name).usual) == named
-
-
-def test_files_of_a_step_are_printed_with_their_functions(capsys: pytest.CaptureFixture[str]) -> None:
-    found = benchmark("step_files").main(["sgd"], functions=True)["sgd"]
-    assert next(iter(found.usual)) == "engine/sources/comm_hook.py"
-    assert found.usual["engine/reducer.py"]["Reducer._settle"] == 1
-    assert found.usual["engine/reducer.py"]["Reducer._steps_of"] > 1, "a generator is entered each time it goes on"
-    printed = capsys.readouterr().out
-    assert f"files: {len(found.usual)}" in printed and "Reducer._settle" in printed

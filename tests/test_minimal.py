@@ -113,11 +113,11 @@ def alongside(steps: int) -> list[tuple[Tensor, Tensor, float, float]]:
         plain.exchange()
         optimizer.zero_grad()
         ddp(batch).backward()
+        optimizer.step()
         theirs = {id(p): gradient(ours[names[id(p)]]) for p in twin.parameters()}
         updates = [torch.cat(list(map(gradient, plain.sparse))), torch.cat([theirs[id(p)] for p in plain.sparse])]
         dense = max(float((gradient(p) - theirs[id(p)]).abs().max()) for p in plain.dense)
         found.append((*updates, dense, float(offered.abs().max())))
-        optimizer.step()
     return found  # type: ignore[return-value]  # of four
 
 

@@ -70,9 +70,12 @@ def attach(ddp: DistributedDataParallel, **keywords: Any) -> Engine:
     arguments are keywords: the settings of :class:`.SparsificationConfig`, and ``scaler``, ``profile``
     and ``observers``.
 
-    Then call ``engine.bind([optimizer])``: it lets the engine take the steps of torch's Adam and AdamW, gives
-    ``lr_aware`` the learning rates, and checks the optimizer against the memory. Steps with gradients that are not
-    finite on some rank are left out on all. With loss scaling, pass the ``scaler``.
+    Nothing else changes in a training loop. Gradients are exchanged when an optimizer of torch steps parameters of the
+    model: ``.grad`` is this rank's own before, and whatever is done to it counts. Steps with gradients that are not
+    finite on some rank are left out on all. To clip as with plain DDP, call :meth:`.Engine.clip_grad_norm_`.
+
+    With ``node_size``, gradients are exchanged in backward: call ``engine.bind([optimizer])`` then, which lets the
+    engine take the steps of torch's Adam and AdamW, and pass the ``scaler`` of the loss.
 
     Returns:
         The engine, for statistics and for :meth:`Engine.close`.
@@ -111,7 +114,7 @@ def attach_config(
     """Do the work of :func:`attach` with checked settings; ``in_steps``: whether gradients are exchanged in steps."""
     ranks, device = TorchCollective(ddp.process_group), ddp.device
     in_steps = IN_STEPS if in_steps is None else in_steps
-    in_steps = in_steps and device.type == "cpu" and config.node_size is None and not Planner.wanted(config)
+    in_steps = in_steps and config.node_size is None and not Planner.wanted(config)
     nodes = nodes_of(config.node_size, ranks, device)
     config = replace(config, node_size=nodes.size)  # 1 is None
     alone = ranks.world_size in (1, nodes.size)

@@ -108,6 +108,7 @@ class Engine(EngineView):
         self._compared_kernels = False
         if isinstance(reducer, Stepper):
             self._source = source = BackwardEnd(reducer)
+            reducer.on_skipped = self._after_skipped_step
             self._binding: OptimizerBinding = StepBinding(reducer, left_open, open_exchange, lambda: source.unfinished)
         else:
             self._source = BucketSource(self.entrance)
@@ -158,9 +159,10 @@ class Engine(EngineView):
     def bind(self, optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> None:
         """Tell the engine which optimizers apply the averages, in place of those bound before.
 
-        Strategies do so by themselves. With the default memory, the engine then takes the steps of torch's Adam and
-        AdamW for sparsified parameters, see :class:`.SecondMoment`, and clipping may move before the
-        exchange. With ``lr_aware``, learning rates are read in every step.
+        An engine that exchanges when optimizers step finds them by itself; strategies call this, so that settings are
+        checked before the first step. Where gradients are exchanged in backward, the engine takes the steps of torch's
+        Adam and AdamW for sparsified parameters only if it was told, see :class:`.SecondMoment`, and clipping may move
+        before the exchange. With ``lr_aware``, learning rates are read in every step.
 
         Args:
             optimizers: one, or all of them.
@@ -197,6 +199,11 @@ class Engine(EngineView):
         """
         if optimizer is not None:
             check_is_optimizer(optimizer)
+        if self._steppers:
+            raise RuntimeError(
+                "Gradients are exchanged when the optimizer steps, and clipped before: call "
+                "engine.clip_grad_norm_(parameters, max_norm) between backward and step, in place of clip_gradients."
+            )
         self._binding.clip(limit, algorithm, optimizer)
 
     def count_as_applied(self) -> None:
@@ -422,6 +429,11 @@ class Engine(EngineView):
             if self.settings.lr_aware:
                 self.router.rescale()
 
+    def _after_skipped_step(self) -> None:
+        """Call observers that ask for it: no exchange calls them where every step is skipped."""
+        for observer in list(self._called):
+            getattr(observer, "after_skipped_step", lambda engine: None)(self)
+
     def _compare_kernels(self) -> None:
         """Say which ranks alone do without kernels in Triton, in the first step: the others wait for them."""
         self._compared_kernels = True
@@ -481,9 +493,10 @@ class Engine(EngineView):
         """Return everything that this rank needs to continue from here: plain data, and copies of tensors on the CPU.
 
         Every rank has its own: residuals differ. It may be taken at any moment, also in a signal handler and by another
-        thread. The state of rank 0, whose weights are saved, has the averages that no optimizer has applied yet;
-        loading puts them back into the residuals. Within a backward, it holds the gradients that have been absorbed so
-        far. For another number of ranks, see :func:`~lightning_sparse.merge_states`.
+        thread. In a handler that runs while this rank waits for others in an exchange, the residuals hold the gradients
+        of this step. The state of rank 0, whose weights are saved, has the averages that no optimizer has applied yet;
+        loading puts them back into the residuals. For another number of ranks, see
+        :func:`~lightning_sparse.merge_states`.
 
         Ranks may be asked at different moments, one before the end of an exchange and another one after it. Their
         states belong together if each rank takes one, all agree on the largest ``state["moment"]``, and a rank whose

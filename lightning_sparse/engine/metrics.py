@@ -214,6 +214,8 @@ class Step:
     """Of the watchdog, so far; None for a single group."""
     length_changes: LengthChanges | None = None
     """On this rank, so far; None if no memory follows the length of gradients."""
+    grad_norm: Tensor | None = None
+    """() norm of the mean gradient, where something was clipped by it."""
     means: Mapping[str, float] = field(default_factory=dict)
     """Quantities that were averaged over ranks, for those that derive from them."""
 
@@ -326,6 +328,12 @@ def density_error(step: Step) -> float:
     return abs(step.union - step.k) / step.numel
 
 
+@quantity(unit="gradient", over_run="mean,max")
+def grad_norm(step: Step) -> float | None:
+    """Norm of the mean gradient before it was clipped, in steps that clip by it."""
+    return None if step.grad_norm is None else float(step.grad_norm)
+
+
 @quantity("1", over_run="mean,max")
 def padding_ratio(step: Step) -> float:
     """`f(t) = n max_i k_i / sum_i k_i`; 1 if all ranks select equally many."""
@@ -399,7 +407,7 @@ def exchange_ms(step: Step) -> float | None:
 
 @quantity("0", part="time", unit="ms", averaged=True, over_run="mean,max")
 def exposed_ms(step: Step) -> float | None:
-    """Time that backward waits for the exchange, not its slow-down by overlap; mean over ranks."""
+    """Time that training waits for the exchange, not its slow-down by overlap; mean over ranks."""
     return step.exposed_ms
 
 
@@ -417,7 +425,7 @@ def skipped(step: Step) -> float | None:
 
 @quantity("0 or 1", part="steps")
 def direct(step: Step) -> float:
-    """1 if gradients are averaged as DDP does, because `fallback=True` found that faster; no times then."""
+    """1 if DDP averages gradients itself, at density 1 or as `fallback=True` found that faster; no times then."""
     return float(step.direct)
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -360,33 +360,51 @@ class TorchCollective:
         if first:
             look()
 
+    def start(self, message: Message) -> Callable[[], Tensor]:
+        """Start a message; return what waits for its answer, and may be called again while it waits.
+
+        Transfers between two ranks are over when this returns.
+        """
+        x, summing = message.x, isinstance(message, AllReduce) and self.one_hop and short(message.x)
+        if self.world_size == 1 or summing or isinstance(message, SendRecv):
+            answer = send(message, self)
+            return lambda: answer
+        self.hear()
+        if isinstance(message, AllGather) and self.one_hop and short(x):
+            x, out = x.expand(self.world_size, *x.shape).contiguous(), x.new_empty(self.world_size, *x.shape)
+        elif isinstance(message, AllGather):
+            x, out = x.contiguous(), x.new_empty(self.world_size, *x.shape)
+        else:
+            x = x.contiguous()
+            out = torch.empty_like(x) if isinstance(message, AllToAll) else x
+        with self._together(message.kind) as group:
+            work: Any
+            match message:
+                case AllReduce():
+                    work = dist.all_reduce(out, group=group, async_op=True)
+                case Broadcast(_, src):
+                    work = dist.broadcast(out, group=group, group_src=src, async_op=True)
+                case _ if x.dim() == out.dim():
+                    work = dist.all_to_all_single(out, x, group=group, async_op=True)
+                case _:
+                    work = _all_gather(out.view(-1), x.view(-1), group=group, async_op=True)
+
+        def finished() -> Tensor:
+            with self._together(message.kind):
+                finish(work) if out.device.type == "cpu" else work.wait()
+            return out
+
+        return finished
+
     def all_gather(self, x: Tensor) -> Tensor:
         """Gather ``(*shape)`` of each rank to ``(n, *shape)`` on all."""
-        self.hear()
-        if self.world_size == 1:
-            return x.unsqueeze(0)
-        if self.one_hop and short(x):
-            return self._to_all(x.expand(self.world_size, *x.shape), "all_gather")
-        x = x.contiguous()
-        out = x.new_empty(self.world_size * x.numel())
-        with self._together("all_gather") as group:
-            self._finish(x, _all_gather(out, x.view(-1), group=group, async_op=True))
-        return out.view(self.world_size, *x.shape)
-
-    @staticmethod
-    def _finish(x: Tensor, work: Any) -> None:
-        """Wait for a message of x that has been started."""
-        finish(work) if x.device.type == "cpu" else work.wait()
+        return x.unsqueeze(0) if self.world_size == 1 else self.start(AllGather(x))()
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over ranks and return the result; x may be overwritten."""
-        self.hear()
         if self.one_hop and short(x):
-            return run(summed(x, self.world_size), self._in_all_reduce)
-        if self.world_size > 1:
-            with self._together("all_reduce") as group:
-                self._finish(x, dist.all_reduce(x, group=group, async_op=True))
-        return x
+            return run(summed(x, self.world_size), lambda message: self.start(message)())
+        return x if self.world_size == 1 else self.start(AllReduce(x))()
 
     def start_average(self, x: Tensor, wait: bool = False) -> Future[Tensor]:
         """Start the mean over ranks, in place; the future holds x.
@@ -410,28 +428,11 @@ class TorchCollective:
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         """Return x of rank ``src`` on all ranks; in place."""
-        self.hear()
-        if self.world_size > 1:
-            with self._together("broadcast") as group:
-                self._finish(x, dist.broadcast(x, group=group, group_src=src, async_op=True))
-        return x
+        return x if self.world_size == 1 else self.start(Broadcast(x, src))()
 
     def all_to_all(self, x: Tensor) -> Tensor:
         """Exchange rows of ``(n, *shape)``: row j of rank i becomes row i of rank j."""
-        return x if self.world_size == 1 else self._to_all(x, "all_to_all")
-
-    def _to_all(self, x: Tensor, operation: str) -> Tensor:
-        self.hear()
-        x = x.contiguous()
-        out = torch.empty_like(x)
-        with self._together(operation) as group:
-            self._finish(x, dist.all_to_all_single(out, x, group=group, async_op=True))
-        return out
-
-    def _in_all_reduce(self, message: Message) -> Tensor:
-        """Answer a message of :func:`~lightning_sparse.core.messages.summed`."""
-        x = message.x
-        return self._to_all(x if isinstance(message, AllToAll) else x.expand(self.world_size, *x.shape), "all_reduce")
+        return x if self.world_size == 1 else self.start(AllToAll(x))()
 
     def send_recv(self, x: Tensor, to: int | None, source: int | None) -> Tensor:
         """Send x to rank ``to`` and receive x of rank ``source``, both other ranks or None.
@@ -557,6 +558,44 @@ def drive_together(steps: Sequence[Steps[T]], comm: TorchCollective, send: Send 
         The value of each coroutine.
     """
     return drive(joined(steps, comm), comm, send)
+
+
+class Going(Generic[T]):
+    """A coroutine that is run on this rank, each message as it comes.
+
+    Where it waits, a handler of a signal may run it to its end: other ranks may have gone on meanwhile, and wait for
+    what this one sends.
+
+    Args:
+        steps: the coroutine; all ranks run the same one.
+        comm: the ranks.
+        listening: calls a function that waits, so that handlers run meanwhile, and only then.
+    """
+
+    def __init__(
+        self, steps: Steps[T], comm: TorchCollective, listening: Callable[[Callable[[], Tensor]], Tensor]
+    ) -> None:
+        self._steps, self._comm, self._listening = steps, comm, listening
+        self._waiting: Callable[[], Tensor] | None = None
+        self._values: list[T] = []
+        self._go_on(None)
+
+    def run(self) -> T:
+        """Return the value of the coroutine."""
+        while (waiting := self._waiting) is not None:
+            answer = self._listening(waiting)
+            if self._waiting is waiting:  # no handler has gone on
+                self._go_on(answer)
+        return self._values[0]
+
+    def _go_on(self, answer: Tensor | None) -> None:
+        try:
+            message = self._steps.send(answer)  # type: ignore[arg-type]  # None starts it
+        except StopIteration as end:
+            self._waiting = None
+            self._values.append(end.value)
+        else:
+            self._waiting = self._comm.start(message)
 
 
 def joined(steps: Sequence[Steps[T]], comm: TorchCollective) -> Steps[list[T]]:

@@ -232,6 +232,11 @@ class Reducer(Groups):
         """True within a backward, and between several ones of which one step is made."""
         return any(group.arrived for group in self.groups)
 
+    @property
+    def left_to_ddp(self) -> bool:
+        """True if DDP averages gradients by itself."""
+        return self.direct
+
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
         """Return the () norm of gradients, which are averages already."""
         return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])

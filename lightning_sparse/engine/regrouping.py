@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 
 import torch
@@ -62,6 +62,8 @@ class Groups:
         self.on_stream = ExchangeStream(device)
         self.lengths = Lengths()
         """Of averages, as optimizers got them."""
+        self.grad_norm: Tensor | None = None
+        """() norm of the mean gradient before clipping, in the latest step."""
         self.totals = Totals()
         """Bytes and times of all steps so far."""
         self.parameters, self.comm, self.device = parameters, comm, device
@@ -79,7 +81,7 @@ class Groups:
         return {name for group in self.groups if group.sparsified and not group.always_whole for name in group.spans}
 
     @property
-    def unused(self) -> set[str]:
+    def unused(self) -> Set[str]:
         """Names of the parameters that no rank used in the latest backward."""
         return {name for group in self.groups for name in group.unused}
 

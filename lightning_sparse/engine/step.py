@@ -14,21 +14,22 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_sparse.core.layout import flattened, laid_out
-from lightning_sparse.core.messages import AllGather, Steps, ring_all_reduce_bytes, started
+from lightning_sparse.core.messages import AllGather, Steps, ring_all_reduce_bytes
+from lightning_sparse.core.messages import started as first
 from lightning_sparse.core.step import Context
 from lightning_sparse.engine.calls import NORM, STEP, Call, compare
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.delivery import Delivery
-from lightning_sparse.engine.executor import SAVING, held
+from lightning_sparse.engine.executor import SAVING, Hold, held
 from lightning_sparse.engine.metrics import Stamp
-from lightning_sparse.engine.network import TorchCollective, drive, joined
+from lightning_sparse.engine.network import Going, TorchCollective, joined
 from lightning_sparse.engine.optimizers.clipping import GradientClipping
 from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.reducer import NOTE
@@ -36,10 +37,12 @@ from lightning_sparse.engine.regrouping import Groups
 from lightning_sparse.engine.skip import Decision, any_set, digest_of
 from lightning_sparse.engine.sources.gradient_hooks import on_gradients
 from lightning_sparse.engine.state.record import Averages, Counts
-from lightning_sparse.methods.grouping import Group
+from lightning_sparse.methods.grouping import Group, Messages
 from lightning_sparse.methods.memory import NoMemory
 from lightning_sparse.ops import all_finite
 from lightning_sparse.ops.sketch import sketch
+
+T = TypeVar("T")
 
 
 class Exchanged(NamedTuple):
@@ -59,7 +62,8 @@ class Started(NamedTuple):
     """Parameters that have a gradient on any rank."""
     scale: Tensor | None
     flush: bool
-    going: Steps[list[None]]
+    steps: Steps[list[None]]
+    """From there on."""
 
 
 class Stepper(Groups):
@@ -109,14 +113,17 @@ class Stepper(Groups):
         """Synchronised backwards, and steps of optimizers that hold parameters of the engine."""
         self.busy = False
         """True within an exchange."""
-        self.on_meeting: Callable[[int], None] = lambda kind: None
-        """Called when ranks have met in an exchange of this kind: from here on signals that save wait."""
+        hold = Hold()
+        self.hold: Callable[[], Hold] = lambda: hold
+        """Returns what holds back signals that save, from an exchange to the end of the optimizer's step."""
         self._rest: Callable[[], None] | None = None
         """Goes on with an exchange that waits for other ranks."""
         self._unapplied: Set[str] = frozenset()
-        """Parameters whose averages are in ``.grad``, where a handler of a signal has gone on with the exchange."""
+        """Parameters whose averages are in ``.grad``, where the optimizer has not stepped yet."""
         self._scale: Tensor | None = None
         """Of these averages."""
+        self.clipped: Tensor | None = None
+        """() norm by which gradients of the next step were clipped."""
         self.paused = False
         """True while gradients are left alone, which somebody else averages."""
         self.owners: Callable[[Sequence[str]], Mapping[Stepper, Sequence[str]]] = lambda names: {self: names}
@@ -127,15 +134,23 @@ class Stepper(Groups):
         self._fresh: dict[str, bool] = {}
         """Parameters that have passed a synchronised backward since the last step of an optimizer that holds them, and
         whether DDP has averaged their gradients."""
-        used = self._used = set[str]() if watch_usage else None
+        used = set[str]()  # a hook keeps no more than the set alive
+        self._used = used if watch_usage else None
         """Parameters that this rank has used since the last step of an optimizer that holds them; None: all."""
-        # A hook keeps no more than the set alive.
-        self._hooks = on_gradients({} if used is None else parameters, lambda name, _: used.add(name))
+        self._hooks = on_gradients(parameters if watch_usage else {}, lambda name, _: used.add(name))
         self._broken = False
         """Whether gradients of the latest synchronised backward were not finite on some rank."""
+        self._bad = 0
+        """Such backwards since the latest step of an optimizer."""
+        self.on_skipped: Callable[[], None] = lambda: None
+        """Called on all ranks after each such backward."""
+        self._unused: Set[str] = frozenset()
+        """Parameters that had no gradient on any rank at the latest exchange."""
         self._waits: set[str] = set()
         """Parameters of which something may wait on some rank."""
         self._sparse_before = self._stood_aside = False
+        self._starts = self._turns_direct = False
+        """True while an exchange starts; true after one that was the last before DDP averages by itself."""
         self._numbers = {name: number for number, name in enumerate(parameters)}
 
     @property
@@ -147,6 +162,16 @@ class Stepper(Groups):
     def rank(self) -> int:
         """Number of this rank."""
         return self.comm.rank
+
+    @property
+    def left_to_ddp(self) -> bool:
+        """True if DDP has averaged the gradients of the latest step by itself."""
+        return self._stood_aside
+
+    @property
+    def unused(self) -> Set[str]:
+        """Parameters that had no gradient on any rank at the latest exchange."""
+        return self._unused
 
     def put_together(self, own: Sequence[Averages]) -> Sequence[Averages]:
         """Return averages as optimizers get them: as they are."""
@@ -188,13 +213,14 @@ class Stepper(Groups):
 
         Equal on all ranks, without a message.
         """
-        if self.direct:
+        if self.direct or self._turns_direct:
             return True
         step, memory = self.record.counts.step, self.settings.memory_in_use
         if self._waits or self.flush_asked or not isinstance(memory.for_dense(), NoMemory):
             return False
-        # Adam's own moments end where it steps by those that travel, and cannot go on behind them.
-        goes_on = not (memory.needs_second and self._sparse_before)
+        # Adam's own moments end where it steps by those that travel, and go on only in groups that stay dense.
+        ended = memory.needs_second and self._sparse_before
+        goes_on = not ended or all(group.plan.dense for group in self.groups)
         return goes_on and not any(group.selects(step) for group in self.groups)
 
     def gradients_are_here(self, names: Collection[str], finite: bool, averaged: bool) -> None:
@@ -205,10 +231,12 @@ class Stepper(Groups):
             finite: whether their gradients are finite on all ranks.
             averaged: whether DDP has averaged them.
         """
-        if not finite and not self._broken:  # of several backwards of one step, the first one counts
-            self._count(skipped=True)
         self._broken = not finite
         self._fresh.update(dict.fromkeys(names, averaged))
+        if not finite:  # maybe nobody will step: a scaler, or the user, has a look
+            self._count(skipped=True)
+            self._bad += 1
+            self.on_skipped()
 
     def local(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Return those of these whose gradients are this rank's own, and will be exchanged: the same on all ranks."""
@@ -225,6 +253,7 @@ class Stepper(Groups):
         pieces = [p.new_zeros(p.numel()) if p.grad is None else laid_out(p.grad, p) for p in local]
         with self.failing_together("in clipping"):
             self._announce(NORM, [self.names[id(p)] for p in local], True, [], _look)
+            self._hosts.hear()
             sums = sketch(pieces, self.backwards)
             self._said += ring_all_reduce_bytes(sums.nbytes, self.comm.world_size)
             mean = self.comm.all_reduce(sums) / self.comm.world_size
@@ -244,6 +273,7 @@ class Stepper(Groups):
         if self._used is not None:
             self._used.difference_update(names)
         self.steps += 1
+        self._bad = 0
 
     @torch.no_grad()
     def exchange(self, names: Sequence[str], scale: Tensor | None = None, kind: int = STEP) -> Exchanged | None:
@@ -263,6 +293,7 @@ class Stepper(Groups):
         fresh = [name for name in names if name in self._fresh]
         local = [name for name in fresh if not self._fresh[name]]
         begin = Stamp.now(self.device)
+        self.grad_norm, self.clipped = self.clipped, None
         self._number = self.record.counts.step
         try:
             if not fresh:
@@ -276,7 +307,7 @@ class Stepper(Groups):
         with self.failing_together("before the step"):
             self._before_exchange()
         if not self._are_finite(fresh):
-            return Exchanged(True, {})
+            return self._skip()
         self._count(skipped=False)
         self.totals.add(self.direct_bytes, self.direct_bytes)
         self.exposed_ms = lambda: None
@@ -286,84 +317,116 @@ class Stepper(Groups):
         return Exchanged(False, {})
 
     def _exchange(self, fresh: Sequence[str], scale: Tensor | None, begin: Stamp, kind: int) -> Exchanged:
-        """Exchange gradients of these; signals are heard while this rank waits for the others to come."""
+        """Exchange gradients of these. Handlers of signals that save run where this waits for other ranks."""
         # What no rank has used may have an old average, which is not sent again and which DDP leaves as it is.
         used_here = [name for name in fresh if self._used is None or name in self._used]
         here = {name for name in used_here if self.parameters[name].grad is not None}
         met: list[tuple[bool, list[bool]]] = []
-        finite = self._are_finite(here)
-        ready: Started | None = None
         result: list[Exchanged] = []
+        started: Started | None = None
+        going: Going[list[None]] | None = None
 
         def rest() -> None:
-            """Go on where ranks have met: from here on none of them waits for what another one decides."""
-            self._rest = None
-            self._hosts.hear()
+            """Go on to the end; a handler may call this where the exchange waits, and then goes on in its place."""
+            nonlocal started, going
+            self._listen(self._hosts.hear)
             [(all_finite, used)] = met
-            if not all_finite:
-                result.append(Exchanged(True, {}))
+            if result:
                 return
-            going = ready or self._start(fresh, {name for name in fresh if used[self._numbers[name]]}, scale)
-            self.on_meeting(kind)
-            result.append(self._finish(going, begin))
+            if not all_finite:
+                result.append(self._skip())
+                return
+            started = started or self._start(fresh, {name for name in fresh if used[self._numbers[name]]}, scale)
+            self._unused = {name for name, number in self._numbers.items() if not used[number]}
+            with self.on_stream.between_steps():
+                going = going or Going(started.steps, self.comm, self._listen)
+                going.run()
+                if not result:
+                    result.append(self._settle(started, begin))
 
         self.busy = True
-        with self.failing_together("in the exchange"):
-            flags = [name in here for name in self.parameters]
-            self._announce(kind, fresh, finite, flags, lambda *found: met.append(found))
-            if len(here) == len(fresh) and not self._broken:  # local work goes on, whatever the others say
-                with held(SAVING):
-                    ready = self._start(fresh, here, scale)
-            self._rest = rest
-            self._hosts.hear()
-            if self._rest is not None:  # no handler of a signal has asked for it
+        try:
+            with self.failing_together("in the exchange"):
+                asked = set(fresh)
+                flags = [name in here if name in asked else p.grad is not None for name, p in self.parameters.items()]
+                finite = self._are_finite(here)
+                self._announce(kind, fresh, finite, flags, lambda *found: met.append(found))
+                if len(here) == len(fresh) and not self._broken:  # local work goes on, whatever the others say
+                    started = self._start(fresh, here, scale)
+                self.hold().start(SAVING)
+                self._rest = rest
                 rest()
+        except BaseException:
+            self.hold().end()
+            raise
+        finally:
+            self._rest = None
         self.busy = False
-        self._unapplied = frozenset()
         return result[0]
+
+    def _listen(self, wait: Callable[[], T]) -> T:
+        """Wait for other ranks; only meanwhile do handlers of signals that save run."""
+        self.hold().end()
+        try:
+            return wait()
+        finally:
+            self.hold().start(SAVING)
+
+    def _skip(self) -> Exchanged:
+        """Let a step be skipped; all backwards since the one before count as one."""
+        if (more := self._bad - 1) > 0:
+            with self.record.changing():
+                start = self.record.start
+                self.record.start = start._replace(skipped=start.skipped - more, streak=start.streak - more)
+        return Exchanged(True, {})
 
     def _start(self, fresh: Sequence[str], used: set[str], scale: Tensor | None) -> Started:
         """Absorb gradients and select from them, up to the first message."""
         if self._stood_aside:  # second moments go on from those of the optimizers
             self._stood_aside, self.adoptions = False, self.adoptions + 1
+        self.busy, self._starts = False, True  # observers may change groups
         self._before_exchange()
+        self.busy, self._starts = True, False
         for group in self.groups:
             if not group.spans.keys().isdisjoint(fresh):
                 group.unused = group.spans.keys() - used
         groups = [group for group in self.groups if not used.isdisjoint(group.spans)]
         flush, self.flush_asked = self.flush_asked, False
-        with self.on_stream.between_steps():
-            for group in groups:
-                self._take(group, used)
+        for group in groups:
+            self._take(group, used)
+        with held(SAVING), self.on_stream.between_steps():
             steps = [self._steps_of(group, used, scale, flush) for group in groups]
-            going = started(joined(steps, self.comm))
-        return Started(groups, used, scale, flush, going)
+            return Started(groups, used, scale, flush, first(joined(steps, self.comm)))
 
-    def _finish(self, started: Started, begin: Stamp) -> Exchanged:
-        """Exchange, and put averages in the place of gradients."""
-        groups, used, scale, flush, going = started
-        with self.on_stream.between_steps():
-            drive(going, self.comm)
-            skipped = any_set([group.skipped for group in groups if group.skipped is not None], self.device, True)
-            with self.record.changing():
-                for group in groups:
-                    group.settle(skipped)
-                self._count(bool(skipped))
-                self._unapplied, self._scale = frozenset() if skipped else used, scale
+    def _settle(self, started: Started, begin: Stamp) -> Exchanged:
+        """Conclude an exchange; averages are in the place of gradients."""
+        groups, used, scale, flush, _ = started
+        flags = [group.skipped for group in groups if group.skipped is not None]
+        flag = any_set(flags, self.device, self.on_stream.host_knows)
+        skipped = bool(flag)
+        with self.record.changing():
+            for group in groups:
+                group.settle(flag)
+            self._count(skipped)
+            self._unapplied, self._scale = frozenset() if skipped else used, scale
         deliveries = {
             name: group.exchange_made.delivery
             for group in groups
             if group.exchange_made is not None
             for name in group.spans.keys() & used
         }
-        self._note_what_waits(groups, used, flush, bool(skipped))
+        self._note_what_waits(groups, used, flush, skipped)
         self._measure(begin, groups)
         for group in groups:
             group.end_step()
-        return Exchanged(bool(skipped), {} if skipped else deliveries)
+        return Exchanged(skipped, {} if skipped else deliveries)
+
+    def applied(self) -> None:
+        """Note that the optimizer has stepped with what was exchanged."""
+        self._unapplied = frozenset()
 
     def pending(self) -> dict[str, tuple[Tensor | None, Tensor]]:
-        """Return averages that a handler of a signal finds in ``.grad``, where the optimizer has not stepped yet."""
+        """Return averages that are in ``.grad``, where the optimizer has not stepped yet."""
         found: dict[str, tuple[Tensor | None, Tensor]] = {}
         for name in self._unapplied:
             grad = self.parameters[name].grad
@@ -392,7 +455,18 @@ class Stepper(Groups):
         """See :meth:`.Groups.adopt`; with other counts, groups are of a state that was loaded, and something waits."""
         if counts != self.record.counts:
             self._waits, self._sparse_before = set(self.parameters), counts.step > 0
+        self._turns_direct = False
         super().adopt(groups, counts)
+
+    def regroup(self, plan: Sequence[Group], messages: Messages, direct: bool = False, for_good: bool = False) -> None:
+        """See :meth:`.Groups.regroup`; gradients that DDP has not averaged are exchanged before it does so.
+
+        Who asks for that asks again in the next step.
+        """
+        if direct and self._starts:
+            self._turns_direct = True
+        else:
+            super().regroup(plan, messages, direct, for_good)
 
     def _are_finite(self, names: Collection[str]) -> bool:
         """Return whether gradients are finite now, if they were not in backward: users may have mended them."""
@@ -433,7 +507,7 @@ class Stepper(Groups):
             yield
 
     def _count(self, skipped: bool) -> None:
-        flag = torch.ones((), dtype=torch.bool) if skipped else None
+        flag = torch.ones((), dtype=torch.bool, device="cpu") if skipped else None
         with self.record.changing():
             self.record.count(Decision(flag, None, self.comm.wait_until))
 
@@ -480,8 +554,8 @@ class Stepper(Groups):
     def wait_for(self, number: int) -> None:
         """Return when so many exchanges have settled here.
 
-        A handler of a signal may ask while this rank waits for others, which have gone on meanwhile: the exchange goes
-        on within the handler.
+        A handler of a signal may ask where an exchange waits for other ranks, which may have gone on meanwhile: then it
+        goes on within the handler.
 
         Raises:
             RuntimeError: if fewer have.
@@ -523,7 +597,7 @@ def norm_of_mean(steppers: Iterable[Stepper], parameters: Sequence[Tensor]) -> T
 
 
 def clip_by_norm(
-    steppers: Iterable[Stepper],
+    steppers: Sequence[Stepper],
     parameters: Iterable[Tensor],
     max_norm: float,
     norm_type: float = 2.0,
@@ -535,6 +609,8 @@ def clip_by_norm(
     if norm_type != 2:
         return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
     norm = norm_of_mean(steppers, given)
+    for stepper in steppers:
+        stepper.clipped = norm
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError("The norm of the mean gradient is not finite, so it cannot be clipped.")
     torch.nn.utils.clip_grads_with_norm_(given, max_norm, norm, foreach)

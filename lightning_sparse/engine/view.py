@@ -141,7 +141,7 @@ class EngineView:
         """
         self._check_between_steps("Summaries can only be asked for")
         reducer = self.router
-        if reducer.direct:
+        if reducer.left_to_ddp:
             statistics = [dense_statistics(sum(p.numel() for p in reducer.parameters.values()), reducer.direct_bytes)]
         else:
             statistics = [group.statistics for group in self.groups if group.ran and group.statistics is not None]
@@ -152,11 +152,12 @@ class EngineView:
             [group.residual_norm() for group in self.groups],
             reducer.exposed_ms(),
             self.skipped_steps,
-            reducer.direct,
+            reducer.left_to_ddp,
             reducer.shared_bytes,
             self.totals,
             len(self.warnings),
             _length_changes(self.groups),
+            reducer.grad_norm,
         )
 
     def group_summaries(self) -> dict[str, dict[str, float]]:
@@ -166,7 +167,7 @@ class EngineView:
         """
         self._check_between_steps("Summaries can only be asked for")
         summaries: dict[str, dict[str, float]] = {}
-        for group in [] if self.router.direct else self.groups:
+        for group in [] if self.router.left_to_ddp else self.groups:
             if group.ran and group.statistics is not None:
                 changes = _length_changes([group])
                 step = Step([group.statistics], [group.residual_norm()], length_changes=changes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
@@ -225,13 +225,13 @@ class SparseStrategy:
 
     def _clip_by_value(self, parameters: Iterable[Tensor], limit: float) -> None:
         """Clip values: each rank's own of gradients that are not averaged yet, which are longer than their mean."""
-        given = list(parameters)
+        given = [p for p in parameters if p.grad is not None]
         for stepper in self._steppers:
             local = stepper.local(given)
-            clip_grad_value_(local, limit * math.sqrt(stepper.comm.world_size))
+            _clip_values(local, limit * math.sqrt(stepper.comm.world_size))
             done = set(map(id, local))
             given = [p for p in given if id(p) not in done]
-        clip_grad_value_(given, limit)
+        _clip_values(given, limit)
 
     def _mean_over_ranks(self, numbers: Mapping[str, float]) -> dict[str, float]:
         comm, own = TorchCollective(), torch.tensor(list(numbers.values()), dtype=torch.float64, device="cpu")
@@ -273,6 +273,11 @@ class SparseStrategy:
             if engine._steppers:  # what happens before the step is as with plain DDP
                 continue
             (engine.drop_skipped if drop else engine.ignore_skipped)(optimizer)
+
+
+def _clip_values(parameters: Sequence[Tensor], limit: float) -> None:
+    if parameters:  # torch's function does not take none
+        clip_grad_value_(parameters, limit)
 
 
 def readable(entry: Any) -> dict[str, Any] | None:

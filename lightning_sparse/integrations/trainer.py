@@ -180,13 +180,15 @@ class SparseTrainerMixin(SparseStrategy, ParallelStrategy):
     def _clip_in_steps(self) -> None:
         """Let Lightning's plugin clip by the mean gradient, unless its class clips in a way of its own."""
         plugin: Any = self.precision_plugin
-        ours = {
-            "clip_grad_by_norm": lambda optimizer, limit: self._clip_by_norm(plugin.main_params(optimizer), limit),
-            "clip_grad_by_value": lambda optimizer, limit: self._clip_by_value(plugin.main_params(optimizer), limit),
-        }
+        ours: dict[str, Callable[..., Any]]
+        ours = {"clip_grad_by_norm": self._clip_by_norm, "clip_grad_by_value": self._clip_by_value}
         for name, clip in ours.items():
             if getattr(type(plugin), name).__module__.split(".")[0] in PACKAGES:
-                vars(plugin)[name] = clip
+                vars(plugin)[name] = partial(self._clip_what_it_holds, clip)
+
+    def _clip_what_it_holds(self, clip: Callable[..., Any], optimizer: Any, clip_val: float) -> None:
+        plugin: Any = self.precision_plugin
+        clip(plugin.main_params(optimizer), clip_val)
 
     @property
     def profile(self) -> dict[str, Any] | None:

@@ -55,6 +55,7 @@ BY_HAND: dict[str, tuple[float | None, float | None, float | None]] = {
     "density": (0.04, 70 / 4000, 1.0),
     "target_density": (0.1, (0.1 * 1000 + 0.01 * 3000) / 4000, 1.0),
     "density_error": (0.06, (130 - 70) / 4000, 0.0),  # |40 - 100| / 1000
+    "grad_norm": (2.5, None, None),  # nothing was clipped
     "padding_ratio": (1.5, 2 * (30 + 20) / 80, 1.0),  # 2 * 30 / 40
     "build_up": (0.4, 70 / 130, 1.0),  # 40 / 100
     "threshold": (0.5, 0.5, None),  # mean over groups that have one
@@ -78,7 +79,9 @@ BY_HAND: dict[str, tuple[float | None, float | None, float | None]] = {
 
 TOTALS = Totals()
 TOTALS.load_state_dict({"sent_bytes": 5e6, "dense_bytes": 5e7, "seconds": 9.0, "exposed_seconds": 0.0})
-ONE_GROUP = Step([group()], [3.0], 7.0, 0, totals=TOTALS, warnings=0, length_changes=LengthChanges(4, 6))
+ONE_GROUP = Step(
+    [group()], [3.0], 7.0, 0, totals=TOTALS, warnings=0, length_changes=LengthChanges(4, 6), grad_norm=torch.tensor(2.5)
+)
 OTHER = group(
     numel=3000,
     target=30,
@@ -171,7 +174,7 @@ def test_a_step_in_which_nobody_picked_or_sent_anything_divides_by_nothing() -> 
 def test_a_group_has_no_number_for_what_groups_share() -> None:
     shared = {"time/exposed_ms", "time/total_s", "traffic/total_mb", "traffic/dense_total_mb"}
     shared |= {"steps/skipped", "steps/warnings"}
-    shared |= {"lengths/clipped", "lengths/measured_anew"}  # where no memory follows lengths
+    shared |= {"lengths/clipped", "lengths/measured_anew", "grad_norm"}  # where there are none
     assert set(QUANTITIES) - set(summarize(Step([group()], [3.0]), alone)) == shared
 
 

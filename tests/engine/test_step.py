@@ -476,3 +476,24 @@ def test_the_norm_of_clipping_is_that_of_the_mean_on_all_ranks(three_ranks: Rank
     assert all(torch.equal(moved, limited[0][1]) for _, moved in limited)
     start = weights(network())
     assert (limited[0][1] - start).norm() < 0.5 * (found[0][1] - start).norm()
+
+
+def logged_norm() -> tuple[float, list[float | None]]:
+    model, batches = network(), Batches()
+    ddp = DistributedDataParallel(model)
+    engine = attached(ddp)
+    optimizer = optimizer_of("sgd", model.parameters())
+    norm, logged = 0.0, []
+    for clips in (True, False):
+        optimizer.zero_grad()
+        batches.loss(ddp).backward()
+        if clips:
+            norm = float(engine.clip_grad_norm_(model.parameters(), 0.01))
+        optimizer.step()
+        logged.append(engine.summary().get("grad_norm"))
+    return norm, logged
+
+
+def test_the_norm_of_clipping_is_logged_in_steps_that_clip(two_ranks: Ranks) -> None:
+    for norm, logged in two_ranks(logged_norm):
+        assert logged == [norm, None]

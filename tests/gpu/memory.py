@@ -49,8 +49,9 @@ def measure(model: Callable[[], nn.Sequential], grouping: str | None, then: str 
     ddp = DistributedDataParallel(module)
     with mirrored_ranks(RANKS):
         engine = ls.attach(ddp, grouping=grouping, single_device="sparse") if grouping is not None else None
-    optimizer = torch.optim.AdamW(ddp.parameters(), fused=device.type == "cuda") if adam else None
-    if engine is not None and optimizer is not None:
+    kind = torch.optim.AdamW if adam else torch.optim.SGD  # which keeps nothing
+    optimizer = kind(ddp.parameters(), lr=1e-3, fused=device.type == "cuda")
+    if engine is not None:
         engine.bind([optimizer])
     numel = sum(p.numel() for p in ddp.parameters())
     batch = torch.randn(8, width, device=device)
@@ -64,10 +65,9 @@ def measure(model: Callable[[], nn.Sequential], grouping: str | None, then: str 
                 engine.regroup(make_plan(sizes, then))
         ddp.zero_grad()
         ddp(batch).square().mean().backward()
-        if engine is not None and optimizer is not None:
+        if engine is not None:
             engine.ignore_skipped(optimizer)
-        if optimizer is not None:
-            optimizer.step()
+        optimizer.step()
     synchronize(device)
     numbers: Numbers = {"parameters": numel}
     if device.type == "cuda":

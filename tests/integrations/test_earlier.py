@@ -54,7 +54,7 @@ def fit_twice_exactly(package: str) -> tuple[Tensor, Tensor, Tensor, int, list[i
     """Way of the weights in two fits, residual, gradient of a step, steps, and how many coordinates each one moved."""
     module = with_integers(package)
     moved: list[int] = []
-    module.on_before_optimizer_step = lambda optimizer: moved.append(int(module.net.weight.grad.count_nonzero()))
+    module.on_train_batch_end = lambda *_: moved.append(int(module.net.weight.grad.count_nonzero()))
     strategy = strategy_of(package, {**SPARSE, "sparsifier": "top_k", "density": ls.Warmup(0.5, 0.01, 4)})
     trainer = make_trainer(package, strategy=strategy, max_epochs=2)
     trainer.fit(module, make_data(), make_data(16))

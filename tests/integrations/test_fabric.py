@@ -6,6 +6,7 @@ import importlib
 import os
 import subprocess
 import warnings
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -203,8 +204,8 @@ def conserve(package: str, options: dict[str, Any], loss_scale: float | None) ->
         batch = batch.to(own.dtype)
         fabric.backward(model(batch).square().mean())
         factor = fabric.strategy.precision.scaler.get_scale() if loss_scale else 1
-        arrived += torch.cat([p.grad.flatten() for p in model.parameters()]) / factor
         optimizer.step()
+        arrived += torch.cat([p.grad.flatten() for p in model.parameters()])
         optimizer.zero_grad()
         alone.zero_grad()
         with torch.autocast("cpu", torch.float16, enabled=loss_scale is not None):
@@ -244,7 +245,9 @@ def overflow(package: str, options: dict[str, Any], loss_scale: float | None, cl
             before = flat(model)
             fabric.backward(model(batch).square().mean() * factor)
             if clip:
-                fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=loss_scale is None)
+                said = pytest.raises(RuntimeError, match="finite") if index == 3 and not loss_scale else nullcontext()
+                with said:
+                    fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=loss_scale is None)
             optimizer.step()
             optimizer.zero_grad()
             moved.append(not torch.equal(flat(model), before))
@@ -270,7 +273,7 @@ def test_an_overflow_on_one_rank_is_skipped_on_all(
     assert torch.equal(results[0]["parameters"], results[1]["parameters"])
     for rank, result in enumerate(results):
         assert result["moved"] == [True, True, True, False, True, True, True]
-        assert result["kept"] == (rank == 1)  # whose gradient is not finite anywhere; the other one's waits
+        assert result["kept"]
         assert result["finite"] and bool(result["residuals"].isfinite().all())
         assert result["steps"] == (6, 1)
         assert bool(result["warnings"]) == (rank == 0 and loss_scale is None)

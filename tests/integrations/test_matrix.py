@@ -103,7 +103,7 @@ def make_data() -> DataLoader[Any]:
 
 
 class Recorder:
-    """What every rank put into each exchange, and what came out of it: per step, by parameter, free of loss scales."""
+    """What every rank gave to each step, clipped and without a loss scale, and what came out of it, by parameter."""
 
     def __init__(self) -> None:
         self.local: list[dict[str, Tensor]] = []
@@ -115,35 +115,27 @@ class Recorder:
     def callback(self) -> Any:
         import pytorch_lightning as pl
 
-        recorder, local, watched = self, dict[str, Tensor](), set[str]()
+        recorder, local = self, dict[str, Tensor]()
 
         class Record(pl.Callback):
-            exchanges = 0
+            def on_train_start(self, trainer: Any, module: Any) -> None:
+                clip = module.configure_gradient_clipping
 
-            def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
-                for name, p in module.named_parameters():
-                    if p.requires_grad and name not in watched:
-                        watched.add(name)
-                        # Runs before DDP looks at the gradient; with accumulation, the last one holds the sum.
-                        p.register_post_accumulate_grad_hook(
-                            lambda p, name=name: local.update({name: p.grad.detach().clone()})
-                        )
+                def clip_and_note(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+                    clip(optimizer, *args, **kwargs)
+                    self.on_before_optimizer_step(trainer, module, optimizer)  # what is clipped away is gone
 
-            def on_after_backward(self, trainer: Any, module: Any) -> None:
-                engine = getattr(trainer.strategy, "engine", None)
-                if engine is None or engine.step + engine.skipped_steps == self.exchanges:
-                    return
-                self.exchanges = engine.step + engine.skipped_steps
-                scaler = getattr(trainer.precision_plugin, "scaler", None)
-                scale = 1.0 if scaler is None else scaler.get_scale()
-                for clipping, names, _ in engine.router.clipping.limits.values():  # what is clipped away is gone
-                    clipping.apply_([local[name] for name in names], 2, 1.0, torch.tensor(scale))
-                grads = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-                recorder.local.append({name: grad.double() / scale for name, grad in local.items()})
-                recorder.averages.append({name: grad.double() / scale for name, grad in grads.items()})
-                local.clear()
+                module.configure_gradient_clipping = clip_and_note
+
+            def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+                held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+                local.update({n: g for n, g in grads_of(module).items() if id(module.get_parameter(n)) in held})
 
             def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+                if local:
+                    recorder.local.append(dict(local))
+                    recorder.averages.append(grads_of(module))
+                    local.clear()
                 recorder.parameters.append(torch.cat([p.detach().flatten() for p in module.parameters()]))
 
             def on_train_end(self, trainer: Any, module: Any) -> None:
@@ -153,6 +145,12 @@ class Recorder:
                         recorder.residuals[name] = remembered["residual"].double()
 
         return Record()
+
+
+def grads_of(module: nn.Module) -> dict[str, Tensor]:
+    """Copies in float64."""
+    grads = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    return {name: grad.to(torch.float64, copy=True) for name, grad in grads.items()}
 
 
 def remembered_by(engine: Any) -> dict[str, dict[str, Tensor]]:

@@ -149,6 +149,7 @@ def test_one_device_measures_nothing(
     assert "profiling" not in (said := capfd.readouterr().out) and "dense steps take" not in said
 
 
+@pytest.mark.in_backward
 @pytest.mark.parametrize("asked_at", [0, 2])
 def test_one_device_clips_as_many_do(one_rank: None, asked_at: int) -> None:
     module = make_model()
@@ -181,9 +182,11 @@ def test_momentum_of_a_memory_is_kept_where_nothing_waits(one_rank: None) -> Non
     engine = ls.attach(ddp, **SETTINGS, memory=ls.memories.MomentumCorrection(0.5))
     batch = batches(1)[0]
     ddp(batch).square().mean().backward()
+    assert engine.exchange(module.parameters())
     first = torch.cat([p.grad.flatten() for p in module.parameters()])  # type: ignore[union-attr]
     module.zero_grad()
     ddp(batch).square().mean().backward()
+    assert engine.exchange(module.parameters())
     second = torch.cat([p.grad.flatten() for p in module.parameters()])  # type: ignore[union-attr]
     engine.close()
     torch.testing.assert_close(second, 1.5 * first)
@@ -228,6 +231,7 @@ def test_what_waited_on_two_ranks_is_sent_in_the_first_step_of_one(
         for each in (ddp, plain):
             each.zero_grad()
             each(batch).square().mean().backward()
+        assert engine.exchange(module.parameters())
         got, own = (torch.cat([p.grad.flatten() for p in each.parameters()]) for each in (module, plain))
         torch.testing.assert_close(got, own + waits, rtol=0, atol=1e-6 if step == 0 else 0)
     assert engine._direct and engine.memory_bytes == 0
@@ -243,6 +247,7 @@ def test_a_skipped_first_step_keeps_what_waits(two_ranks: Ranks, one_rank: None)
     engine = ls.attach(ddp, **SETTINGS)
     engine.load_state_dict(merged)
     (ddp(batches(1)[0]).square().mean() * float("inf")).backward()
+    assert not engine.exchange(module.parameters())
     assert engine.skipped_steps == 1
     kept = engine.state_dict()["parameters"]
     for name, vectors in merged["parameters"].items():

@@ -81,7 +81,7 @@ def test_a_run_says_what_it_does_and_what_it_sent(two_ranks: Ranks, package: str
     traffic = f"each rank sent {sent / 1e6:.3g} MB; dense DDP sends {dense / 1e6:.3g} MB"
     traffic += f", {dense / sent:.3g} times as much"
 
-    assert end.startswith(f"sparse_ddp: in 6 steps {traffic}. Backward waited ")
+    assert end.startswith(f"sparse_ddp: in 6 steps {traffic}. Training waited ")
     assert re.search(r"waited [\d.e-]+ s of [\d.e-]+ s for the exchange\. No step was skipped", end)
     assert watched[0] == start.removesuffix(" callbacks=[lightning_sparse.SparsityMonitor()] shows more.")
 
@@ -168,9 +168,9 @@ def where_nothing_is_sparse() -> list[str]:
 def test_where_nothing_is_sparse_it_is_said_in_plain_words(two_ranks: Ranks) -> None:
     lines, _ = two_ranks(where_nothing_is_sparse)
     assert lines[0].startswith("sparse_ddp: all 620 parameters stay dense (")
-    assert lines[1].startswith("sparse_ddp: in 1 step each rank sent 0.00248 MB, as much as dense DDP. Backward waited")
+    assert lines[1].startswith("sparse_ddp: in 1 step each rank sent 0.00248 MB, as much as dense DDP. Training waited")
     assert lines[2].startswith("sparse_ddp: the model has no parameters to train, on 2 ranks.")
-    assert lines[3].startswith("sparse_ddp: in 1 step nothing was sent. Backward waited")
+    assert lines[3].startswith("sparse_ddp: in 1 step nothing was sent. Training waited")
     assert "times as much" not in " ".join(lines) and "()" not in " ".join(lines)
 
 

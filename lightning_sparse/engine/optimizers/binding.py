@@ -240,18 +240,22 @@ class OptimizerBinding:
         group = None if self._reducer.direct else self._reducer.group_of.get(name)
         return None if group is None or group.always_whole else group
 
+    def _check(self, optimizers: Sequence[Optimizer]) -> None:
+        """Raise a ValueError for optimizers that do not go with the memory; warn where that may be."""
+        # Where nobody has told processes their ranks, each of them counts as rank zero and would warn.
+        with warnings.catch_warnings(action="ignore") if self._reducer.rank else nullcontext():
+            for optimizer in optimizers:
+                check_pair(self._reducer.settings.memory_in_use, optimizer)
+        if self._reducer.settings.lr_aware:
+            self._reducer.rates.follow(optimizers)
+
     def bind(self, optimizers: Optimizer | Iterable[Optimizer]) -> None:
         """See :meth:`.Engine.bind`."""
         reducer = self._reducer
         # Lightning has an optimizer of nothing where configure_optimizers returns None.
         chosen = [optimizer for optimizer in listed(optimizers) if reducer.record.hold(optimizer)]
         self.suit(chosen)
-        # Where nobody has told processes their ranks, each of them counts as rank zero and would warn.
-        with warnings.catch_warnings(action="ignore") if self._reducer.rank else nullcontext():
-            for optimizer in chosen:
-                check_pair(reducer.settings.memory_in_use, optimizer)
-        if reducer.settings.lr_aware:
-            reducer.rates.follow(chosen)
+        self._check(chosen)
         self.optimizers = chosen
         for key in reducer.clipping.in_place.keys() - set(map(id, chosen)):
             reducer.clipping.stop_in_place(key)

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
-from lightning_sparse.engine.calls import EXCHANGE, STEP
+from lightning_sparse.engine.calls import EXCHANGE
 from lightning_sparse.engine.delivery import Delivery
-from lightning_sparse.engine.executor import SAVING, Hold
+from lightning_sparse.engine.executor import Hold
 from lightning_sparse.engine.optimizers.binding import OptimizerBinding, holding, in_life
 from lightning_sparse.engine.optimizers.kinds import ids_of, rehearses, stepping
 from lightning_sparse.engine.optimizers.rules import Arrived, OfGroup
@@ -32,6 +32,10 @@ INSIDE = (
 UNFINISHED = (
     "A backward did not reach all parameters, so that DistributedDataParallel still waits for the gradients of some, "
     "and ranks would step with their own. Wrap the model with find_unused_parameters=True."
+)
+CAPTURED = (
+    "{} takes a step that is captured in a CUDA graph. An exchange has messages between hosts, which a graph does not "
+    "repeat. Capture forward and backward alone."
 )
 TWO = (
     "Two optimizers step {} after one backward. The first one has exchanged its gradient, and the second one would "
@@ -56,12 +60,14 @@ class StepBinding(OptimizerBinding):
     def __init__(self, stepper: Stepper, left_open: bool, open_exchange: bool, unfinished: Callable[[], bool]) -> None:
         super().__init__(stepper, left_open, open_exchange)  # type: ignore[arg-type]
         self._unfinished = unfinished
-        stepper.owners, stepper.on_meeting = self._owners, self._hold_signals
-        self._hold = Hold(self._runs)
-        """Of signals, from where ranks meet to the end of the optimizer's step."""
+        within, beside = Hold(self._runs), Hold()
+        stepper.owners = self._owners
+        stepper.hold = lambda: holding()[-1] if holding() else within if self._outermost is not None else beside
         self._known: WeakSet[Optimizer] = WeakSet()
         """Optimizers that have stepped parameters of the engine."""
         self._order: list[ref[Optimizer]] = []
+        self._checked: WeakSet[Optimizer] = WeakSet()
+        """Those that go with the memory."""
         self._depth = 0
         """Steps of optimizers that run within each other."""
         self._averaged: dict[str, tuple[ref[Optimizer], Tensor]] = {}
@@ -79,19 +85,16 @@ class StepBinding(OptimizerBinding):
             found.setdefault(owner._reducer, []).append(owner._names[key])
         return found
 
-    def _hold_signals(self, kind: int) -> None:
-        """Let signals that save wait until the optimizer has stepped: no handler finds averages and old weights."""
-        if kind == STEP and holding():
-            for hold in holding():
-                hold.start(SAVING)
-        elif kind == STEP:
-            self._hold.start(SAVING)
-
     @property
     def in_use(self) -> list[Optimizer]:
         """The optimizers that were bound, and those that have stepped, in the order in which they came."""
         found = [one for known in self._order if (one := known()) is not None]
         return list({id(one): one for one in (*self.optimizers, *found)}.values())
+
+    def bind(self, optimizers: Optimizer | Iterable[Optimizer]) -> None:
+        """See :meth:`.Engine.bind`."""
+        super().bind(optimizers)
+        self._checked.update(self.optimizers)
 
     def check_closure(self, optimizer: Optimizer, calls: int) -> None:
         """Refuse a second call of a closure in a step whose gradients are exchanged.
@@ -163,8 +166,11 @@ class StepBinding(OptimizerBinding):
                 "optimizer steps. Leave out the call."
             )
         self._alone = None
+        stepper.record.held |= set(names)
         stepper.split(names)
         exchanged = stepper.exchange(names, kind=EXCHANGE)
+        stepper.applied()
+        stepper.hold().end()
         if exchanged is None or not exchanged.skipped:
             return True
         for p in (stepper.parameters[name] for name in names):
@@ -184,6 +190,8 @@ class StepBinding(OptimizerBinding):
             problem = UNFINISHED
         elif torch._C._current_graph_task_id() != -1 and not stepper.steps_aside:
             problem = INSIDE.format(type(optimizer).__name__)
+        elif stepper.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            problem = CAPTURED.format(type(optimizer).__name__)
         for name in held:
             by, average = self._averaged.get(name, (None, None))
             if by is not None and stepper.parameters[name].grad is average and not stepper.is_fresh(name):
@@ -217,11 +225,12 @@ class StepBinding(OptimizerBinding):
 
     def after(self, optimizer: Optimizer) -> None:
         """Act after an optimizer's step."""
+        hold = None
         if self._outermost is not None and not ids_of(optimizer).isdisjoint(self._mine):
             self._depth -= 1
             if self._depth == 0:
-                self._outermost = None
-                self._hold.end()
+                self._reducer.applied()
+                hold, self._outermost = self._reducer.hold(), None
                 empty, self._empty = self._empty, []
                 for p in empty:
                     if p.grad is None:
@@ -229,11 +238,13 @@ class StepBinding(OptimizerBinding):
         if not self._rehearsing and self._outermost is None:
             self._adam.after()
         self._momentum.after()
+        if hold is not None:
+            hold.end()
 
     def forget(self) -> None:
         """Undo what :meth:`before` has done, if a step has failed since."""
         if self._outermost is not None and not self._runs(self._depth):
-            self._hold.end()
+            self._reducer.hold().end()
             self._outermost, self._depth, self._empty = None, 0, []
             self._adam.after()
             self._momentum.forget()
@@ -252,11 +263,18 @@ class StepBinding(OptimizerBinding):
         return frames > more
 
     def begin_step(self) -> None:
-        """Choose the memory by the optimizers that are known."""
+        """Choose the memory by the optimizers that are known, and check those that are new.
+
+        Raises:
+            ValueError: for an optimizer that does not go with the memory.
+        """
         self._alone = None
         bound = self.optimizers
-        self.optimizers = self.in_use
+        self.optimizers = found = self.in_use
         try:
             super().begin_step()
         finally:
             self.optimizers = bound
+        self._check([one for one in found if one not in self._checked])
+        self._checked.update(found)
+        self._reducer.rates.optimizers = found

@@ -93,7 +93,7 @@ SECTIONS = (
         "Steps",
         (
             Figure("Skipped steps so far", "sparse/steps/skipped", ideal=0.0, meaning="A gradient was not finite."),
-            Figure("Averaged densely", "sparse/steps/direct", meaning="1 where fallback=True found DDP faster."),
+            Figure("Averaged densely", "sparse/steps/direct", meaning="1 where DDP averages by itself."),
             Figure(
                 "Gradients clipped so far", "sparse/lengths/clipped", meaning="Far longer than those before; with Adam."
             ),

@@ -96,7 +96,7 @@ def at_end(engine: Engine, before: Counted, now: Counted) -> str:
             f"{changes.clipped:,} gradients of groups were clipped."
         )
     return (
-        f"sparse_ddp: in {taken:,} step{'s' * (taken > 1)}{since} {traffic}. Backward waited {waited:.3g} s of "
+        f"sparse_ddp: in {taken:,} step{'s' * (taken > 1)}{since} {traffic}. Training waited {waited:.3g} s of "
         f"{seconds:.3g} s for the exchange. {told}{anew}"
     )
 

@@ -258,7 +258,7 @@ class Watchdog:
         now, self._steps = self._steps, self._steps + 1
         looks = now == self._next_look < 2 * self._settings.every
         self._next_look += now // 2 if looks else 0
-        self._check_skipped_steps(engine)
+        self.after_skipped_step(engine)
         if self._settings.adam and "adam" not in self._told:
             self._check_optimizers(engine)
         if self._is_due(now):
@@ -294,21 +294,22 @@ class Watchdog:
 
     def _check_that_all_are_held(self, engine: Engine) -> None:
         """Warn after two checks in a row: an optimizer that was not bound may take its first step late."""
+        apart = engine.router.record.held | engine.router.unused
         found = [
             p.name
             for group in self._selecting(engine)
             for p in group.plan.parameters
-            if p.name not in engine.router.record.held and p.name not in group.unused
-            if not made_for({id(engine.parameters[p.name])})
+            if p.name not in apart and not made_for({id(engine.parameters[p.name])})
         ]
         names, self._unheld = [name for name in found if name in self._unheld], set(found)
         if engine.router.record.held and names:
+            compete = "compete with those of other parameters for the density"
             self._tell(
                 engine,
                 "unheld",
-                f"no optimizer holds {names[0]!r}{others(names)}, which needs gradients all the same. These compete "
-                "with those of other parameters for the density, and nothing sets them to zero. Freeze what is not "
-                "trained, with requires_grad_(False), before the model is wrapped.",
+                f"no optimizer holds {names[0]!r}{others(names)}, which needs gradients all the same. These "
+                f"{'are not exchanged' if engine._binding.exchanges else compete}, and nothing sets them to zero. "
+                "Freeze what is not trained, with requires_grad_(False), before the model is wrapped.",
             )
 
     def _check_optimizer(self, optimizer: Optimizer, engine: Engine) -> None:
@@ -378,7 +379,8 @@ class Watchdog:
         if not engine.settings.lr_aware:  # with it, residuals change with the learning rate
             self._check_filling(engine, groups)
 
-    def _check_skipped_steps(self, engine: Engine) -> None:
+    def after_skipped_step(self, engine: Engine) -> None:
+        """Warn where training stands still."""
         skips = engine.router.record.counts.streak
         if skips >= self._settings.skips:
             self._tell(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -67,19 +68,28 @@ def residuals(ddp: Any, engine: Engine) -> Tensor:
     return held
 
 
+def still(module: nn.Module) -> torch.optim.Optimizer:
+    """What lets gradients be exchanged, and leaves parameters as they are."""
+    return torch.optim.SGD(module.parameters(), lr=0.0)
+
+
 class Balance:
     """What was given so far by all ranks and has not been applied, (numel,), at fixed parameters in float64."""
 
     def __init__(self, ddp: Any) -> None:
-        self.ddp, self.alone = ddp, Net().double()
+        self.ddp, self.alone, self.optimizer = ddp, Net().double(), still(ddp)
         self.missing = torch.zeros_like(flat(self.alone))
 
-    def step(self, batch: Tensor, use: str = "both") -> None:
-        """One backward of both."""
+    def step(self, batch: Tensor, use: str = "both", between: Callable[[nn.Module], None] = lambda model: None) -> None:
+        """One backward of both, what is done to gradients then, and a step."""
         for model in (self.ddp, self.alone):
             model.zero_grad()
             model(batch, use).square().mean().backward()
-        given = grads(self.alone).nan_to_num(nan=0.0)  # the rest of a step that is skipped waits
+        thrown_away = bool(grads(self.ddp).isnan().any())
+        between(self.ddp)
+        between(self.alone)
+        self.optimizer.step()
+        given = grads(self.alone).nan_to_num(nan=0.0) * (not thrown_away)  # the rest waits
         dist.all_reduce(given)
         self.missing += given - dist.get_world_size() * grads(self.ddp).nan_to_num(nan=0.0)
 
