@@ -278,6 +278,16 @@ class Stepper(Groups):
         self.steps += 1
         self._bad = 0
 
+    @contextmanager
+    def exchanging_nothing(self) -> Iterator[None]:
+        """Let optimizers step with what they find, as in a flush; gradients that are there wait for a later step."""
+        before = self._fresh, self._used, self._broken, self._bad
+        self._fresh, self._used = {}, None
+        try:
+            yield
+        finally:
+            self._fresh, self._used, self._broken, self._bad = before
+
     @torch.no_grad()
     def exchange(self, names: Sequence[str], scale: Tensor | None = None, kind: int = STEP) -> Exchanged | None:
         """Exchange the gradients of an optimizer's parameters; averages take their place. Collective.
