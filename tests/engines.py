@@ -1,4 +1,4 @@
-"""What tests do with engines: close them, and end a step on one rank."""
+"""What tests do with engines: exchange without an optimizer, close them, and end a step on one rank."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ from unittest import mock
 import torch.distributed as dist
 
 from lightning_sparse.engine import Engine
+from tests.paths import in_steps
+
+
+def exchange(engine: Engine) -> bool:
+    """Put averages in the place of all gradients, where they are not there since backward; False: skipped."""
+    return engine.exchange(engine.parameters.values()) if in_steps() else not engine.skipped
 
 
 class Raises:

@@ -114,7 +114,7 @@ def attach_config(
     """Do the work of :func:`attach` with checked settings; ``in_steps``: whether gradients are exchanged in steps."""
     ranks, device = TorchCollective(ddp.process_group), ddp.device
     in_steps = IN_STEPS if in_steps is None else in_steps
-    in_steps = in_steps and device.type == "cpu" and config.node_size is None and not Planner.wanted(config)
+    in_steps = in_steps and config.node_size is None and not Planner.wanted(config)
     nodes = nodes_of(config.node_size, ranks, device)
     config = replace(config, node_size=nodes.size)  # 1 is None
     alone = ranks.world_size in (1, nodes.size)

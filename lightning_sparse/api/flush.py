@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -99,7 +100,9 @@ def flush(what: Any, optimizers: Optimizer | Iterable[Optimizer] | None = None) 
             "fabric.setup; elsewhere, call flush(engine, [...]) with all of them."
         )
     square = 0.0
-    with gradients_aside(chosen, parameters):
+    with gradients_aside(chosen, parameters), ExitStack() as aside:
+        for stepper in (one for engine in engines for one in engine._steppers):
+            aside.enter_context(stepper.exchanging_nothing())
         for engine in engines:
             pending = engine._take_pending()
             found = [float(own(average).double().square().sum()) for average in pending.values()]

@@ -93,7 +93,7 @@ class Engine(EngineView):
         of_engine = (lambda: self.loss_scale()), self._before_exchange
         reducer: Any  # a Reducer for all who ask, as long as there are both
         if in_steps:
-            reducer = Stepper(parameters, settings, comm, device, self._before_exchange)
+            reducer = Stepper(parameters, settings, comm, device, self._before_exchange, watch_usage)
         else:
             reducer = Reducer(parameters, settings, comm, device, watch_usage, *of_engine, within=within)
         super().__init__(reducer)

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -89,8 +90,9 @@ class TorchCollective:
         self._beside: Sequence[Sequence[int]] = ()
         """Ranks of the groups that are made at the same time, see :meth:`of_its_own`."""
         self._owned = self._given_back = False
-        self._announced: Callable[[], None] | None = None
-        """Waits for what was announced, and looks at it."""
+        self._announced: tuple[Any, Callable[[], None]] | None = None
+        """The message of what was announced, and a call that looks at it. Nothing else keeps it, not even a cycle: a
+        message keeps connections open, and other ranks would wait for one that has failed."""
         self._keys, self._left = "", 0
         alone = not (dist.is_available() and dist.is_initialized())
         self.rank: int = 0 if alone else dist.get_rank(group)
@@ -316,7 +318,7 @@ class TorchCollective:
         # Threads of a group live as long as there is a reference to it. They abort a process that ends before them. A
         # fork has no such threads, and waits for them for ever when it frees the group.
         self._given_back = True  # before others can find no group
-        self.group, self._owned = None, False
+        self.group, self._owned, self._announced = None, False, None
 
     def announce(self, words: Tensor, look: Callable[[Tensor], None]) -> None:
         """Begin to gather words of all ranks on the CPU, which are looked at before any later message is sent.
@@ -339,25 +341,24 @@ class TorchCollective:
             else:
                 work = _all_gather(out.view(-1), words, group=group, async_op=True)
 
-        def hear() -> None:
-            try:
-                with self._together("all_gather"):
-                    finish(work)
-            finally:
-                first = self._announced is hear
-                self._announced = None
-            if first:
-                look(out)
-
-        self._announced = hear
+        self._announced = work, partial(look, out)
 
     def hear(self) -> None:
         """Wait for what was announced, if anything was, and let it be looked at.
 
         A handler of a signal may do so while this waits.
         """
-        if self._announced is not None:
-            self._announced()
+        if (announced := self._announced) is None:
+            return
+        work, look = announced
+        try:
+            with self._together("all_gather"):
+                finish(work)
+        finally:
+            first = self._announced is announced
+            self._announced = None
+        if first:
+            look()
 
     def start(self, message: Message) -> Callable[[], Tensor]:
         """Start a message; return what waits for its answer, and may be called again while it waits.

@@ -35,6 +35,7 @@ from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.reducer import NOTE
 from lightning_sparse.engine.regrouping import Groups
 from lightning_sparse.engine.skip import Decision, any_set, digest_of
+from lightning_sparse.engine.sources.gradient_hooks import on_gradients
 from lightning_sparse.engine.state.record import Averages, Counts
 from lightning_sparse.methods.grouping import Group, Messages
 from lightning_sparse.methods.memory import NoMemory
@@ -74,6 +75,7 @@ class Stepper(Groups):
         comm: the ranks; closed with this.
         device: where gradients live.
         before_exchange: called on all ranks at the start of each exchange; may call :meth:`adopt`.
+        watch_usage: note which parameters took part in a backward. Needed where a backward may leave some out.
     """
 
     overlaps_backward = False
@@ -90,6 +92,7 @@ class Stepper(Groups):
         comm: TorchCollective,
         device: torch.device,
         before_exchange: Callable[[], None],
+        watch_usage: bool = False,
     ) -> None:
         super().__init__(parameters, settings, comm, device)
         self.within = TorchCollective.of_one()
@@ -103,6 +106,8 @@ class Stepper(Groups):
         """Milliseconds that the latest step took."""
         self.shared_bytes = 0.0
         """Bytes sent in the latest step for no single group."""
+        self._said = 0.0
+        """Such bytes since then."""
         self.direct_bytes = ring_all_reduce_bytes(sum(p.nbytes for p in parameters.values()), comm.world_size)
         self.backwards = self.steps = 0
         """Synchronised backwards, and steps of optimizers that hold parameters of the engine."""
@@ -129,12 +134,18 @@ class Stepper(Groups):
         self._fresh: dict[str, bool] = {}
         """Parameters that have passed a synchronised backward since the last step of an optimizer that holds them, and
         whether DDP has averaged their gradients."""
+        used = set[str]()  # a hook keeps no more than the set alive
+        self._used = used if watch_usage else None
+        """Parameters that this rank has used since the last step of an optimizer that holds them; None: all."""
+        self._hooks = on_gradients(parameters if watch_usage else {}, lambda name, _: used.add(name))
         self._broken = False
         """Whether gradients of the latest synchronised backward were not finite on some rank."""
         self._bad = 0
         """Such backwards since the latest step of an optimizer."""
         self.on_skipped: Callable[[], None] = lambda: None
         """Called on all ranks after each such backward."""
+        self._begins = False
+        """Whether there was a backward since the latest exchange: several optimizers may step after one."""
         self._unused: Set[str] = frozenset()
         """Parameters that had no gradient on any rank at the latest exchange."""
         self._waits: set[str] = set()
@@ -193,7 +204,7 @@ class Stepper(Groups):
         flags = used or [False] * len(self.parameters)
         call = Call(kind, _digest_of(tuple(names)), self.backwards, self.steps, self.flush_asked, self._digest)
         words = call.words(finite, flags)
-        self.shared_bytes += AllGather(words).bytes_sent(self.comm.world_size)
+        self._said += AllGather(words).bytes_sent(self.comm.world_size)
         self._hosts.announce(words, lambda rows: look(*compare(rows)))
 
     # ----------------------------------------------------------------------------------------------- backward
@@ -224,6 +235,7 @@ class Stepper(Groups):
         """
         self._broken = not finite
         self._fresh.update(dict.fromkeys(names, averaged))
+        self._begins = True
         if not finite:  # maybe nobody will step: a scaler, or the user, has a look
             self._count(skipped=True)
             self._bad += 1
@@ -245,7 +257,9 @@ class Stepper(Groups):
         with self.failing_together("in clipping"):
             self._announce(NORM, [self.names[id(p)] for p in local], True, [], _look)
             self._hosts.hear()
-            mean = self.comm.all_reduce(sketch(pieces, self.backwards)) / self.comm.world_size
+            sums = sketch(pieces, self.backwards)
+            self._said += ring_all_reduce_bytes(sums.nbytes, self.comm.world_size)
+            mean = self.comm.all_reduce(sums) / self.comm.world_size
         norm: Tensor = torch.linalg.vector_norm(mean)
         return norm
 
@@ -259,8 +273,20 @@ class Stepper(Groups):
         """Count a step of an optimizer that holds these and exchanges nothing."""
         for name in names:
             self._fresh.pop(name, None)
+        if self._used is not None:
+            self._used.difference_update(names)
         self.steps += 1
         self._bad = 0
+
+    @contextmanager
+    def exchanging_nothing(self) -> Iterator[None]:
+        """Let optimizers step with what they find, as in a flush; gradients that are there wait for a later step."""
+        before = self._fresh, self._used, self._broken, self._bad
+        self._fresh, self._used = {}, None
+        try:
+            yield
+        finally:
+            self._fresh, self._used, self._broken, self._bad = before
 
     @torch.no_grad()
     def exchange(self, names: Sequence[str], scale: Tensor | None = None, kind: int = STEP) -> Exchanged | None:
@@ -281,7 +307,7 @@ class Stepper(Groups):
         local = [name for name in fresh if not self._fresh[name]]
         begin = Stamp.now(self.device)
         self.grad_norm, self.clipped = self.clipped, None
-        self.shared_bytes, self._number = 0.0, self.record.counts.step
+        self._number = self.record.counts.step
         try:
             if not fresh:
                 return None
@@ -305,7 +331,9 @@ class Stepper(Groups):
 
     def _exchange(self, fresh: Sequence[str], scale: Tensor | None, begin: Stamp, kind: int) -> Exchanged:
         """Exchange gradients of these. Handlers of signals that save run where this waits for other ranks."""
-        here = {name for name in fresh if self.parameters[name].grad is not None}
+        # What no rank has used may have an old average, which is not sent again and which DDP leaves as it is.
+        used_here = [name for name in fresh if self._used is None or name in self._used]
+        here = {name for name in used_here if self.parameters[name].grad is not None}
         met: list[tuple[bool, list[bool]]] = []
         result: list[Exchanged] = []
         started: Started | None = None
@@ -321,7 +349,7 @@ class Stepper(Groups):
             if not all_finite:
                 result.append(self._skip())
                 return
-            started = started or self._start({name for name in fresh if used[self._numbers[name]]}, scale)
+            started = started or self._start(fresh, {name for name in fresh if used[self._numbers[name]]}, scale)
             self._unused = {name for name, number in self._numbers.items() if not used[number]}
             with self.on_stream.between_steps():
                 going = going or Going(started.steps, self.comm, self._listen)
@@ -332,11 +360,12 @@ class Stepper(Groups):
         self.busy = True
         try:
             with self.failing_together("in the exchange"):
-                flags = [p.grad is not None for p in self.parameters.values()]
+                asked = set(fresh)
+                flags = [name in here if name in asked else p.grad is not None for name, p in self.parameters.items()]
                 finite = self._are_finite(here)
                 self._announce(kind, fresh, finite, flags, lambda *found: met.append(found))
                 if len(here) == len(fresh) and not self._broken:  # local work goes on, whatever the others say
-                    started = self._start(here, scale)
+                    started = self._start(fresh, here, scale)
                 self.hold().start(SAVING)
                 self._rest = rest
                 rest()
@@ -364,13 +393,19 @@ class Stepper(Groups):
                 self.record.start = start._replace(skipped=start.skipped - more, streak=start.streak - more)
         return Exchanged(True, {})
 
-    def _start(self, used: set[str], scale: Tensor | None) -> Started:
+    def _start(self, fresh: Sequence[str], used: set[str], scale: Tensor | None) -> Started:
         """Absorb gradients and select from them, up to the first message."""
         if self._stood_aside:  # second moments go on from those of the optimizers
             self._stood_aside, self.adoptions = False, self.adoptions + 1
         self.busy, self._starts = False, True  # observers may change groups
         self._before_exchange()
         self.busy, self._starts = True, False
+        for group in self.groups if self._begins else ():  # none has run in this step yet
+            group.unused = set(group.spans)
+        self._begins = False
+        for group in self.groups:
+            if not group.spans.keys().isdisjoint(fresh):
+                group.unused = group.spans.keys() - used
         groups = [group for group in self.groups if not used.isdisjoint(group.spans)]
         flush, self.flush_asked = self.flush_asked, False
         for group in groups:
@@ -467,18 +502,19 @@ class Stepper(Groups):
             group.arrived[name] = flattened(p.grad)
 
     def _steps_of(self, group: GroupReducer, used: set[str], scale: Tensor | None, flush: bool) -> Steps[None]:
-        step, density = self._number, group.density(self._number)
-        ctx = Context(step, density, self.comm.rank, self.comm.world_size, model_numel=self._model_numel)
-        if group.memory.reads_parameters:
-            ctx = ctx._replace(
-                parameters=[(span, self.parameters[name].detach()) for name, span in group.spans.items()]
+        with self.failing_together(f"in the exchange of group {group.plan.name!r}"):
+            step, density = self._number, group.density(self._number)
+            ctx = Context(step, density, self.comm.rank, self.comm.world_size, model_numel=self._model_numel)
+            if group.memory.reads_parameters:
+                ctx = ctx._replace(
+                    parameters=[(span, self.parameters[name].detach()) for name, span in group.spans.items()]
+                )
+            if self.rates.surplus:
+                numels = {p.name: p.numel for p in group.plan.parameters}
+                ctx = ctx._replace(surplus=self.rates.surplus_of(numels, step, density))
+            yield from group.exchange_steps(
+                ctx, group.spans.keys() - used, scale, flush and group.sparsified, self._absorbing, False
             )
-        if self.rates.surplus:
-            numels = {p.name: p.numel for p in group.plan.parameters}
-            ctx = ctx._replace(surplus=self.rates.surplus_of(numels, step, density))
-        return group.exchange_steps(
-            ctx, group.spans.keys() - used, scale, flush and group.sparsified, self._absorbing, False
-        )
 
     @contextmanager
     def _absorbing(self, names: Set[str]) -> Iterator[None]:
@@ -492,6 +528,7 @@ class Stepper(Groups):
             self.record.count(Decision(flag, None, self.comm.wait_until))
 
     def _measure(self, begin: Stamp, groups: Sequence[GroupReducer]) -> None:
+        self.shared_bytes, self._said = self._said, 0.0
         ran = [group.statistics for group in groups if group.statistics is not None]
         self.totals.add(sum(one.bytes_sent for one in ran) + self.shared_bytes, sum(one.dense_bytes for one in ran))
         end = Stamp.now(self.device)
@@ -549,6 +586,7 @@ class Stepper(Groups):
 
     def close(self) -> None:
         """Give the process groups back."""
+        self._hooks.close()
         self.record.close()
         self._hosts.close()
         self.within.close()

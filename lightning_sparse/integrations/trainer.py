@@ -180,6 +180,7 @@ class SparseTrainerMixin(SparseStrategy, ParallelStrategy):
     def _clip_in_steps(self) -> None:
         """Let Lightning's plugin clip by the mean gradient, unless its class clips in a way of its own."""
         plugin: Any = self.precision_plugin
+        ours: dict[str, Callable[..., Any]]
         ours = {"clip_grad_by_norm": self._clip_by_norm, "clip_grad_by_value": self._clip_by_value}
         for name, clip in ours.items():
             if getattr(type(plugin), name).__module__.split(".")[0] in PACKAGES:

@@ -15,6 +15,7 @@ import lightning_sparse as ls
 from lightning_sparse.engine.agreement import Note, check_equal_on_ranks
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.ops.on_cuda import on_cuda
+from tests.engines import exchange
 from tests.ranks import Ranks, error_of
 
 CPU = torch.device("cpu")
@@ -89,6 +90,7 @@ def fall_back_on_one() -> list[str]:
         engine = ls.attach(ddp, rules=ls.Rules(dense_ndim=0, dense_numel=0), density=0.5)
         for _ in range(2):
             ddp(torch.ones(1, 4)).sum().backward()
+            exchange(engine)
     return engine.warnings
 
 

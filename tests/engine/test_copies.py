@@ -15,7 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import lightning_sparse as ls
+from lightning_sparse.engine import Engine
 from tests.covering import covering, in_turns
+from tests.engines import exchange
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE
 
@@ -37,9 +39,11 @@ WAYS: dict[str, Any] = {
 }
 
 
-def gradient(model: Any, batch: Tensor) -> Tensor:
+def gradient(model: Any, batch: Tensor, engine: Engine | None = None) -> Tensor:
     model.zero_grad()
     model(batch).square().mean().backward()
+    if engine is not None:
+        exchange(engine)
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
@@ -49,7 +53,7 @@ def copies(way: str, executor: str, ddp: dict[str, Any]) -> tuple[list[bool], st
     batch = torch.randn(4, 20, generator=torch.Generator().manual_seed(dist.get_rank()))
     plain = gradient(DistributedDataParallel(copy.deepcopy(model.module)), batch)
     engine = ls.attach(model, **SPARSE, executor=executor)
-    gradient(model, batch)
+    gradient(model, batch, engine)
     residual = engine.residual("weight").clone()
     other = WAYS[way](model)
     found = [
@@ -58,9 +62,9 @@ def copies(way: str, executor: str, ddp: dict[str, Any]) -> tuple[list[bool], st
         torch.equal(engine.residual("weight"), residual),
     ]
     engine_of_other = ls.attach(other, **SPARSE, executor=executor)
-    sparse = gradient(other, batch)
+    sparse = gradient(other, batch, engine_of_other)
     found += [0 < int(sparse.count_nonzero()) < sparse.numel() // 2, engine_of_other.step == 1]
-    gradient(model, batch)
+    gradient(model, batch, engine)
     found.append(engine.step == 2)
     try:
         copy.deepcopy(engine).summary()

@@ -18,6 +18,7 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.methods.grouping import Group, ParameterSize, make_plan
 from tests.covering import by_default, covering, in_turns
+from tests.engines import exchange
 from tests.gpu.models import Branches
 from tests.gpu.training import LAYOUTS
 from tests.ranks import RankError, Ranks, error_of
@@ -213,6 +214,7 @@ def balance_with_changing_groups(options: dict[str, Any]) -> list[tuple[Tensor, 
         ddp.zero_grad()
         alone.zero_grad()
         ddp(batch).square().mean().backward()
+        exchange(engine)
         alone(batch).square().mean().backward()
         given = torch.cat([p.grad.flatten() for p in alone.parameters()])
         dist.all_reduce(given)
@@ -296,8 +298,9 @@ def bad_plans() -> list[str]:
     with pytest.raises(RuntimeError, match="The ranks disagree"):  # on the rank whose plan is right, too
         engine.regroup(sparse_plan(sizes[dist.get_rank() :], "layer"))
     before = engine.plan
-    ddp(batches(1)[0]).square().mean().backward()  # still at work, with the old groups
-    assert engine.plan == before
+    ddp(batches(1)[0]).square().mean().backward()
+    assert exchange(engine)  # still at work, with the old groups
+    assert (engine.plan, engine.step) == (before, 1)
     return told
 
 
@@ -319,6 +322,7 @@ def balance(layout: str, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     for batch in batches(5, torch.float64):
         ddp.zero_grad()
         ddp(batch).square().mean().backward()
+        exchange(engine)
         applied += torch.cat([p.grad.flatten() for p in ddp.parameters()])
         alone(batch).square().mean().backward()  # gradients add up in .grad
     given = torch.cat([p.grad.flatten() for p in alone.parameters()])
@@ -365,6 +369,7 @@ def unused(executor: str, messages: str = "step") -> dict[str, Any]:
     for step, use in enumerate(["both", "both", "right", ("left", "right")[rank]]):
         ddp.zero_grad()
         ddp(batches(4)[step], use).square().mean().backward()
+        exchange(engine)
         seen[step] = (
             ddp.module.left.weight.grad is None or bool((ddp.module.left.weight.grad == 0).all()),
             engine.residual("left.weight").clone(),
@@ -393,6 +398,7 @@ def unused_vectors(memory: ls.memories.Memory) -> list[tuple[str, bool, bool]]:
         before = [{k: v.clone() for k, v in g.memory.vectors(g.state.memory).items()} for g in engine.groups]
         ddp.zero_grad()
         ddp(batches(3)[step], use).square().mean().backward()
+        exchange(engine)
     for group, vectors in zip(engine.groups, before, strict=True):
         for name, vector in group.memory.vectors(group.state.memory).items():
             mine = torch.zeros_like(vector, dtype=torch.bool)
@@ -421,10 +427,12 @@ def two_backwards() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ddp, engine = wrapped("find_unused", sparsifier="top_k", density=0.05, grouping="bucket")
     first, second = batches(2)
     ddp(first, "left").square().mean().backward()
+    exchange(engine)
     average, residual = ddp.module.left.weight.grad.clone(), engine.residual("left.weight").clone()
     for p in (*ddp.module.trunk.parameters(), *ddp.module.head.parameters()):
         p.grad = None
     ddp(second, "right").square().mean().backward()
+    exchange(engine)
     return average, ddp.module.left.weight.grad, residual, engine.residual("left.weight")
 
 
@@ -437,14 +445,14 @@ def test_an_old_average_is_neither_sent_again_nor_changed(two_ranks: Ranks) -> N
 
 def poisoned(
     executor: str, bad: float, options: dict[str, Any], layer: str | None = None
-) -> tuple[list[Tensor], list[Tensor], Tensor]:
+) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
     """Three steps at fixed parameters; in the second one rank 1 has a bad number in its input, or in one gradient.
 
     Returns:
-        Averages and residuals after each step, and this rank's own gradient in the second one.
+        Averages and residuals after each step; what backward leaves in the second one, and this rank's own gradient.
     """
     ddp, engine = wrapped("default", executor=executor, density=0.05, **options)
-    grads, residuals, own = [], [], torch.empty(0)
+    grads, residuals, left, own = [], [], torch.empty(0), torch.empty(0)
     for step, batch in enumerate(batches(3)):
         hook = None
         if step == 1 and dist.get_rank() == 1:
@@ -460,9 +468,12 @@ def poisoned(
         ddp(batch).square().mean().backward()
         if hook is not None:
             hook.remove()
+        if step == 1:
+            left = torch.cat([p.grad.flatten() for p in ddp.parameters()])
+        assert exchange(engine) == (step != 1)
         grads.append(torch.cat([p.grad.flatten() for p in ddp.parameters()]))
         residuals.append(torch.cat([engine.residual(name) for name, _ in ddp.module.named_parameters()]).clone())
-    return grads, residuals, own
+    return grads, residuals, left, own
 
 
 @pytest.mark.parametrize(
@@ -474,12 +485,14 @@ def test_a_bad_number_on_one_rank_voids_the_step_on_all(two_ranks: Ranks, execut
         {"sparsifier": "exdyna"},
         {"sparsifier": ls.sparsifiers.HardThreshold(1e-3)},
     ):
-        for grads, residuals, own in two_ranks(poisoned, executor, bad, options):
+        for grads, residuals, left, _ in two_ranks(poisoned, executor, bad, options):
             assert grads[0].isfinite().all()
-            assert grads[1].isnan().all()
+            assert left.isnan().all()
+            assert not grads[1].any()
             assert grads[2].isfinite().all()
-            assert torch.equal(residuals[1], residuals[0] + own.where(own.isfinite(), 0.0))
+            assert torch.equal(residuals[1], residuals[0])  # nothing was absorbed: the batch is lost, as with DDP
             assert residuals[2].isfinite().all()
+            assert grads[2].any() and not torch.equal(residuals[2], residuals[1])
 
 
 def kept_dense() -> tuple[Tensor, Tensor, list[tuple[str, bool]], float]:
@@ -487,6 +500,7 @@ def kept_dense() -> tuple[Tensor, Tensor, list[tuple[str, bool]], float]:
     plain, _ = wrapped("default")
     [batch] = batches(1)
     ddp(batch).square().mean().backward()
+    exchange(engine)
     plain(batch).square().mean().backward()
     biases = [torch.cat([m.module.left.bias.grad, m.module.head.bias.grad]) for m in (ddp, plain)]
     summary = engine.summary()
@@ -527,16 +541,18 @@ class Refusing(ls.sparsifiers.Sparsifier):
 
 def failing(executor: str) -> str:
     ddp, _ = wrapped("small_buckets", sparsifier=Refusing(), executor=executor)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     for batch in batches(2):
+        ddp(batch).square().mean().backward()
         try:
-            ddp(batch).square().mean().backward()
+            optimizer.step()
         except ArithmeticError as error:
             return str(error)
     return ""
 
 
-def test_an_error_in_a_sparsifier_comes_out_of_backward() -> None:
-    with Ranks(2) as ranks:  # of its own: DDP is not usable after an error inside backward
+def test_an_error_in_a_sparsifier_comes_out_of_the_step() -> None:
+    with Ranks(2) as ranks:  # of its own: connections are closed by an error
         for executor in EXECUTORS:
             assert ranks(failing, executor) == ["second selection"] * 2
 
@@ -556,6 +572,7 @@ def summaries() -> tuple[dict[str, float], dict[str, dict[str, float]], dict[str
     empty = engine.summary()
     for batch in batches(3):
         ddp(batch).square().mean().backward()
+        exchange(engine)
     own = float(torch.cat([engine.residual(name) for name, _ in ddp.module.named_parameters()]).norm())
     result = engine.summary(), engine.group_summaries(), empty, own
     engine.close()
@@ -568,12 +585,14 @@ def bytes_with_flags() -> float:
     ddp, engine = wrapped("find_unused", sparsifier="top_k", density=0.05, grouping="model")
     [batch] = batches(1)
     ddp(batch, "left").square().mean().backward()
+    exchange(engine)
     return engine.summary()["traffic/sent_mb"] * 1e6
 
 
-def test_asking_which_parameters_were_used_counts_as_traffic(two_ranks: Ranks) -> None:
-    # One byte for each of the 8 parameters and a header of 16, besides the count and floor(0.05 * 8885) pairs.
-    assert two_ranks(bytes_with_flags) == pytest.approx([8 + 16 + 4 + 8 * 444] * 2)
+def test_what_ranks_say_they_do_counts_as_traffic(two_ranks: Ranks) -> None:
+    # 8 words of 8 bytes in backward and as many in the step, the last one for which of 8 parameters were used; and the
+    # count and floor(0.05 * 8885) pairs.
+    assert two_ranks(bytes_with_flags) == pytest.approx([2 * 64 + 4 + 8 * 444] * 2)
 
 
 def test_summary_combines_groups_and_ranks(two_ranks: Ranks) -> None:
@@ -583,12 +602,12 @@ def test_summary_combines_groups_and_ranks(two_ranks: Ranks) -> None:
         assert summary == results[0][0], "equal on all ranks"
         assert set(groups) == {"trunk", "left", "right", "head"}
         # k = floor(0.05 * numel) of 1260, 3660, 3660 and 305 coordinates, an int32 index and a float32 value each, one
-        # int32 count per group; in a ring of two every rank sends its own message once. The step has a header of
-        # 16 bytes.
+        # int32 count per group; in a ring of two every rank sends its own message once. Backward and the step have a
+        # header of 64 bytes each.
         assert [groups[name]["traffic/sent_mb"] for name in ("trunk", "left", "right", "head")] == [
             (4 + 8 * k) / 1e6 for k in (63, 183, 183, 15)
         ]
-        sent = sum(4 + 8 * k for k in (63, 183, 183, 15)) + 16
+        sent = sum(4 + 8 * k for k in (63, 183, 183, 15)) + 2 * 64
         assert summary["traffic/sent_mb"] == sent / 1e6
         assert summary["traffic/ratio"] == pytest.approx(4 * 8885 / sent)
         assert summary["padding_ratio"] == 1
@@ -604,6 +623,7 @@ def test_summary_combines_groups_and_ranks(two_ranks: Ranks) -> None:
 def closed() -> tuple[bool, bool]:
     ddp, engine = wrapped("default", sparsifier="top_k")
     ddp(batches(1)[0]).square().mean().backward()
+    exchange(engine)
     group = weakref.ref(engine.comm.group)
     before = group() is not None
     engine.close()
@@ -620,6 +640,7 @@ def test_one_rank_needs_no_network(one_rank: None) -> None:
     for batch in batches(3):
         ddp.zero_grad()
         ddp(batch).square().mean().backward()
+        exchange(engine)
     summary = engine.summary()
     assert summary["traffic/sent_mb"] == 0
     assert summary["density"] == pytest.approx(0.1, rel=0.01)
@@ -676,6 +697,7 @@ def train_and_listen(ask_hosts: bool, messages: str) -> tuple[Tensor, list[tuple
     return flat(ddp), [(group in averaged, on_cpu) for group, on_cpu in told]
 
 
+@pytest.mark.in_backward
 @pytest.mark.parametrize(("messages", "times"), [("group", 16), ("step", 4)])
 def test_which_parameters_are_used_is_asked_between_hosts(two_ranks: Ranks, messages: str, times: int) -> None:
     plain, asked = (two_ranks(train_and_listen, ask_hosts, messages) for ask_hosts in (False, True))

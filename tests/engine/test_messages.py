@@ -23,11 +23,12 @@ from lightning_sparse.engine.network import TorchCollective, drive_ranks
 from lightning_sparse.engine.skip import Decision, Header, digest_of
 from lightning_sparse.engine.state.record import Counts
 from lightning_sparse.methods.exchanges import GatherPairs
-from tests.covering import by_default, covering, in_turns
+from tests.covering import covering, in_turns
 from tests.engine.test_engine import balance, batches, poisoned, train, unused, wrapped
+from tests.engines import exchange
 from tests.gpu.models import Branches
 from tests.gpu.training import LAYOUTS
-from tests.ranks import Ranks
+from tests.ranks import Ranks, error_of
 from tests.streams import Streams
 from tests.trainers import EVERYTHING_SPARSE
 
@@ -57,23 +58,26 @@ def collectives(layout: str, options: dict[str, Any]) -> tuple[Counter[str], int
                 patch.setattr(network, "_all_gather", counting("all_gather", network._all_gather))
                 for name in ("all_reduce", "broadcast", "all_to_all_single"):
                     patch.setattr(dist, name, counting(name, getattr(dist, name)))
+            ddp.zero_grad()
             ddp(batch).square().mean().backward()
+            exchange(engine)
     groups = len(engine.plan)
     return seen, groups
 
 
-INTS, FLOATS, BYTES = (f"all_to_all_single {dtype}" for dtype in ("int32", "float32", "uint8"))
+WORDS, INTS, FLOATS, BYTES = (f"all_to_all_single {dtype}" for dtype in ("int64", "int32", "float32", "uint8"))
+AVERAGES = "all_reduce float32"
 
 
 TALKS: list[tuple[str, dict[str, Any], dict[str, int], int]] = [
-    # picks, parts of sums, sums: of several dtypes as bytes
-    ("default", {"grouping": "layer"}, {INTS: 3}, 4),
-    ("small_buckets", {"grouping": "bucket", "bucket_cap_mb": 0.01}, {INTS: 3}, 3),
-    ("default", MANY, {INTS: 1, BYTES: 2}, 5),
-    ("find_unused", {"grouping": "layer"}, {BYTES: 1, INTS: 3}, 4),
-    ("find_unused", MANY, {BYTES: 1 + 2, INTS: 1}, 5),
-    ("default", {**MANY, "sparsifier": "everything"}, {FLOATS: 2}, 5),
-    ("default", {"grouping": "layer", "sparsifier": "top_k"}, {INTS: 1}, 4),
+    # what ranks say in backward and in the step; picks, parts of sums, sums: of several dtypes as bytes
+    ("default", {"grouping": "layer"}, {WORDS: 2, INTS: 3}, 4),
+    ("small_buckets", {"grouping": "bucket", "bucket_cap_mb": 0.01}, {WORDS: 2, INTS: 3}, 3),
+    ("default", MANY, {WORDS: 2, INTS: 1, BYTES: 2}, 5),
+    ("find_unused", {"grouping": "layer"}, {WORDS: 2, INTS: 3}, 4),
+    ("find_unused", MANY, {WORDS: 2, INTS: 1, BYTES: 2}, 5),
+    ("default", {**MANY, "sparsifier": "everything"}, {AVERAGES: 1}, 5),  # DDP's own
+    ("default", {"grouping": "layer", "sparsifier": "top_k"}, {WORDS: 2, INTS: 1}, 4),
 ]
 
 
@@ -84,6 +88,7 @@ def test_a_step_talks_as_often_as_one_group(two_ranks: Ranks, case: int, executo
         assert seen == (expected, groups)
 
 
+@pytest.mark.in_backward
 def test_groups_that_travel_by_themselves_talk_for_each(two_ranks: Ranks) -> None:
     options = {"density": 0.05, "messages": "group", **MANY}
     for seen, groups in two_ranks(collectives, "find_unused", options):
@@ -128,6 +133,7 @@ def events(settings: dict[str, Any]) -> list[str]:
     return list(EVENTS)
 
 
+@pytest.mark.in_backward
 def test_local_work_begins_as_gradients_come_where_all_parameters_are_used(two_ranks: Ranks) -> None:
     """The head's 305 coordinates, the branches', and the trunk's, whose gradient comes last."""
     for seen in two_ranks(events, {}):
@@ -144,16 +150,10 @@ def test_local_work_begins_as_gradients_come_where_all_parameters_are_used(two_r
 # ---- The same bits
 
 
+@pytest.mark.in_backward
 @pytest.mark.parametrize(
     ("sparsifier", "executor"),
-    by_default(
-        covering(
-            in_turns([name for name, _ in ls.sparsifiers.SPARSIFIERS.items()], ["inline", "thread"]),
-            together=1,
-            seen_as=lambda sparsifier, executor: (ls.sparsifiers.SPARSIFIERS.resolve(sparsifier).agreement, executor),
-        ),
-        4,
-    ),
+    in_turns([name for name, _ in ls.sparsifiers.SPARSIFIERS.items()], ["inline", "thread"]),
 )
 def test_messages_that_travel_together_bring_the_same_bits(two_ranks: Ranks, sparsifier: str, executor: str) -> None:
     options = {"sparsifier": sparsifier, "density": 0.05, "executor": executor, **MANY}
@@ -172,11 +172,8 @@ MEMORIES: list[ls.memories.Memory] = [
 ]
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("memory", "dtype"),
-    covering(in_turns(MEMORIES, [torch.float32, torch.bfloat16, torch.float64]), together=1),
-)
+@pytest.mark.in_backward
+@pytest.mark.parametrize(("memory", "dtype"), in_turns(MEMORIES, [torch.float32, torch.bfloat16, torch.float64]))
 def test_memories_keep_the_same_bits_while_groups_wait_for_each_other(
     two_ranks: Ranks, memory: ls.memories.Memory, dtype: torch.dtype
 ) -> None:
@@ -199,7 +196,7 @@ def remembering(dtype: torch.dtype, options: dict[str, Any]) -> list[Tensor]:
     return [*(p.detach().clone() for p in ddp.parameters()), *vectors]
 
 
-@pytest.mark.thorough
+@pytest.mark.in_backward
 @pytest.mark.parametrize("exchange", ["gather_pairs", "reduce_union", "packed_union", "tree", "balanced"])
 def test_exchanges_that_travel_together_bring_the_same_bits(three_ranks: Ranks, exchange: str) -> None:
     """Integers that are summed, and floats that each rank adds up by itself; other sums may differ in the last bits."""
@@ -212,6 +209,7 @@ def test_exchanges_that_travel_together_bring_the_same_bits(three_ranks: Ranks, 
         torch.testing.assert_close(first[0][0], second[0][0], rtol=0, atol=1e-6)
 
 
+@pytest.mark.in_backward
 def test_the_default_brings_the_same_bits_on_four_ranks() -> None:
     with Ranks(4) as ranks:
         options = {"density": 0.05, "grouping": "layer"}
@@ -219,9 +217,9 @@ def test_the_default_brings_the_same_bits_on_four_ranks() -> None:
     assert all(torch.equal(parameters, first[0][0]) for parameters, _ in (*first, *second))
 
 
+@pytest.mark.in_backward
 @pytest.mark.parametrize(
-    ("sparsifier", "layout"),
-    covering(in_turns(["top_k", "exdyna", "everything"], ["small_buckets", "find_unused"]), together=1),
+    ("sparsifier", "layout"), in_turns(["top_k", "exdyna", "everything"], ["small_buckets", "find_unused"])
 )
 def test_density_1_is_plain_ddp_however_messages_travel(two_ranks: Ranks, sparsifier: str, layout: str) -> None:
     plain = two_ranks(train, layout, {})[0][0]
@@ -234,13 +232,15 @@ def test_density_1_is_plain_ddp_however_messages_travel(two_ranks: Ranks, sparsi
 # ---- What has to hold where groups travel by themselves, too; where they travel together, other tests see to it
 
 
+@pytest.mark.in_backward
 def test_no_gradient_is_lost_when_groups_travel_by_themselves(two_ranks: Ranks) -> None:
     options = {"sparsifier": "exdyna", "density": 0.05, "grouping": "layer", "messages": "group", "dense": ["head.*"]}
     for found, given in two_ranks(balance, "small_buckets", options):
         torch.testing.assert_close(found, given, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("executor", by_default(["thread", "inline"]))
+@pytest.mark.in_backward
+@pytest.mark.parametrize("executor", ["thread", "inline"])
 def test_unused_parameters_are_the_same_to_groups_that_travel_by_themselves(two_ranks: Ranks, executor: str) -> None:
     for first, second in zip(*(two_ranks(unused, executor, messages) for messages in BOTH), strict=True):
         for step, (zero, left, trunk) in first.items():
@@ -249,14 +249,15 @@ def test_unused_parameters_are_the_same_to_groups_that_travel_by_themselves(two_
             assert torch.equal(trunk, second[step][2])
 
 
+@pytest.mark.in_backward
 @pytest.mark.parametrize("messages", BOTH)
 def test_a_bad_number_in_one_of_many_groups_voids_the_step(two_ranks: Ranks, messages: str) -> None:
     for options in ({"sparsifier": "union_top_k"}, {"sparsifier": "top_k", "exchange": "tree"}):
         many = {**options, "grouping": "layer", "messages": messages}
         answers = two_ranks(poisoned, "thread", float("nan"), many, "head")
-        for grads, residuals, own in answers:
+        for grads, residuals, left, own in answers:
             assert grads[0].isfinite().all()
-            assert grads[1].isnan().all()
+            assert left.isnan().all() and grads[1].isnan().all()
             assert grads[2].isfinite().all()
             assert torch.equal(residuals[1], residuals[0] + own.where(own.isfinite(), 0.0))
         assert [bool(own.isfinite().all()) for *_, own in answers] == [True, False]
@@ -285,26 +286,35 @@ class Failing(GatherPairs):
         return update
 
 
-def failing(messages: str, executor: str, before: bool) -> tuple[str, list[str]]:
-    options = {"exchange": Failing(305, before), "grouping": "layer", "messages": messages, "executor": executor}
-    ddp, _ = wrapped("small_buckets", sparsifier="top_k", density=0.05, **options)
+def failing(options: dict[str, Any], before: bool) -> tuple[str, list[str]]:
+    options = {"exchange": Failing(305, before), "grouping": "layer", **options}
+    ddp, engine = wrapped("small_buckets", sparsifier="top_k", density=0.05, **options)
     for batch in batches(3):
         try:
             ddp(batch).square().mean().backward()
+            exchange(engine)
         except Exception as error:
             return type(error).__name__, getattr(error, "__notes__", [])
     return "", []
 
 
-@pytest.mark.parametrize(
-    ("messages", "executor", "before"), covering(product(BOTH, ["inline", "thread"], [True, False]), together=1)
-)
-def test_an_error_names_its_group_and_ends_the_step_on_all_ranks(messages: str, executor: str, before: bool) -> None:
-    with Ranks(2) as ranks:  # of its own: DDP is not usable after an error inside backward
-        (lost, _), (kind, notes) = ranks(failing, messages, executor, before)
+def check_failing(options: dict[str, Any], before: bool) -> None:
+    with Ranks(2) as ranks:  # of its own: an error closes connections
+        (lost, _), (kind, notes) = ranks(failing, options, before)
     assert lost == "LostRankError"
     assert kind == "ArithmeticError"
     assert notes == ["sparse_ddp: in the exchange of group 'head', step 1, rank 1"]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_an_error_names_its_group_and_ends_the_step_on_all_ranks(before: bool) -> None:
+    check_failing({}, before)
+
+
+@pytest.mark.in_backward
+@pytest.mark.parametrize(("messages", "executor", "before"), [*product(BOTH, ["inline", "thread"], [True, False])])
+def test_an_error_in_backward_names_its_group(messages: str, executor: str, before: bool) -> None:
+    check_failing({"messages": messages, "executor": executor}, before)
 
 
 class OneRankFails(ls.density.Constant):
@@ -333,7 +343,7 @@ def failing_locally(where: str, options: dict[str, Any]) -> tuple[str, list[str]
     model = Branches()
     model.trunk.bias.requires_grad_(where != "thawed")
     ddp = DistributedDataParallel(model, **LAYOUTS["small_buckets"])
-    ls.attach(ddp, rules=EVERYTHING_SPARSE, timeout=timedelta(seconds=20), **options)
+    engine = ls.attach(ddp, rules=EVERYTHING_SPARSE, timeout=timedelta(seconds=20), **options)
     for number, batch in enumerate(batches(4)):
         if number == 1 and dist.get_rank() == 1:
             model.trunk.bias.requires_grad_(True)
@@ -341,27 +351,39 @@ def failing_locally(where: str, options: dict[str, Any]) -> tuple[str, list[str]
         begin = time.monotonic()
         try:
             ddp(batch).square().mean().backward()
+            exchange(engine)
         except Exception as error:
             return type(error).__name__, getattr(error, "__notes__", []), time.monotonic() - begin < 10
     return "", [], False
 
 
-FAILING: dict[str, tuple[dict[str, Any], str]] = {
-    "schedule": ({"density": OneRankFails(0.05)}, "in backward"),
-    "memory": ({"memory": DoesNotSettle()}, "in settling the step"),
-    "thawed": ({}, "before the first exchange"),
+FAILING: dict[str, tuple[dict[str, Any], str, str]] = {
+    "schedule": ({"density": OneRankFails(0.05)}, "in the exchange of group 'head'", "in backward"),
+    "memory": ({"memory": DoesNotSettle()}, "in the exchange", "in settling the step"),
+    "thawed": ({}, "before the first exchange", "before the first exchange"),
 }
+"""Settings, and the places of errors in a step and in backward."""
 
 
-@pytest.mark.parametrize(("where", "messages"), covering(in_turns(list(FAILING), BOTH), together=1))
-def test_nobody_waits_for_a_rank_that_fails_beside_its_exchange(where: str, messages: str) -> None:
-    settings, place = FAILING[where]
+def check_failing_locally(where: str, place: str, options: dict[str, Any]) -> None:
     with Ranks(2) as ranks:
-        options = {"executor": "thread", "grouping": "layer", "messages": messages, **settings}
-        (lost, _, soon), (kind, notes, _) = ranks(failing_locally, where, options)
+        (lost, _, soon), (kind, notes, _) = ranks(failing_locally, where, {"grouping": "layer", **options})
     assert (lost, soon) == ("LostRankError", True)
     assert kind in ("ArithmeticError", "RuntimeError")
     assert notes == [f"sparse_ddp: {place}, step 1, rank 1"]
+
+
+@pytest.mark.parametrize("where", FAILING)
+def test_nobody_waits_for_a_rank_that_fails_beside_its_exchange(where: str) -> None:
+    settings, place, _ = FAILING[where]
+    check_failing_locally(where, place, settings)
+
+
+@pytest.mark.in_backward
+@pytest.mark.parametrize(("where", "messages"), in_turns(list(FAILING), BOTH))
+def test_nobody_waits_in_backward_for_a_rank_that_fails_beside_its_exchange(where: str, messages: str) -> None:
+    settings, _, place = FAILING[where]
+    check_failing_locally(where, place, {"executor": "thread", "messages": messages, **settings})
 
 
 def drifting(what: str, options: dict[str, Any]) -> tuple[str, int, bool]:
@@ -386,13 +408,34 @@ def drifting(what: str, options: dict[str, Any]) -> tuple[str, int, bool]:
     return "", engine.step, False
 
 
+def other_settings() -> tuple[str, int, bool]:
+    """The same of ranks that exchange when an optimizer steps, where nothing is absorbed before that."""
+    ddp, engine = wrapped("default", density=0.05, grouping="layer")
+    first, second = batches(2)
+    ddp(first).square().mean().backward()
+    exchange(engine)
+    before = [engine.residual(name).clone() for name in engine.parameters]
+    engine.router._digest += dist.get_rank()
+    told = error_of(lambda: ddp(second).square().mean().backward())
+    after = [engine.residual(name) for name in engine.parameters]
+    return told, engine.step, all(map(torch.equal, before, after))
+
+
+def test_ranks_whose_settings_have_drifted_apart_are_told_before_anything_is_absorbed() -> None:
+    with Ranks(2) as ranks:
+        for told, step, kept in ranks(other_settings):
+            assert "rank 0 ends a backward; rank 1 ends a backward, with other settings or groups than rank 0" in told
+            assert (step, kept) == (1, True)
+
+
 DRIFTED = {
     "step": "What differs: step (1 on rank 0, 7 on rank 1).",
     "settings": "What differs: settings or groups (on rank 1).",
 }
 
 
-@pytest.mark.parametrize(("what", "executor"), covering(in_turns(list(DRIFTED), ["inline", "thread"]), together=1))
+@pytest.mark.in_backward
+@pytest.mark.parametrize(("what", "executor"), [*product(DRIFTED, ["inline", "thread"])])
 def test_ranks_that_have_drifted_apart_are_told_before_anything_counts(what: str, executor: str) -> None:
     with Ranks(2) as ranks:
         answers = ranks(drifting, what, {"executor": executor, "grouping": "layer"})

@@ -1,4 +1,7 @@
-"""Skipped steps are passed over without waiting where the optimizer can: on streams, played on the CPU."""
+"""Skipped steps are as if they had not been; in backward, nobody waits for them where the optimizer can skip by itself.
+
+On streams, played on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from torch.optim import Optimizer
 
 import lightning_sparse as ls
 from tests.covering import by_default
+from tests.paths import in_steps
 from tests.streams import Streams
 from tests.trainers import EVERYTHING_SPARSE, flat
 
@@ -46,7 +50,8 @@ class Run:
         alone = {"single_device": "sparse", "executor": "inline", "watch": None}
         self.engine = ls.attach(self.ddp, density=0.1, rules=EVERYTHING_SPARSE, **alone, **options)
         self.optimizer = make(list(self.ddp.parameters()))
-        self.skip = (lambda optimizer: None) if skip is None else getattr(self.engine, skip)
+        by_itself = skip is None or in_steps()
+        self.skip = (lambda optimizer: None) if by_itself else getattr(self.engine, skip)
         self.waits: list[int] = []
         """Times that the host waited between the end of each backward and that of the optimizer's step."""
 
@@ -72,6 +77,27 @@ def equal(a: Run, b: Run) -> bool:
     return torch.equal(flat(a.ddp), flat(b.ddp))
 
 
+@pytest.mark.parametrize("where", ["streams", "one_rank"])
+@pytest.mark.parametrize("name", by_default(sorted([*FUSED, *OTHERS], key=lambda name: name not in FIRST), 3))
+@pytest.mark.parametrize("skips", by_default([{SKIPPED}, {0, 4}], 2))
+def test_a_skipped_step_is_as_if_it_had_not_been(
+    request: pytest.FixtureRequest, where: str, name: str, skips: set[int]
+) -> None:
+    request.getfixturevalue(where)
+    run = Run({**FUSED, **OTHERS}[name]).steps(skips)
+    without = Run({**FUSED, **OTHERS}[name])
+    for number in range(5):
+        if number in skips:
+            torch.randn(4, 20)  # the batch
+        else:
+            without.step()
+    assert equal(run, without)
+    assert (run.engine.step, run.engine.skipped_steps) == (5 - len(skips), len(skips))
+    for parameter in run.engine.parameters:
+        assert torch.equal(run.engine.residual(parameter), without.engine.residual(parameter))
+
+
+@pytest.mark.in_backward
 @pytest.mark.parametrize("name", FUSED)
 def test_fused_optimizers_skip_by_themselves_and_nobody_waits(streams: Streams, name: str) -> None:
     handed = Run(FUSED[name]).steps({SKIPPED}, streams)
@@ -86,6 +112,7 @@ def test_fused_optimizers_skip_by_themselves_and_nobody_waits(streams: Streams, 
     assert not streams.findings
 
 
+@pytest.mark.in_backward
 @pytest.mark.parametrize("name", by_default(FUSED, 2))
 def test_a_first_step_and_the_last_one_may_be_skipped(streams: Streams, name: str) -> None:
     handed = Run(FUSED[name]).steps({0, 4}, streams)
@@ -95,6 +122,7 @@ def test_a_first_step_and_the_last_one_may_be_skipped(streams: Streams, name: st
     assert (handed.engine.step, handed.engine.skipped_steps) == (3, 2)
 
 
+@pytest.mark.in_backward
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_optimizers_are_waited_for(streams: Streams, name: str) -> None:
     handed = Run(OTHERS[name]).steps({SKIPPED}, streams)
@@ -102,6 +130,7 @@ def test_other_optimizers_are_waited_for(streams: Streams, name: str) -> None:
     assert equal(handed, Run(OTHERS[name], skip="drop_skipped").steps({SKIPPED}))
 
 
+@pytest.mark.in_backward
 @pytest.mark.parametrize("name", by_default(sorted([*FUSED, *OTHERS], key=lambda name: name not in FIRST), 3))
 def test_the_engine_asks_by_itself_when_a_step_begins(streams: Streams, name: str) -> None:
     make = {**FUSED, **OTHERS}[name]
@@ -133,6 +162,26 @@ def test_a_scaler_that_the_engine_was_not_shown_skips_as_ever(one_rank: None, fu
     assert scaler.get_scale() == 2.0
 
 
+@pytest.mark.parametrize("name", ["SGD", "SGD with momentum", "AdamW", "not fused", "unknown"])
+def test_residuals_are_free_of_the_scale_of_a_scaler(one_rank: None, name: str) -> None:
+    """A power of two, which changes no digits, and of which some come to wait in one step and go in another."""
+    plain, scaled = (Run({**FUSED, **OTHERS}[name], skip=None) for _ in range(2))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+    for _ in range(6):
+        x = torch.randn(4, 20)
+        for run in (plain, scaled):
+            run.optimizer.zero_grad()
+            loss = run.ddp(x).square().mean()
+            (scaler.scale(loss) if run is scaled else loss).backward()
+            scaler.step(run.optimizer) if run is scaled else run.optimizer.step()
+        scaler.update()
+    assert scaler.get_scale() == 32.0
+    assert torch.equal(flat(plain.ddp), flat(scaled.ddp))
+    for parameter in plain.engine.parameters:
+        assert torch.equal(plain.engine.residual(parameter), scaled.engine.residual(parameter))
+
+
+@pytest.mark.in_backward
 @pytest.mark.parametrize("enabled", [True, False])
 def test_a_scaler_that_the_engine_was_not_shown_is_told_of_where_nothing_adapts(one_rank: None, enabled: bool) -> None:
     for kind in (torch.optim.SGD, torch.optim.AdamW):
@@ -148,6 +197,7 @@ def test_a_scaler_that_the_engine_was_not_shown_is_told_of_where_nothing_adapts(
         assert sum("scaler=scaler" in str(one.message) for one in told) == (enabled and kind is torch.optim.SGD)
 
 
+@pytest.mark.in_backward
 def test_beside_a_loss_scale_the_flag_is_the_scalers(streams: Streams) -> None:
     run = Run(FUSED["Adam"])
     scale = torch.ones(())
@@ -164,12 +214,13 @@ def test_parameters_of_others_are_not_held_back(streams: Streams) -> None:
         other.grad = torch.ones(3)
         before, own = other.detach().clone(), flat(run.ddp)
         (run.ddp(torch.randn(4, 20)).square().mean() * (float("inf") if skipped else 1.0)).backward()
-        run.engine.ignore_skipped(run.optimizer)
+        run.skip(run.optimizer)
         run.optimizer.step()
         assert not torch.equal(other, before)
         assert torch.equal(flat(run.ddp), own) == skipped
 
 
+@pytest.mark.in_backward
 def test_a_flag_does_not_outlast_the_step_it_was_meant_for(streams: Streams) -> None:
     run = Run(FUSED["Adam"])
     run.step()
@@ -183,6 +234,7 @@ def test_a_flag_does_not_outlast_the_step_it_was_meant_for(streams: Streams) -> 
     assert run.engine.skipped_steps == 1
 
 
+@pytest.mark.in_backward
 @pytest.mark.parametrize("where", ["streams", "one_rank"])
 def test_finite_gradients_of_a_skipped_step_wait(request: pytest.FixtureRequest, where: str) -> None:
     request.getfixturevalue(where)
@@ -206,6 +258,14 @@ def test_finite_gradients_of_a_skipped_step_wait(request: pytest.FixtureRequest,
     assert bool(flat(run.ddp).isfinite().all())
 
 
+def test_after_a_skipped_step_gradients_are_zeros(one_rank: None) -> None:
+    run = Run(FUSED["Adam"])
+    run.step()
+    run.step(skipped=True)
+    assert all(p.grad is not None and not p.grad.any() for p in run.ddp.parameters())
+
+
+@pytest.mark.in_backward
 def test_where_the_host_knows_gradients_are_dropped(one_rank: None) -> None:
     run = Run(FUSED["Adam"])
     run.step()
@@ -213,6 +273,7 @@ def test_where_the_host_knows_gradients_are_dropped(one_rank: None) -> None:
     assert all(p.grad is None for p in run.ddp.parameters())
 
 
+@pytest.mark.in_backward
 def test_an_engine_that_ends_leaves_no_flag_behind(streams: Streams) -> None:
     run = Run(FUSED["Adam"])
     run.step()
@@ -270,6 +331,7 @@ def test_an_engine_that_another_one_has_replaced_takes_nothing_away(streams: Str
         assert not torch.equal(flat(again), before)
 
 
+@pytest.mark.in_backward
 def test_of_what_the_host_has_heard_it_is_told_without_waiting(streams: Streams) -> None:
     run = Run(FUSED["Adam"])
     run.step()

@@ -19,6 +19,7 @@ from lightning_sparse.engine.executor import ExchangeStream
 from lightning_sparse.methods.grouping import make_plan
 from tests.covering import by_default
 from tests.integrations.test_telling import Lines
+from tests.paths import in_steps
 from tests.streams import FakeStream, Streams
 
 SPARSE = ls.Rules(dense_ndim=0, dense_numel=0)
@@ -46,10 +47,14 @@ class Training:
         self.engine = ls.attach(self.ddp, single_device="sparse", **chosen | options)
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.1, momentum=momentum)
         self.engine.bind([self.optimizer])
+        self.max_norm: float | None = None
 
     def step(self, branches: str = "left+right", scale: float = 1.0) -> None:
         (scale * self.ddp(torch.randn(4, 30), branches).square().mean()).backward()
-        self.engine.ignore_skipped(self.optimizer)
+        if not in_steps():
+            self.engine.ignore_skipped(self.optimizer)
+        elif self.max_norm is not None:
+            self.engine.clip_grad_norm_(self.ddp.parameters(), self.max_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -136,7 +141,10 @@ def sharded_replicas() -> None:
 def clipped_gradients() -> None:
     for algorithm in ("norm", "value"):
         training = Training()
-        training.engine.clip_gradients(0.1, algorithm)
+        if in_steps():
+            training.max_norm = 0.1
+        else:
+            training.engine.clip_gradients(0.1, algorithm)
         training.steps(3)
 
 
@@ -263,16 +271,27 @@ RUNS: list[Callable[[], None]] = [
 
 
 @pytest.mark.filterwarnings("ignore:Nothing is sparsified")
-@pytest.mark.parametrize("run", by_default(RUNS, 8), ids=lambda run: run.__name__)
+@pytest.mark.parametrize(
+    "run",
+    [*by_default(RUNS, 8), *(pytest.param(run, marks=pytest.mark.in_backward) for run in RUNS)],
+    ids=lambda run: run.__name__,
+)
 def test_streams_wait_for_each_other_and_memory_is_not_given_back_in_use(
     streams: Streams, run: Callable[[], None]
 ) -> None:
     run()
-    assert any(life.uses.keys() >= {"main", "side"} for life in streams.lives.values())
+    beside = any(life.uses.keys() >= {"main", "side"} for life in streams.lives.values())
+    assert beside != (in_steps() and run is as_ddp_does)  # where DDP averages alone
     assert not streams.findings, "\n".join(dict.fromkeys(streams.findings))
 
 
-def test_a_step_of_adam_waits_for_nobody(streams: Streams) -> None:
+@pytest.mark.parametrize(
+    # In steps, for whether gradients are finite and then for whether averages are; in backward for the step before,
+    # which is long over.
+    "waits",
+    [(1, 1), pytest.param((1, 0), marks=pytest.mark.in_backward)],
+)
+def test_a_step_of_adam_hardly_waits(streams: Streams, waits: tuple[int, int]) -> None:
     training = Training()
     training.optimizer = torch.optim.AdamW(training.ddp.parameters(), fused=True)
     training.engine.bind([training.optimizer])
@@ -280,11 +299,13 @@ def test_a_step_of_adam_waits_for_nobody(streams: Streams) -> None:
     before = streams.host_waits
     training.ddp(torch.randn(4, 30), "left+right").square().mean().backward()
     begun = streams.host_waits
-    training.engine.ignore_skipped(training.optimizer)
+    if not in_steps():
+        training.engine.ignore_skipped(training.optimizer)
     training.optimizer.step()
-    assert (begun - before, streams.host_waits - begun) == (1, 0)  # for the step before, which is long over
+    assert (begun - before, streams.host_waits - begun) == waits
 
 
+@pytest.mark.in_backward
 @pytest.mark.parametrize(
     ("make", "name"),
     [
@@ -310,8 +331,10 @@ def test_an_optimizer_that_makes_the_host_wait_is_named_once(
 @pytest.mark.parametrize(
     ("forgotten", "run"),
     [
-        ("wait_event", plain_steps),
-        ("wait_event", unused_parameters),
+        pytest.param("wait_event", plain_steps, marks=pytest.mark.in_backward),
+        pytest.param("wait_event", unused_parameters, marks=pytest.mark.in_backward),
+        ("wait_stream", plain_steps),
+        ("wait_stream", unused_parameters),
         ("wait_stream", flush),
         ("wait_stream", sharded_replicas),
     ],
@@ -330,6 +353,7 @@ def test_a_backward_that_does_not_wait_for_shards_is_noticed(streams: Streams, m
     assert streams.findings
 
 
+@pytest.mark.in_backward
 def test_a_flag_that_is_read_before_it_has_come_is_noticed(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.streams.FakeEvent.synchronize", lambda self: None)
     a_skipped_step()

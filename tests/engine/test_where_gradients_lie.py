@@ -1,4 +1,4 @@
-"""Gradients are worked on in DDP's buckets, with others in between, and give the same as in one vector."""
+"""Gradients are worked on where they lie, with others in between, and give the same as in one vector."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.messages import Steps
 from lightning_sparse.engine.pipeline import GroupReducer
 from tests.covering import by_default, covering
+from tests.paths import in_steps
 from tests.ranks import Ranks
 
 SKIPPED, UNUSED = 2, 3
@@ -67,7 +68,7 @@ def train(
     torch.manual_seed(0)
     ddp = DistributedDataParallel(Tower().to(dtype), find_unused_parameters=unused, bucket_cap_mb=0.01)
     engine = ls.attach(ddp, **{"density": 0.05, **options}, watch=None, executor="inline")
-    if scale is not None:
+    if scale is not None:  # which is asked for in backward alone
         engine.loss_scale = lambda: torch.tensor(scale)
     parameters, seen = list(ddp.parameters()), []
     runs.clear()
@@ -80,12 +81,13 @@ def train(
         loss = ddp(x, not (unused and step == UNUSED)).float().square().mean()
         with mock.patch.object(GroupReducer, "exchange_steps", in_one_vector if flat else in_runs):
             (loss if scale is None else scale * loss).backward()
+            if in_steps():
+                engine.router.exchange(list(engine.parameters), None if scale is None else torch.tensor(scale))
         seen += [torch.zeros(0) if p.grad is None else p.grad.clone() for p in parameters]
         with torch.no_grad():
             for parameter in parameters:
                 if step != SKIPPED and parameter.grad is not None:
                     parameter.sub_(parameter.grad, alpha=0.01 / (scale or 1.0))
-        engine.count_as_applied()
         for group in engine.groups:
             seen += [vector.clone() for vector in group.memory.vectors(group.state.memory).values()]
     return max(runs, default=0), [x.flatten() for x in seen]
@@ -120,9 +122,15 @@ AXES: list[list[Any]] = [
 """Grouping, dtype, memory, method, loss scale, and whether parameters stay unused."""
 
 
+CELLS = [tuple(axis[number % len(axis)] for axis in AXES) for number in range(60)]
+IN_BACKWARD = [
+    pytest.param(*cell, id=f"in_backward-{n}", marks=pytest.mark.in_backward) for n, cell in enumerate(CELLS)
+]
+
+
 @pytest.mark.parametrize(
     ("grouping", "dtype", "memory", "method", "scale", "unused"),
-    by_default(covering((tuple(axis[number % len(axis)] for axis in AXES) for number in range(60)), together=1), 4),
+    [*by_default(covering(CELLS, together=1), 4), *IN_BACKWARD],
 )
 def test_steps_are_those_of_one_vector(
     two_ranks: Ranks,
@@ -136,7 +144,7 @@ def test_steps_are_those_of_one_vector(
     options = {**METHODS[method], "grouping": grouping, "memory": memory}
     apart, whole = (two_ranks(train, options, dtype, unused, scale, flat) for flat in (False, True))
     for (most, ours), (_, expected) in zip(apart, whole, strict=True):
-        assert most > 1 or grouping == "layer"
+        assert most > 1 or grouping == "layer" or (most == 0 and method == "everything")  # left to DDP
         assert len(ours) == len(expected)
         for a, b in zip(ours, expected, strict=True):
             assert a.dtype == b.dtype

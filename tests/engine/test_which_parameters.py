@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
+from lightning_sparse.engine import Engine
 from tests.covering import by_default, covering, in_turns
-from tests.ranks import Ranks
+from tests.engines import exchange
+from tests.ranks import Ranks, error_of
 
 
 def model() -> nn.Sequential:
@@ -25,9 +27,11 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(20, 60), nn.Tanh(), nn.Linear(60, 40), nn.Tanh(), nn.Linear(40, 4))
 
 
-def gradients(ddp: DistributedDataParallel, batch: Tensor) -> dict[str, Tensor]:
+def gradients(ddp: DistributedDataParallel, batch: Tensor, engine: Engine | None = None) -> dict[str, Tensor]:
     ddp.zero_grad()
     ddp(batch).square().mean().backward()
+    if engine is not None:
+        exchange(engine)
     return {name: p.grad.clone() for name, p in ddp.module.named_parameters() if p.grad is not None}
 
 
@@ -39,7 +43,7 @@ def side_by_side(rules: ls.Rules | None, grouping: str, executor: str) -> Any:
     seen = []
     for _ in range(5):
         batch = torch.randn(8, 20, generator=generator)
-        seen.append((gradients(plain, batch), gradients(ours, batch)))
+        seen.append((gradients(plain, batch), gradients(ours, batch, engine)))
         for p in [*plain.parameters(), *ours.parameters()]:
             p.data.mul_(0.9)
     plan = engine.plan
@@ -90,21 +94,40 @@ def test_ranks_with_other_densities_are_told(two_ranks: Ranks) -> None:
         assert "densities={'0.weight': 0.2}" in told
 
 
-def optimizers_that_differ() -> str:
+def optimizers_that_differ(bound: bool) -> str:
     module = model()
     ddp = DistributedDataParallel(module)
     engine = ls.attach(ddp, timeout=timedelta(seconds=60))
     kind = torch.optim.AdamW if dist.get_rank() else torch.optim.SGD
-    engine.bind([kind(ddp.parameters(), lr=0.1)])
+    optimizer = kind(ddp.parameters(), lr=0.1)
+    if bound:
+        engine.bind([optimizer])
     began = time.monotonic()
-    with pytest.raises(RuntimeError, match="The ranks disagree") as caught:
+
+    def step() -> None:
         ddp(torch.ones(2, next(module.parameters()).shape[1])).sum().backward()
+        optimizer.step()
+
+    told = error_of(step)
     assert time.monotonic() - began < 30
-    return str(caught.value)
+    return told
 
 
 def test_ranks_with_other_optimizers_are_told(two_ranks: Ranks) -> None:
-    for told in two_ranks(optimizers_that_differ):
+    for told in two_ranks(optimizers_that_differ, False):
+        assert told.startswith("RuntimeError: The ranks disagree")
+        assert "memory for the optimizers (Residual" in told and "SecondMoment" in told
+
+
+def test_ranks_that_have_bound_other_optimizers_are_told_in_backward(two_ranks: Ranks) -> None:
+    for told in two_ranks(optimizers_that_differ, True):
+        assert "rank 0 ends a backward; rank 1 ends a backward, with other settings or groups than rank 0" in told
+
+
+@pytest.mark.in_backward
+def test_in_backward_they_are_told_of_their_memories(two_ranks: Ranks) -> None:
+    for told in two_ranks(optimizers_that_differ, True):
+        assert told.startswith("RuntimeError: The ranks disagree")
         assert "memory for the optimizers (Residual" in told and "SecondMoment" in told
 
 

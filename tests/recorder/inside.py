@@ -9,7 +9,9 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Generator
+import threading
+from collections.abc import Callable, Generator, Iterator, MutableSequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,51 @@ def pin_digest() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("lightning_sparse") and hasattr(module, "digest_of"):
             module.digest_of = lambda *_: 0x0123_4567_89AB_CDEF >> 2  # type: ignore[attr-defined]
+
+
+class OfRank(MutableSequence[Any]):
+    """A list of each thread: ranks are threads here, and see nothing of each other."""
+
+    def __init__(self) -> None:
+        self._lists = threading.local()
+
+    @property
+    def _mine(self) -> list[Any]:
+        return self._lists.__dict__.setdefault("mine", [])
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._mine[place]
+
+    def __setitem__(self, place: Any, value: Any) -> None:
+        self._mine[place] = value
+
+    def __delitem__(self, place: Any) -> None:
+        del self._mine[place]
+
+    def __len__(self) -> int:
+        return len(self._mine)
+
+    def insert(self, place: int, value: Any) -> None:
+        self._mine.insert(place, value)
+
+
+@contextmanager
+def ranks_apart() -> Iterator[None]:
+    """Let steps of optimizers find the engine of their own rank, and no other one of the process."""
+    found = [module for name, module in sys.modules.items() if name.endswith(".optimizers.binding")]
+    before = [module._bindings for module in found]  # type: ignore[attr-defined]
+    for module in found:
+        module._bindings = OfRank()  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for module, bindings in zip(found, before, strict=True):
+            module._bindings = bindings  # type: ignore[attr-defined]
+
+
+def in_steps(engine: Any) -> bool:
+    """Whether gradients are exchanged when an optimizer steps, and not in backward."""
+    return getattr(engine._binding, "exchanges", False)
 
 
 def public_names() -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _create_work_from_future, _set_thread_isolation_mode
+from torch._C._distributed_c10d import _set_thread_isolation_mode
 from torch.distributed import distributed_c10d
 from torch.futures import Future
 from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
@@ -140,38 +140,38 @@ class Group(dist.ProcessGroup):
         for x in tensors:
             total = reduce(add, self._meet(f"all_reduce {name}", x))
             x.detach().copy_(total / self.n if name == "AVG" else total)
-        return _done(tensors)
+        return Done(tensors)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         """Of ``all_gather_object`` alone: facts that ranks compare, and not what a step sends."""
         for out, row in zip(outputs[0], self._meet("all_gather of objects", inputs[0], noted=False), strict=True):
             out.detach().copy_(row)
-        return _done(outputs)
+        return Done(outputs)
 
     def all_gather_single(self, output: Tensor, x: Tensor, opts: Any = None) -> Any:
         output.detach().view(-1).copy_(torch.cat([row.view(-1) for row in self._meet("all_gather", x)]))
-        return _done(output)
+        return Done(output)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
         for x in tensors:
             x.detach().copy_(self._meet(f"broadcast {opts.rootRank}", x)[opts.rootRank])
-        return _done(tensors)
+        return Done(tensors)
 
     def all_to_all_single(self, output: Tensor, x: Tensor, *sizes: Any) -> Any:
         rows = self._meet("all_to_all", x)
         output.detach().copy_(torch.cat([row.chunk(self.n)[self.rank_here] for row in rows]))
-        return _done(output)
+        return Done(output)
 
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Any:
         for x in tensors:
             self.threads.sent[self.rank_here].append((f"send {to}", x.detach().clone()))
             self.meeting.given[self.rank_here, to].put(x.detach().clone())
-        return _done(tensors)
+        return Done(tensors)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Any:
         for x in tensors:
             x.detach().copy_(self.meeting.given[source, self.rank_here].get(timeout=SECONDS))
-        return _done(tensors)
+        return Done(tensors)
 
     def barrier(self, opts: Any = None) -> Any:
         return self.allreduce([torch.ones(1)])
@@ -179,10 +179,19 @@ class Group(dist.ProcessGroup):
     _allgather_base, alltoall_base = all_gather_single, all_to_all_single
 
 
-def _done(result: Any) -> Any:
-    future: Future[Any] = Future()
-    future.set_result(result)
-    return _create_work_from_future(future)
+class Done(dist.Work):
+    """A collective that is over when it begins: ranks have met in it."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self.future: Future[Any] = Future()
+        self.future.set_result(result)
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def get_future(self) -> Future[Any]:
+        return self.future
 
 
 def _create(options: Any, _: Any) -> Group:

@@ -27,6 +27,8 @@ from tests.recorder import inside
 SHAPES = ((24, 20), (20, 20), (30, 16), (9, 3))
 """Of the weights of layers; the last one is so small that it stays dense. Each layer has a bias beside it."""
 LR, PULL = 0.05, 0.3
+EXCHANGES = "where gradients are exchanged"
+"""What the first entry of a recording says."""
 
 
 class Entry(NamedTuple):
@@ -113,7 +115,7 @@ def steps_of(one: dict[str, str], steps: int = 20) -> Recording:
         inside.pin_digest()
         engine = ls.attach(ddp, **keywords(one), scaler=scaler)
         engine.bind([optimizer])
-        if one["also"] in ("norm", "value"):
+        if one["also"] in ("norm", "value") and not inside.in_steps(engine):
             engine.clip_gradients(3.0, one["also"])
         return engine
 
@@ -130,6 +132,7 @@ def steps_of(one: dict[str, str], steps: int = 20) -> Recording:
         ddp, optimizer = wrapped(), optimizer_of(one["optimizer"], model)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8) if also == "scaler" else None
         engine = attach(ddp, optimizer, scaler)
+        entries[rank].extend(plain(0, rank, EXCHANGES, "in steps" if inside.in_steps(engine) else "in backward"))
         for step in range(steps):
             event = plan.events.get(step, "")
 
@@ -156,31 +159,28 @@ def steps_of(one: dict[str, str], steps: int = 20) -> Recording:
                 ddp.require_backward_grad_sync = part == parts - 1
                 loss = ddp(gradients_of(model, parts * step + part, rank, n, event, layout))
                 (loss if scaler is None else scaler.scale(loss)).backward()
-            for name, p in model.named_parameters():
+            if also == "norm" and inside.in_steps(engine):
+                engine.clip_grad_norm_(model.parameters(), 3.0)
+            if also == "value" and inside.in_steps(engine):
+                torch.nn.utils.clip_grad_value_(model.parameters(), 3.0)
+            if scaler is None:
+                inside.member(engine, "ignore_skipped")(optimizer)
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+            skipped = inside.member(engine, "skipped")
+            for name, p in model.named_parameters() if not skipped else ():
                 note(f"gradient of {name}", p.grad)
-            for number, indices in enumerate(picks[rank]):
+            for number, indices in enumerate(sorted(picks[rank], key=lambda found: found.tolist())):
                 note(f"picks {number}", indices)
-            with threads.lock:  # what is done around steps of optimizers is done for one of a process at a time
-                if scaler is None:
-                    inside.member(engine, "ignore_skipped")(optimizer)
-                    optimizer.step()
-                else:
-                    scaler.step(optimizer)
-                    scaler.update()
             for number, (kind, x) in enumerate(threads.sent[rank]):
                 note(f"message {number} ({kind})", x)
             for name, p in model.named_parameters():
                 note(f"weight {name}", p)
             note("state", inside.state_of(engine))
-            note("skipped", inside.member(engine, "skipped"))
+            note("skipped", skipped)
             note("logged", inside.logged_by(engine))
-        step_alone = optimizer.step
-
-        def in_turn(*args: Any) -> Any:
-            with threads.lock:
-                return step_alone(*args)
-
-        optimizer.step = in_turn
         ls.flush(engine, [optimizer])
         for name, p in model.named_parameters():
             entries[rank].extend(plain(steps, rank, f"weight {name} after ls.flush", p))
@@ -190,6 +190,7 @@ def steps_of(one: dict[str, str], steps: int = 20) -> Recording:
     with ExitStack() as undo:
         undo.callback(inside.watch_picks(lambda indices: picks[dist.get_rank()].append(indices)))
         undo.enter_context(warnings.catch_warnings(action="ignore"))
+        undo.enter_context(inside.ranks_apart())
         threads.run(job)
     order = [entry for of_rank in entries for entry in of_rank]
     return sorted(order, key=lambda entry: entry.step)  # and by rank, as they were

@@ -33,6 +33,10 @@ UNFINISHED = (
     "A backward did not reach all parameters, so that DistributedDataParallel still waits for the gradients of some, "
     "and ranks would step with their own. Wrap the model with find_unused_parameters=True."
 )
+CAPTURED = (
+    "{} takes a step that is captured in a CUDA graph. An exchange has messages between hosts, which a graph does not "
+    "repeat. Capture forward and backward alone."
+)
 TWO = (
     "Two optimizers step {} after one backward. The first one has exchanged its gradient, and the second one would "
     "step with an average that is meant for the first. Call backward before each of the two steps, or let one of them "
@@ -189,6 +193,8 @@ class StepBinding(OptimizerBinding):
             problem = UNFINISHED
         elif torch._C._current_graph_task_id() != -1 and not stepper.steps_aside:
             problem = INSIDE.format(type(optimizer).__name__)
+        elif stepper.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            problem = CAPTURED.format(type(optimizer).__name__)
         for name in held:
             by, average = self._averaged.get(name, (None, None))
             if by is not None and stepper.parameters[name].grad is average and not stepper.is_fresh(name):

@@ -45,7 +45,8 @@ class DenseFallback:
 
     Both are measured again when the step time has changed by a factor of 1.5; if the choice is the same again, the
     interval of the checks is doubled. In dense steps, DDP's own buckets are averaged, in full; residuals are sent in
-    the first of them.
+    the first of them. DDP averages in backward, and sparse gradients are exchanged when the optimizer steps: compared
+    are whole steps, from one exchange to the next.
 
     Args:
         sizes: of all parameters, in order of registration.

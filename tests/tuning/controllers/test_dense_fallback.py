@@ -24,6 +24,7 @@ from lightning_sparse.tuning.controllers import dense_fallback as module
 from lightning_sparse.tuning.performance.cost import Line
 from tests.covering import by_default, covering
 from tests.integrations.test_fabric import FABRICS, SPARSE, Run, close
+from tests.paths import exchanging
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE
 from tests.tuning.controllers.models import Balance, batches, fix_costs, flat, grads, residuals, still, wrapped
@@ -284,19 +285,12 @@ def balance(options: dict[str, Any], rigged: tuple[float, float]) -> list[tuple[
 
 
 RIGGED = [(1.0, 2.0), (2.0, 1.0)]
-EXECUTORS = ["inline", "thread"]
+EXECUTORS = ["auto", pytest.param("thread", marks=pytest.mark.in_backward)]
 
 
+@pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize(
-    ("sparsifier", "rigged", "executor"),
-    by_default(
-        covering(
-            product(["top_k", "union_top_k", "exdyna"], RIGGED, EXECUTORS),
-            together=1,
-            seen_as=lambda sparsifier, rigged, executor: (sparsifier, (rigged, executor)),
-        ),
-        2,
-    ),
+    ("sparsifier", "rigged"), by_default(covering(product(["top_k", "union_top_k", "exdyna"], RIGGED), together=1), 2)
 )
 def test_no_residual_is_lost_between_sparse_and_dense(
     two_ranks: Ranks, sparsifier: str, rigged: tuple[float, float], executor: str
@@ -309,7 +303,8 @@ def test_no_residual_is_lost_between_sparse_and_dense(
         assert changes == (4 if modes[-1] == "sparse" else 3)
         for before, mode, direct, held, missing in zip(["sparse", *modes], *zip(*seen, strict=True), strict=False):
             torch.testing.assert_close(held, missing, rtol=0, atol=1e-13)
-            assert bool((held == 0).all()) == ("dense" in (before, mode))  # in the last step of a turn, DDP averages
+            late = before if executor == "auto" else mode  # groups change after backward, or when it begins
+            assert bool((held == 0).all()) == ("dense" in (late, mode))
             assert mode == "dense" or not direct
         # The first dense step sends what was left; the others are DDP's own.
         firsts = [i for i in range(1, len(modes)) if (modes[i - 1], modes[i]) == ("sparse", "dense")]
@@ -356,17 +351,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("layout", "rigged", "executor"),
-    by_default(
-        covering(
-            product(LAYOUTS, RIGGED, EXECUTORS),
-            together=1,
-            seen_as=lambda layout, rigged, executor: (layout, (rigged, executor)),
-        ),
-        3,
-    ),
-)
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize(("layout", "rigged"), by_default(covering(product(LAYOUTS, RIGGED), together=1), 3))
 def test_density_1_trains_like_plain_ddp(
     two_ranks: Ranks, layout: str, rigged: tuple[float, float], executor: str
 ) -> None:
@@ -470,6 +456,27 @@ def test_a_bad_number_in_the_first_dense_step_leaves_the_residual_to_the_next(tw
             torch.testing.assert_close(held, missing, rtol=0, atol=1e-13)
 
 
+def until_dense(kind: type[torch.optim.Optimizer], settings: dict[str, Any], in_steps: bool) -> list[Tensor]:
+    """Parameters after the steps of the first two turns."""
+    with exchanging(in_steps), rigged_training(LAYERS | {"sparsifier": "union_top_k"}) as (_, model, engine):
+        optimizer, seen = kind(model.parameters(), lr=0.01, **settings), []
+        engine.bind([optimizer])
+        for batch in batches(2 * (SHORT["WARMUP"] + SHORT["STEPS"]) + 1):
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+            seen.append(flat(model))
+        assert engine.totals.sent_bytes > 0 and engine.step == len(seen)
+    return seen
+
+
+@pytest.mark.parametrize(("kind", "settings"), [(torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9})])
+def test_turns_train_as_with_the_exchange_in_backward(two_ranks: Ranks, kind: Any, settings: dict[str, Any]) -> None:
+    before = two_ranks(until_dense, kind, settings, False)
+    for found in two_ranks(until_dense, kind, settings, True):
+        assert all(torch.equal(one, other) for one, other in zip(found, before[0], strict=True))
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("memory", [ls.memories.MomentumCorrection(0.5), ls.memories.AdamCorrection(0.5)], ids=repr)
 def test_memories_with_momentum_never_leave_ddp_alone(two_ranks: Ranks, memory: ls.memories.Memory) -> None:
@@ -551,6 +558,7 @@ def merged(rigged: tuple[float, float]) -> tuple[list[list[str]], list[str]]:
     return plans, modes
 
 
+@pytest.mark.in_backward
 def test_the_groups_of_a_profile_come_back(two_ranks: Ranks) -> None:
     first, second = two_ranks(merged, (1.0, 2.0))
     assert first == second

@@ -21,7 +21,7 @@ import lightning_sparse as ls
 from lightning_sparse.engine.agreement import checksum
 from lightning_sparse.methods.grouping import make_plan
 from lightning_sparse.tuning.controllers.watchdog import Watchdog
-from tests.covering import by_default, covering, in_turns
+from tests.covering import by_default
 from tests.ranks import RankError, Ranks
 from tests.trainers import make_data, make_module, make_trainer
 
@@ -29,6 +29,7 @@ SHAPES = {"a": (20, 30), "b": (30, 20), "c": (40, 15)}
 NUMEL = 600
 ALL_SPARSE = ls.Rules(dense_ndim=0, dense_numel=0)
 SPARSIFIERS = [name for name, _ in ls.sparsifiers.SPARSIFIERS.items()]
+EXECUTORS = ["auto", pytest.param("thread", marks=pytest.mark.in_backward)]
 QUICK = ("union_top_k", "exdyna", "sidco_e", "hard_threshold")
 
 Gradients = dict[str, Tensor]
@@ -63,17 +64,21 @@ class Training:
         self.model = DistributedDataParallel(Given().to(dtype), **ddp or {})
         chosen = {"rules": ALL_SPARSE, "sparsifier": "top_k", "density": 0.1, "single_device": "sparse", **options}
         self.engine = ls.attach(self.model, **chosen)
-        self.optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(self.model.parameters(), lr=0.0)]
-        self.done = 0
+        self.optimizers: list[Any] = [torch.optim.SGD(self.model.parameters(), lr=0.0)]
+        self.done, self.micro, self.looks = 0, 1, False
+        """``micro``: backwards a step; ``looks``: whether the user steps only where gradients are finite."""
 
     def run(self, steps: int, gradients: Callable[[int], Gradients]) -> list[str]:
         """The warnings of some steps."""
         with warnings.catch_warnings(record=True, action="always") as seen:
             for _ in range(steps):
                 self.model.zero_grad()
-                self.model(gradients(self.done)).backward()
-                for optimizer in self.optimizers:
-                    optimizer.step()
+                given = gradients(self.done)
+                for _ in range(self.micro):
+                    self.model(given).backward()
+                if not self.looks or all(p.grad is None or p.grad.isfinite().all() for p in self.model.parameters()):
+                    for optimizer in self.optimizers:
+                        optimizer.step()
                 self.done += 1
         return [str(warning.message) for warning in seen]
 
@@ -125,9 +130,8 @@ def drifting(
     return seen
 
 
-@pytest.mark.parametrize(
-    ("executor", "dtype"), covering(in_turns(["inline", "thread"], [torch.float32, torch.float64]), together=1)
-)
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_ranks_that_drift_apart_are_noticed_at_the_second_step(
     two_ranks: Ranks, executor: str, dtype: torch.dtype
 ) -> None:
@@ -148,7 +152,7 @@ def growing(executor: str, factor: float) -> list[str]:
     return watched(options, (40, 1.0), (25, {"a": 1.0, "b": factor, "c": 1.0}))
 
 
-@pytest.mark.parametrize("executor", by_default(["thread", "inline"]))
+@pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_residual_that_grows_is_noticed(two_ranks: Ranks, executor: str) -> None:
     message = one_warning(two_ranks(growing, executor, 100.0))
     assert "the residual of group 'b' has the norm" in message
@@ -157,7 +161,7 @@ def test_a_residual_that_grows_is_noticed(two_ranks: Ranks, executor: str) -> No
 
 
 def test_a_residual_that_grows_a_little_is_left_alone(two_ranks: Ranks) -> None:
-    assert two_ranks(growing, "inline", 3.0) == [[], []]
+    assert two_ranks(growing, "auto", 3.0) == [[], []]
 
 
 def filling(density: Any, stretches: tuple[int, ...]) -> tuple[list[str], list[float]]:
@@ -184,9 +188,8 @@ def test_a_residual_may_fill(two_ranks: Ranks, density: Any, stretches: tuple[in
         assert norms[1] > 2 * norms[0]  # far more than the factor that is allowed later
 
 
-@pytest.mark.parametrize(
-    ("sparsifier", "executor"), covering(in_turns(["top_k", "union_top_k"], ["inline", "thread"]), together=1)
-)
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("sparsifier", ["top_k", "union_top_k"])
 def test_a_parameter_that_gets_nothing_is_noticed(two_ranks: Ranks, sparsifier: str, executor: str) -> None:
     options = {"sparsifier": sparsifier, "executor": executor}
     # c is zero throughout: nothing is withheld from it.
@@ -231,7 +234,7 @@ def selecting(sparsifier: ls.sparsifiers.Sparsifier, executor: str, scale: float
     return watched({"sparsifier": sparsifier, "executor": executor, "memory": memory}, (30, scale))
 
 
-@pytest.mark.parametrize("executor", by_default(["thread", "inline"]))
+@pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_threshold_that_nothing_reaches_is_noticed(two_ranks: Ranks, executor: str) -> None:
     message = one_warning(two_ranks(selecting, ls.sparsifiers.HardThreshold(1e9), executor, 1.0))
     assert "at step 10: nothing was selected in group 'bucket0' at 3 checks in a row" in message
@@ -239,10 +242,10 @@ def test_a_threshold_that_nothing_reaches_is_noticed(two_ranks: Ranks, executor:
 
 
 def test_nothing_is_selected_where_there_is_nothing(two_ranks: Ranks) -> None:
-    assert two_ranks(selecting, ls.sparsifiers.HardThreshold(1e9), "inline", 0.0) == [[], []]
+    assert two_ranks(selecting, ls.sparsifiers.HardThreshold(1e9), "auto", 0.0) == [[], []]
 
 
-@pytest.mark.parametrize("executor", by_default(["inline", "thread"]))
+@pytest.mark.parametrize("executor", EXECUTORS)
 def test_far_more_than_the_density_is_noticed(two_ranks: Ranks, executor: str) -> None:
     message = one_warning(two_ranks(selecting, ls.sparsifiers.HardThreshold(1e-3), executor, 1.0))
     assert "at step 10: in group 'bucket0', 1" in message  # 1798 of 1800, or so
@@ -251,7 +254,7 @@ def test_far_more_than_the_density_is_noticed(two_ranks: Ranks, executor: str) -
     assert "selected by all ranks together, where a density of 0.1 stands for 180;" in message
 
 
-@pytest.mark.parametrize("executor", by_default(["thread", "inline"]))
+@pytest.mark.parametrize("executor", EXECUTORS)
 def test_far_less_than_the_density_is_noticed(two_ranks: Ranks, executor: str) -> None:
     # What is not sent is nearly forgotten, so that about 1 % of the coordinates reach the threshold at every step.
     message = one_warning(
@@ -261,9 +264,10 @@ def test_far_less_than_the_density_is_noticed(two_ranks: Ranks, executor: str) -
     assert "selected by a single rank, where a density of 0.1 stands for 180; less than a share of 1/3" in message
 
 
-def failing(pattern: str, skips: int) -> list[str]:
-    """A letter a step: n is not finite on rank 1."""
+def failing(pattern: str, skips: int, micro: int = 1, looks: bool = False) -> tuple[list[str], int]:
+    """Warnings, and how many steps were skipped. A letter a step: n is not finite on rank 1."""
     training = Training(watch=ls.Watch(every=1000, skips=skips))
+    training.micro, training.looks = micro, looks
     gradients = noise()
 
     def spoilt(step: int) -> Gradients:
@@ -274,13 +278,19 @@ def failing(pattern: str, skips: int) -> list[str]:
 
     seen = training.run(len(pattern), spoilt)
     training.engine.close()
-    return seen
+    return [text for text in seen if "no rank takes this step" not in text], training.engine.skipped_steps
 
 
-def test_skipped_steps_in_a_row_are_noticed(two_ranks: Ranks) -> None:
-    message = one_warning(two_ranks(failing, "..." + 11 * "n" + "." + 11 * "n", 8))
-    assert "at step 3: each of the latest 8 steps was skipped" in message
-    assert two_ranks(failing, 3 * (7 * "n" + "."), 8) == [[], []]
+@pytest.mark.parametrize("looks", [False, True])
+def test_skipped_steps_in_a_row_are_noticed(two_ranks: Ranks, looks: bool) -> None:
+    found = two_ranks(failing, "..." + 11 * "n" + "." + 11 * "n", 8, 1, looks)
+    assert "at step 3: each of the latest 8 steps was skipped" in one_warning([seen for seen, _ in found])
+    assert [skipped for _, skipped in found] == [22, 22]
+    assert two_ranks(failing, 3 * (7 * "n" + "."), 8, 1, looks) == [([], 21)] * 2
+
+
+def test_a_skipped_step_of_many_backwards_counts_once(two_ranks: Ranks) -> None:
+    assert two_ranks(failing, "..nnn.n", 20, 4) == [([], 4)] * 2
 
 
 def direct() -> tuple[bool, list[str]]:
@@ -379,15 +389,14 @@ def healthy(sparsifier: str, executor: str, steps: int) -> list[str]:
     return watched({**chosen, "executor": executor, "density": 0.01, "watch": ls.Watch(every=10)}, (steps, scale))
 
 
-HEALTHY: list[Any] = [("union_top_k", 60, "inline"), *((s, 100, "inline") for s in QUICK)]
-HEALTHY += [pytest.param(s, 200, "inline", marks=pytest.mark.thorough) for s in SPARSIFIERS]
-ON_A_THREAD: list[Any] = [
-    ("union_top_k", 40, "thread"),
-    *((s, 100, "thread") for s in ("union_top_k", "ok_top_k", "redsync")),
+HEALTHY: list[Any] = [("union_top_k", 60, "auto"), *((s, 100, "auto") for s in QUICK)]
+HEALTHY += [pytest.param(s, 200, "auto", marks=pytest.mark.thorough) for s in SPARSIFIERS]
+ON_A_THREAD = [
+    pytest.param(s, 100, "thread", marks=pytest.mark.in_backward) for s in ("union_top_k", "ok_top_k", "redsync")
 ]
 
 
-@pytest.mark.parametrize(("sparsifier", "steps", "executor"), [*by_default(HEALTHY), *by_default(ON_A_THREAD)])
+@pytest.mark.parametrize(("sparsifier", "steps", "executor"), [*by_default(HEALTHY), *ON_A_THREAD])
 def test_nothing_is_wrong_with_random_gradients(two_ranks: Ranks, sparsifier: str, steps: int, executor: str) -> None:
     assert two_ranks(healthy, sparsifier, executor, steps) == [[], []]
 
@@ -434,7 +443,17 @@ def test_a_parameter_without_an_optimizer_is_noticed(one_rank: None, shown: bool
     assert len(seen[6]) == 1  # the second time that it is found
 
 
-@pytest.mark.parametrize("why", ["steps late", "found by the engine", "not in the graph"])
+class ByHand:
+    """An optimizer that torch does not know."""
+
+    def __init__(self, engine: ls.engine.Engine, parameters: list[nn.Parameter]) -> None:
+        self.engine, self.parameters = engine, parameters
+
+    def step(self) -> None:
+        assert self.engine.exchange(self.parameters)
+
+
+@pytest.mark.parametrize("why", ["steps late", "found by the engine", "not in the graph", "exchanged by hand"])
 def test_parameters_that_an_optimizer_will_step_or_nobody_uses_are_not_told_of(one_rank: None, why: str) -> None:
     ddp = {"find_unused_parameters": True}
     training = Training(ddp, sparsifier="union_top_k", watch=ls.Watch(every=3))
@@ -447,6 +466,8 @@ def test_parameters_that_an_optimizer_will_step_or_nobody_uses_are_not_told_of(o
     for step in range(12):
         late = why == "steps late" and second is not None and step >= 4
         training.optimizers = [first, second] if late else [first]
+        if why == "exchanged by hand":
+            training.optimizers.append(ByHand(training.engine, [b]))
         told += training.run(1, gradients)
     training.engine.close()
     assert not [text for text in told if "no optimizer holds" in text]
