@@ -12,7 +12,6 @@ from lightning_fabric import Fabric
 from torch import Tensor, nn
 
 import lightning_sparse as ls
-from tests.covering import by_default
 from tests.streams import Streams, play
 from tests.trainers import EVERYTHING_SPARSE, flat, make_data, make_module, make_trainer
 
@@ -88,8 +87,9 @@ def left_alone(not_launched: None) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+@pytest.mark.in_backward
 @pytest.mark.usefixtures("left_alone")
-@pytest.mark.parametrize("run", by_default([fit, with_fabric]), ids=lambda run: run.__name__)
+@pytest.mark.parametrize("run", [fit, with_fabric], ids=lambda run: run.__name__)
 def test_a_fused_optimizer_is_handed_the_flag(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     on_host, on_device = Seen(), Seen()
     parameters, state, skips = run(on_host)

@@ -55,6 +55,7 @@ def train(folder: str, kinds: list[str]) -> dict[str, Any]:
             log_every_n_steps=2,
             logger=[made[kind]() for kind in kinds],
             callbacks=[ls.SparsityMonitor(), ls.GradientDistribution(every=3), partition, audit, Warner()],
+            gradient_clip_val=100.0,
         )
         trainer.fit(make_module("pytorch_lightning"), make_data(96))
         if kinds == ["mlflow"]:  # the run goes on, and settings have changed
@@ -198,11 +199,13 @@ def ages_by_hand() -> tuple[dict[str, float], dict[str, float]]:
     torch.manual_seed(torch.distributed.get_rank())
     ddp = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(20, 20), torch.nn.Linear(20, 20)))
     engine = ls.attach(ddp, sparsifier="top_k", density=0.05, rules=EVERYTHING_SPARSE, grouping="layer", watch=None)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     watching, last = Ages(), {name: torch.zeros(p.numel()) for name, p in engine.parameters.items()}
     for step in range(1, 6):
         ddp.zero_grad()
         batch = torch.randn(4, 20)
         ddp(batch * (float("nan") if step == 3 else 1.0)).square().mean().backward()
+        optimizer.step()
         if step != 3:  # it is skipped
             for name, p in engine.parameters.items():
                 last[name][p.grad.flatten() != 0] = step - (step > 3)
@@ -238,6 +241,8 @@ def test_batches_without_an_exchange_age_nothing() -> None:
     for batch in range(5):
         with nullcontext() if batch % 2 else ddp.no_sync():
             ddp(torch.randn(4, 20)).square().mean().backward()
+        if batch % 2:
+            engine.exchange(ddp.parameters())
         audit.on_train_batch_end(trainer, None)
         noted.append(audit._ages._steps)
     assert noted == [0, 1, 1, 2, 2]

@@ -24,7 +24,7 @@ import yaml  # comes with Lightning
 import lightning_sparse as ls
 from lightning_sparse.engine.metrics import QUANTITIES
 from tests.covering import by_default, covering, in_turns
-from tests.integrations.test_telling import Lines
+from tests.integrations.test_telling import HEADER, Lines
 from tests.ranks import Ranks
 from tests.trainers import PACKAGES, make_data, make_module, make_trainer
 
@@ -176,7 +176,7 @@ def fit_and_flush(package: str, folder: str, flush: bool) -> tuple[float, list[s
 def test_the_last_row_has_the_totals_of_the_run(two_ranks: Ranks, tmp_path: Path, package: str, flush: bool) -> None:
     (sent, lines), _ = two_ranks(fit_and_flush, package, str(tmp_path), flush)
     # In a ring of two, see test_telling; the flush sends 300 residuals and a byte for each of two groups.
-    assert sent == 5 * (16 + 4 + 24 + 4 * 123) + flush * (4 * 300 + 2)
+    assert sent == 5 * (2 * HEADER + 4 + 24 + 4 * 123) + flush * (4 * 300 + 2)
     last = rows(tmp_path)[-1]
     assert last["sparse/traffic/total_mb"] == pytest.approx(sent / 1e6, rel=1e-12)
     assert f"each rank sent {last['sparse/traffic/total_mb']:.3g} MB; dense DDP" in lines[-1]

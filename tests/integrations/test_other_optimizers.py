@@ -150,6 +150,7 @@ def clipped_and_replaced(package: str) -> tuple[int, ...]:
     return tuple(counts)
 
 
+@pytest.mark.in_backward
 def test_clipping_ends_with_the_optimizer_that_asked_for_it(two_ranks: Ranks) -> None:
     assert two_ranks(clipped_and_replaced, PACKAGES[0]) == [(1, 0)] * 2
 

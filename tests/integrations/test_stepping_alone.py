@@ -53,7 +53,7 @@ def fit(package: str, raw: bool, samples: int, by: str) -> tuple[list[str], int]
 def test_backward_by_hand_is_told_once(two_ranks: Ranks, package: str, by: str) -> None:
     assert two_ranks(fit, package, True, 16 * 12, by) == [(["10 steps"], 0), ([], 0)]
     assert two_ranks(fit, package, True, 16 * 3, by) == [(["3 steps"], 0), ([], 0)]
-    assert two_ranks(fit, package, False, 16 * 12, by) == [([], 12)] * 2
+    assert two_ranks(fit, package, False, 16 * 12, by) == [([], 2 * 12)] * 2
 
 
 WAYS = {

@@ -95,6 +95,7 @@ class StepBinding(OptimizerBinding):
         """See :meth:`.Engine.bind`."""
         super().bind(optimizers)
         self._checked.update(self.optimizers)
+        self._known, self._order = WeakSet(), []  # those that step on are found again
 
     def check_closure(self, optimizer: Optimizer, calls: int) -> None:
         """Refuse a second call of a closure in a step whose gradients are exchanged.
@@ -136,6 +137,8 @@ class StepBinding(OptimizerBinding):
     def _step(self, optimizer: Optimizer, held: Sequence[str]) -> None:
         stepper, inner = self._reducer, stepping(optimizer)
         self._refuse(optimizer, held)
+        if any(map(stepper.is_fresh, held)):  # also where the step is skipped
+            self._alone = None
         if bool(getattr(optimizer, "found_inf", None) or 0):  # of a scaler: nobody steps, on any rank
             stepper.leave(held)
             return
