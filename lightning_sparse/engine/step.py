@@ -322,7 +322,8 @@ class Stepper(Groups):
         if not self._are_finite(fresh):
             return self._skip()
         self._count(skipped=False)
-        self.totals.add(self.direct_bytes, self.direct_bytes)
+        self.shared_bytes, self._said = self._said, 0.0
+        self.totals.add(self.direct_bytes + self.shared_bytes, self.direct_bytes)
         self.exposed_ms = lambda: None
         for group in self.groups:
             group.statistics = None

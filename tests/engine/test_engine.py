@@ -50,10 +50,17 @@ def flat(module: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
+def sgd(ddp: nn.Module, options: dict[str, Any]) -> torch.optim.SGD:
+    """With momentum, unless the memory has its own."""
+    memory = options.get("memory")
+    has_own = memory is not None and memory.averages != "gradients"
+    return torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.0 if has_own else 0.9)
+
+
 def train(layout: str, options: dict[str, Any], accumulate: int = 1, steps: int = 6) -> tuple[Tensor, int]:
-    """SGD with momentum; returns the parameters and the number of steps that were exchanged."""
+    """SGD; returns the parameters and the number of steps that were exchanged."""
     ddp, engine = wrapped(layout, **options)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    optimizer = sgd(ddp, options)
     for index, batch in enumerate(batches(steps * accumulate)):
         ddp.require_backward_grad_sync = (index + 1) % accumulate == 0
         (ddp(batch).square().mean() / accumulate).backward()
@@ -187,7 +194,7 @@ def regroup(engine: Engine, number: int) -> None:
 def train_with_changing_groups(options: dict[str, Any]) -> Tensor:
     """As :func:`train`, with other groups after each step."""
     ddp, engine = wrapped("small_buckets", **options)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    optimizer = sgd(ddp, options)
     for number, batch in enumerate(batches(6)):
         ddp.zero_grad()
         ddp(batch).square().mean().backward()

@@ -51,8 +51,8 @@ class Training:
         self.engine = ls.attach(self.ddp, **alone, **options) if options is not None else None
         optimizer = optimizer or partial(torch.optim.SGD, lr=0.1, momentum=momentum)
         self.optimizer = optimizer(self.ddp.parameters())
-        if self.engine is not None and isinstance(self.optimizer, torch.optim.AdamW):
-            self.engine.bind([self.optimizer])
+        self.limit: float | None = None
+        """Of the norm of the mean gradient."""
         self.steps = 0
 
     def batch(self) -> Tensor:
@@ -67,8 +67,8 @@ class Training:
         self.optimizer.zero_grad()
         loss = self.ddp(self.batch(), use).square().mean()
         (loss * factor).backward()
-        if self.engine is not None:
-            self.engine.drop_skipped(self.optimizer)
+        if self.engine is not None and self.limit is not None:
+            self.engine.clip_grad_norm_(self.ddp.parameters(), self.limit)
         self.optimizer.step()
         return loss.item()
 

@@ -27,7 +27,7 @@ def steps_of_adam_are_those_of_the_cpu(device: str) -> Numbers:
         for where in (device, "cpu"):
             adam = partial(torch.optim.AdamW, lr=0.01, fused=fused)
             training = Training(where, options, optimizer=adam)
-            training.engine.clip_gradients(5.0)
+            training.limit = 5.0
             losses = [training.step(factor=float("nan") if step == 3 else 1.0) for step in range(8)]
             require(training.engine.skipped_steps == 1, f"{training.engine.skipped_steps} skipped steps instead of 1")
             results.append(training.end(losses))

@@ -57,6 +57,7 @@ SECTIONS = (
     Section(
         "Threshold and residual",
         (
+            Figure("Norm of the mean gradient", "sparse/grad_norm", meaning="Before it was clipped."),
             Figure("Threshold", "sparse/threshold", meaning="Least magnitude to be selected; Top-k has none."),
             Figure(
                 "Norm of the residual", "sparse/residual_norm", meaning="Of the values not sent yet; mean over ranks."
