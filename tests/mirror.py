@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_sparse.engine.network import TorchCollective
+from lightning_sparse.core.messages import Message
+from lightning_sparse.engine.network import TorchCollective, send
 
 
 class Mirror:
@@ -63,6 +64,10 @@ class MirroredRanks(TorchCollective):
         self.all_gather, self.all_reduce = mirror.all_gather, mirror.all_reduce  # type: ignore[method-assign]
         self.broadcast, self.all_to_all = mirror.broadcast, mirror.all_to_all  # type: ignore[method-assign]
         self.send_recv = mirror.send_recv  # type: ignore[method-assign]
+
+    def start(self, message: Message) -> Callable[[], Tensor]:
+        answer = send(message, self)
+        return lambda: answer
 
     def start_average(self, x: Tensor, wait: bool = False) -> Future[Tensor]:
         future: Future[Tensor] = Future(devices=[x.device] if x.is_cuda else None)
