@@ -145,10 +145,11 @@ class SparseFabricMixin(SparseStrategy, ParallelStrategy):
             return super().optimizer_step(optimizer, **kwargs)
 
     def clip_gradients_norm(self, module: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Clip as Fabric does; drop non-finite gradients before the norm is computed if no loss scaler skips the step.
+        """Clip as Fabric does, by the norm of the mean gradient.
 
-        If :meth:`.OptimizerBinding.clip_in_place_of_averages` applies, each rank's gradients are clipped from the next
-        step on, before the exchange, and averages are not clipped.
+        Where gradients are exchanged in backward, non-finite ones are dropped before the norm is computed, unless a
+        loss scaler skips the step. If :meth:`.OptimizerBinding.clip_in_place_of_averages` applies there, each rank's
+        gradients are clipped from the next step on, before the exchange, and averages are not clipped.
         """
         if self._steppers:
             bound = inspect.signature(super().clip_gradients_norm).bind(module, optimizer, *args, **kwargs)
@@ -203,7 +204,7 @@ class FabricSparseDDPMixin(SparseFabricMixin, DDPStrategy):
     """DDP whose gradient all-reduce is a sparsified exchange with error feedback, for Fabric.
 
     Everything else is Fabric's ``DDPStrategy``: launchers, cluster environments, ``fabric.no_backward_sync``. Clipping
-    acts on each rank's gradients with AdamW, and on averages otherwise (``docs/training.md``). Each module that is set
+    by norm is by that of the mean gradient, as with DDP; by value, it acts on each rank's own. Each module that is set
     up has its own engine; see :attr:`engines`. A single device trains as plain DDP does, unless
     ``single_device="sparse"`` applies the method there, too.
 

@@ -195,7 +195,7 @@ def attach_without(part: str) -> None:
         ({"sparsifier": "everything", "exchange": None}, "AdamW", {}),
         ({"memory": ls.memories.NoMemory()}, "AdamW", {}),
         ({"memory": ls.memories.MomentumCorrection(0.9)}, "AdamW", {}),
-        ({"memory": ls.memories.ClipByNorm(1.0, ls.memories.AdamCorrection())}, "AdamW", {}),
+        ({"memory": ls.memories.ClipByNorm(1.0, ls.memories.AdamCorrection())}, "SGD", {}),
     ],
 )
 def test_nobody_is_warned_without_reason(

@@ -22,7 +22,7 @@ def adamw(module: Any) -> torch.optim.Optimizer:
 
 
 def lbfgs(module: Any) -> torch.optim.Optimizer:
-    """Without a line search: it goes by each rank's own loss, and ranks would wait for each other behind plain DDP."""
+    """Without a line search, which goes by a rank's own loss: behind plain DDP ranks wait for each other for ever."""
     return torch.optim.LBFGS(module.parameters(), lr=0.1, max_iter=4)
 
 
