@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from lightning_sparse.core.step import Context
 from lightning_sparse.engine.calls import NORM, STEP, Call, compare
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.delivery import Delivery
-from lightning_sparse.engine.executor import SAVING, held
+from lightning_sparse.engine.executor import SAVING, held, make_executor
 from lightning_sparse.engine.metrics import Stamp
 from lightning_sparse.engine.network import TorchCollective, drive, joined
 from lightning_sparse.engine.optimizers.clipping import GradientClipping
@@ -104,8 +104,10 @@ class Stepper(Groups):
         """Synchronised backwards, and steps of optimizers that hold parameters of the engine."""
         self.busy = False
         """True within an exchange."""
-        self.on_meeting: Callable[[int], None] = lambda kind: None
-        """Called when ranks have met in an exchange of this kind: from here on signals that save wait."""
+        self.on_settling: Callable[[int], None] = lambda kind: None
+        """Called when an exchange of this kind has all messages: from here on signals that save wait."""
+        self._sender = make_executor("auto", device, comm.world_size, self.on_stream.host_knows)
+        """Sends messages of exchanges, so that signals are heard while they are waited for."""
         self._rest: Callable[[], None] | None = None
         """Goes on with an exchange that waits for other ranks."""
         self._unapplied: Set[str] = frozenset()
@@ -280,17 +282,20 @@ class Stepper(Groups):
         ready: Started | None = None
         result: list[Exchanged] = []
 
-        def rest() -> None:
-            """Go on where ranks have met: from here on none of them waits for what another one decides."""
-            self._rest = None
+        def meet() -> None:
+            """Go on where ranks have met; nothing is settled before all messages are here."""
             self._hosts.hear()
-            [(all_finite, used)] = met
-            if not all_finite:
-                result.append(Exchanged(True, {}))
-                return
-            going = ready or self._start({name for name in fresh if used[self._numbers[name]]}, scale)
-            self.on_meeting(kind)
-            result.append(self._finish(going, begin))
+            with held(SAVING):
+                if self._rest is not meet:  # a handler of a signal has gone on
+                    return
+                self._rest = None
+                [(all_finite, used)] = met
+                if not all_finite:
+                    result.append(Exchanged(True, {}))
+                    return
+                going = ready or self._start({name for name in fresh if used[self._numbers[name]]}, scale)
+                self._sender.submit(partial(_send, going.going, self.comm))
+                self._rest = partial(self._settle, going, begin, kind, result)
 
         self.busy = True
         with self.failing_together("in the exchange"):
@@ -299,13 +304,16 @@ class Stepper(Groups):
             if len(here) == len(fresh) and not self._broken:  # local work goes on, whatever the others say
                 with held(SAVING):
                     ready = self._start(here, scale)
-            self._rest = rest
-            self._hosts.hear()
-            if self._rest is not None:  # no handler of a signal has asked for it
-                rest()
+            self._rest = meet
+            self._go_on()
         self.busy = False
         self._unapplied = frozenset()
         return result[0]
+
+    def _go_on(self) -> None:
+        """Go on with an exchange to its end; a handler of a signal may do so while the exchange waits."""
+        while (rest := self._rest) is not None:
+            rest()
 
     def _start(self, used: set[str], scale: Tensor | None) -> Started:
         """Absorb gradients and select from them, up to the first message."""
@@ -321,11 +329,19 @@ class Stepper(Groups):
             going = started(joined(steps, self.comm))
         return Started(groups, used, scale, flush, going)
 
+    def _settle(self, started: Started, begin: Stamp, kind: int, result: list[Exchanged]) -> None:
+        """Wait for the messages, and put averages in the place of gradients."""
+        self._sender.drain()
+        self.on_settling(kind)
+        with held(SAVING):
+            if not result:  # no handler of a signal has gone on
+                self._rest = None
+                result.append(self._finish(started, begin))
+
     def _finish(self, started: Started, begin: Stamp) -> Exchanged:
-        """Exchange, and put averages in the place of gradients."""
-        groups, used, scale, flush, going = started
+        """Put averages in the place of gradients."""
+        groups, used, scale, flush, _ = started
         with self.on_stream.between_steps():
-            drive(going, self.comm)
             skipped = any_set([group.skipped for group in groups if group.skipped is not None], self.device, True)
             with self.record.changing():
                 for group in groups:
@@ -466,8 +482,8 @@ class Stepper(Groups):
         Raises:
             RuntimeError: if fewer have.
         """
-        if self.record.counts.number == number - 1 and self._rest is not None:
-            self._rest()
+        if self.record.counts.number == number - 1:
+            self._go_on()
         if self.record.counts.number < number:
             raise RuntimeError(
                 f"Another rank has settled exchange {number}, and this one has only settled "
@@ -480,6 +496,12 @@ class Stepper(Groups):
         self._hosts.close()
         self.within.close()
         self.comm.close()
+        self._sender.close()
+
+
+@torch.no_grad()
+def _send(going: Steps[list[None]], comm: TorchCollective) -> None:
+    drive(going, comm)
 
 
 def norm_of_mean(steppers: Iterable[Stepper], parameters: Sequence[Tensor]) -> Tensor:

@@ -56,9 +56,9 @@ class StepBinding(OptimizerBinding):
     def __init__(self, stepper: Stepper, left_open: bool, open_exchange: bool, unfinished: Callable[[], bool]) -> None:
         super().__init__(stepper, left_open, open_exchange)  # type: ignore[arg-type]
         self._unfinished = unfinished
-        stepper.owners, stepper.on_meeting = self._owners, self._hold_signals
+        stepper.owners, stepper.on_settling = self._owners, self._hold_signals
         self._hold = Hold(self._runs)
-        """Of signals, from where ranks meet to the end of the optimizer's step."""
+        """Of signals, from where an exchange settles to the end of the optimizer's step."""
         self._known: WeakSet[Optimizer] = WeakSet()
         """Optimizers that have stepped parameters of the engine."""
         self._order: list[ref[Optimizer]] = []
