@@ -89,8 +89,8 @@ class TorchCollective:
         self._beside: Sequence[Sequence[int]] = ()
         """Ranks of the groups that are made at the same time, see :meth:`of_its_own`."""
         self._owned = self._given_back = False
-        self._announced: Callable[[], None] | None = None
-        """Waits for what was announced, and looks at it."""
+        self._announced: tuple[Any, Tensor, Callable[[Tensor], None]] | None = None
+        """What is gathered, where it arrives, and who looks at it; in no cycle, which would keep a group alive."""
         self._keys, self._left = "", 0
         alone = not (dist.is_available() and dist.is_initialized())
         self.rank: int = 0 if alone else dist.get_rank(group)
@@ -316,7 +316,7 @@ class TorchCollective:
         # Threads of a group live as long as there is a reference to it. They abort a process that ends before them. A
         # fork has no such threads, and waits for them for ever when it frees the group.
         self._given_back = True  # before others can find no group
-        self.group, self._owned = None, False
+        self.group, self._owned, self._announced = None, False, None
 
     def announce(self, words: Tensor, look: Callable[[Tensor], None]) -> None:
         """Begin to gather words of all ranks on the CPU, which are looked at before any later message is sent.
@@ -339,25 +339,24 @@ class TorchCollective:
             else:
                 work = _all_gather(out.view(-1), words, group=group, async_op=True)
 
-        def hear() -> None:
-            try:
-                with self._together("all_gather"):
-                    finish(work)
-            finally:
-                first = self._announced is hear
-                self._announced = None
-            if first:
-                look(out)
-
-        self._announced = hear
+        self._announced = work, out, look
 
     def hear(self) -> None:
         """Wait for what was announced, if anything was, and let it be looked at.
 
         A handler of a signal may do so while this waits.
         """
-        if self._announced is not None:
-            self._announced()
+        if (announced := self._announced) is None:
+            return
+        work, out, look = announced
+        try:
+            with self._together("all_gather"):
+                finish(work)
+        finally:
+            first = self._announced is announced
+            self._announced = None
+        if first:
+            look(out)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Gather ``(*shape)`` of each rank to ``(n, *shape)`` on all."""

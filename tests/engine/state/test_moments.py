@@ -483,6 +483,7 @@ def flush_in_pieces() -> list[tuple[Look, int]]:
     return looks
 
 
+@pytest.mark.in_backward
 def test_what_residuals_held_is_pending_until_it_is_applied(two_ranks: Ranks) -> None:
     seen = list(zip(*two_ranks(flush_in_pieces), strict=True))
     for both in seen:
