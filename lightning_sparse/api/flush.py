@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from collections.abc import Iterable
 from typing import Any
 
@@ -99,8 +100,9 @@ def flush(what: Any, optimizers: Optimizer | Iterable[Optimizer] | None = None) 
             "fabric.setup; elsewhere, call flush(engine, [...]) with all of them."
         )
     square = 0.0
-    with gradients_aside(chosen, parameters):
+    with gradients_aside(chosen, parameters), ExitStack() as end:
         for engine in engines:
+            end.callback(engine._end_flush)
             pending = engine._take_pending()
             found = [float(own(average).double().square().sum()) for average in pending.values()]
             squares = torch.tensor(found, dtype=torch.float64, device="cpu")

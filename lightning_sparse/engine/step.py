@@ -34,6 +34,7 @@ from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.reducer import NOTE
 from lightning_sparse.engine.regrouping import Groups
 from lightning_sparse.engine.skip import Decision, any_set, digest_of
+from lightning_sparse.engine.sources.gradient_hooks import refuse_sparse_gradients
 from lightning_sparse.engine.state.record import Averages, Counts
 from lightning_sparse.methods.grouping import Group
 from lightning_sparse.methods.memory import NoMemory
@@ -89,6 +90,7 @@ class Stepper(Groups):
     ) -> None:
         super().__init__(parameters, settings, comm, device)
         self.within = TorchCollective.of_one()
+        self._looking = refuse_sparse_gradients(parameters, self.failing_together)
         self.networks = [comm]
         self.clipping = GradientClipping(parameters)
         self.loss_scale: Callable[[], Tensor | None] = lambda: None
@@ -114,6 +116,8 @@ class Stepper(Groups):
         """Parameters whose averages are in ``.grad``, where a handler of a signal has gone on with the exchange."""
         self._scale: Tensor | None = None
         """Of these averages."""
+        self.flushed: Mapping[str, Delivery] | None = None
+        """Within a flush, facts of the averages that optimizers step with; their gradients wait elsewhere."""
         self.paused = False
         """True while gradients are left alone, which somebody else averages."""
         self.owners: Callable[[Sequence[str]], Mapping[Stepper, Sequence[str]]] = lambda names: {self: names}
@@ -360,9 +364,15 @@ class Stepper(Groups):
             group.end_step()
         return Exchanged(bool(skipped), {} if skipped else deliveries)
 
+    def take_pending(self, put_together: Callable[[Sequence[Averages]], Sequence[Averages]]) -> dict[str, Tensor]:
+        """See :meth:`.Groups.take_pending`; what it returns is meant for the next steps of optimizers."""
+        found = super().take_pending(put_together)
+        self.flushed = {name: one for name in found if (one := self.record.delivered.get(name)) is not None}
+        return found
+
     def pending(self) -> dict[str, tuple[Tensor | None, Tensor]]:
         """Return averages that a handler of a signal finds in ``.grad``, where the optimizer has not stepped yet."""
-        found: dict[str, tuple[Tensor | None, Tensor]] = {}
+        found = self.record.pending()  # of a flush
         for name in self._unapplied:
             grad = self.parameters[name].grad
             if grad is not None and self.group_of[name].residual is not None:
@@ -493,6 +503,8 @@ class Stepper(Groups):
     def close(self) -> None:
         """Give the process groups back."""
         self.record.close()
+        for handle in self._looking:
+            handle.remove()
         self._hosts.close()
         self.within.close()
         self.comm.close()
