@@ -100,10 +100,9 @@ def flush(what: Any, optimizers: Optimizer | Iterable[Optimizer] | None = None) 
             "fabric.setup; elsewhere, call flush(engine, [...]) with all of them."
         )
     square = 0.0
-    with gradients_aside(chosen, parameters), ExitStack() as aside:
-        for stepper in (one for engine in engines for one in engine._steppers):
-            aside.enter_context(stepper.exchanging_nothing())
+    with gradients_aside(chosen, parameters), ExitStack() as end:
         for engine in engines:
+            end.callback(engine._end_flush)
             pending = engine._take_pending()
             found = [float(own(average).double().square().sum()) for average in pending.values()]
             squares = torch.tensor(found, dtype=torch.float64, device="cpu")

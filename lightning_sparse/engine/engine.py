@@ -214,6 +214,11 @@ class Engine(EngineView):
         """
         self._record.count_as_applied()
 
+    def _end_flush(self) -> None:
+        """Let optimizers exchange again when they step, after :meth:`_take_pending`."""
+        for stepper in self._steppers:
+            stepper.flushed = None
+
     def warn(self, kind: str, sentence: str) -> None:
         """Tell the user on rank zero; all ranks call this in the same step, and count the warning."""
         sentence = f"sparse_ddp at step {self.step}: {sentence}"

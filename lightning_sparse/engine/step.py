@@ -35,7 +35,7 @@ from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.reducer import NOTE
 from lightning_sparse.engine.regrouping import Groups
 from lightning_sparse.engine.skip import Decision, any_set, digest_of
-from lightning_sparse.engine.sources.gradient_hooks import on_gradients
+from lightning_sparse.engine.sources.gradient_hooks import on_gradients, refuse_sparse_gradients
 from lightning_sparse.engine.state.record import Averages, Counts
 from lightning_sparse.methods.grouping import Group, Messages
 from lightning_sparse.methods.memory import NoMemory
@@ -96,6 +96,7 @@ class Stepper(Groups):
     ) -> None:
         super().__init__(parameters, settings, comm, device)
         self.within = TorchCollective.of_one()
+        self._looking = refuse_sparse_gradients(parameters, self.failing_together)
         self.networks = [comm]
         self.clipping = GradientClipping(parameters)
         self.loss_scale: Callable[[], Tensor | None] = lambda: None
@@ -124,6 +125,8 @@ class Stepper(Groups):
         """Of these averages."""
         self.clipped: Tensor | None = None
         """() norm by which gradients of the next step were clipped."""
+        self.flushed: Mapping[str, Delivery] | None = None
+        """Within a flush, facts of the averages that optimizers step with; their gradients wait elsewhere."""
         self.paused = False
         """True while gradients are left alone, which somebody else averages."""
         self.owners: Callable[[Sequence[str]], Mapping[Stepper, Sequence[str]]] = lambda names: {self: names}
@@ -277,16 +280,6 @@ class Stepper(Groups):
             self._used.difference_update(names)
         self.steps += 1
         self._bad = 0
-
-    @contextmanager
-    def exchanging_nothing(self) -> Iterator[None]:
-        """Let optimizers step with what they find, as in a flush; gradients that are there wait for a later step."""
-        before = self._fresh, self._used, self._broken, self._bad
-        self._fresh, self._used = {}, None
-        try:
-            yield
-        finally:
-            self._fresh, self._used, self._broken, self._bad = before
 
     @torch.no_grad()
     def exchange(self, names: Sequence[str], scale: Tensor | None = None, kind: int = STEP) -> Exchanged | None:
@@ -442,9 +435,15 @@ class Stepper(Groups):
         """Note that the optimizer has stepped with what was exchanged."""
         self._unapplied = frozenset()
 
+    def take_pending(self, put_together: Callable[[Sequence[Averages]], Sequence[Averages]]) -> dict[str, Tensor]:
+        """See :meth:`.Groups.take_pending`; what it returns is meant for the next steps of optimizers."""
+        found = super().take_pending(put_together)
+        self.flushed = {name: one for name in found if (one := self.record.delivered.get(name)) is not None}
+        return found
+
     def pending(self) -> dict[str, tuple[Tensor | None, Tensor]]:
         """Return averages that are in ``.grad``, where the optimizer has not stepped yet."""
-        found: dict[str, tuple[Tensor | None, Tensor]] = {}
+        found = self.record.pending()  # of a flush
         for name in self._unapplied:
             grad = self.parameters[name].grad
             if grad is not None and self.group_of[name].residual is not None:
@@ -577,8 +576,9 @@ class Stepper(Groups):
         Raises:
             RuntimeError: if fewer have.
         """
-        if self.record.counts.number == number - 1 and self._rest is not None:
-            self._rest()
+        if self.record.counts.number == number - 1:
+            if self._rest is not None:
+                self._rest()
         if self.record.counts.number < number:
             raise RuntimeError(
                 f"Another rank has settled exchange {number}, and this one has only settled "
@@ -589,6 +589,8 @@ class Stepper(Groups):
         """Give the process groups back."""
         self._hooks.close()
         self.record.close()
+        for handle in self._looking:
+            handle.remove()
         self._hosts.close()
         self.within.close()
         self.comm.close()

@@ -96,6 +96,7 @@ def test_an_observer_that_is_done_is_not_called_again_and_closed_at_the_end(one_
     engine = ls.attach(ddp, **SPARSE, single_device="sparse", observers=observers)
     for _ in range(4):
         ddp(torch.ones(1, 60)).sum().backward()
+        engine.exchange(ddp.parameters())
     assert not any(one.closed for one in observers)
     engine.close()
     assert [(one.calls, one.closed) for one in observers] == [(2, True), (1, True), (4, True)]
@@ -237,6 +238,15 @@ def test_ranks_with_fewer_batches_join_as_with_ddp(two_ranks: Ranks) -> None:
     plain, _ = two_ranks(train_uneven, None)
     for ours in two_ranks(train_uneven, {"density": 1.0}):
         assert torch.equal(ours, plain)
+
+
+def test_ranks_with_fewer_batches_are_refused_below_a_density_of_1(two_ranks: Ranks) -> None:
+    for said in two_ranks(train_uneven, {}):
+        assert said.startswith("join() lets ranks end before others")
+
+
+@pytest.mark.in_backward
+def test_ranks_with_fewer_batches_join(two_ranks: Ranks) -> None:
     first, second = two_ranks(train_uneven, {})
     assert torch.equal(first, second)
 
@@ -294,6 +304,7 @@ def same_buckets() -> int:
     ddp = DistributedDataParallel(nn.Linear(20, 20), bucket_cap_mb=25)
     engine = ls.attach(ddp, **SPARSE, bucket_cap_mb=on_rank(1, None, 25))
     ddp(torch.ones(2, 20)).sum().backward()
+    engine.exchange(ddp.parameters())
     engine.regroup(engine.plan)
     return engine.step
 

@@ -175,7 +175,7 @@ def missing(both: Sequence[Look]) -> Iterator[tuple[str, Tensor]]:
         yield name, sum(one.absorbed[name] for one in both) - waiting(states, name) + len(both) * weight.flatten()
 
 
-@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("kind", [pytest.param("in DDP", marks=pytest.mark.in_backward), "at the end"])
 def test_no_source_loses_anything_at_any_moment(two_ranks: Ranks, kind: str) -> None:
     waited = 0
     for both in zip(*two_ranks(train, kind), strict=True):
@@ -186,6 +186,7 @@ def test_no_source_loses_anything_at_any_moment(two_ranks: Ranks, kind: str) -> 
     assert waited >= STEPS - 2
 
 
+@pytest.mark.in_backward
 def test_averages_are_those_of_the_source_in_ddp(two_ranks: Ranks) -> None:
     """Up to the step that is lost."""
     moves = {kind: [look.weights for look in two_ranks(train, kind)[0][1 : 2 * SAVED : 2]] for kind in SOURCES}

@@ -142,6 +142,9 @@ class StepBinding(OptimizerBinding):
         if bool(getattr(optimizer, "found_inf", None) or 0):  # of a scaler: nobody steps, on any rank
             stepper.leave(held)
             return
+        if stepper.flushed is not None:
+            self._act(inner, stepper.flushed, 0)
+            return
         exchanged = stepper.exchange(held, getattr(optimizer, "grad_scale", None))
         if exchanged is None:
             return
@@ -153,11 +156,15 @@ class StepBinding(OptimizerBinding):
             grad = stepper.parameters[name].grad
             assert grad is not None
             self._averaged[name] = ref(optimizer), grad
-        arrived = list(self._arrivals(inner, exchanged.deliveries))
+        self._act(inner, exchanged.deliveries, 1)
+
+    def _act(self, inner: Optimizer, deliveries: Mapping[str, Delivery], steps: int) -> None:
+        """Let an optimizer's rule act on averages that have taken the place of gradients, after so many steps."""
+        arrived = list(self._arrivals(inner, deliveries))
         if self.takes(inner):
             self._adam.before(inner, arrived)
         elif type(inner) is SGD:
-            self._momentum.before(inner, self._mine, arrived, self._spends(inner), 1)
+            self._momentum.before(inner, self._mine, arrived, self._spends(inner), steps)
         self._adam.leave(inner)
 
     def exchange(self, names: Sequence[str]) -> bool:

@@ -74,7 +74,9 @@ class BucketSource:
 
 
 class AllRanksDivide:
-    """Observer that refuses ``join(divide_by_initial_world_size=False)``, which DDP hides from communication hooks.
+    """Observer that refuses ``join()`` where averages would differ from DDP's, or ranks would wait for each other.
+
+    DDP hides ``divide_by_initial_world_size=False`` from communication hooks. Ranks that have joined take no steps.
 
     Args:
         ddp: the model; kept as a weak reference.
@@ -90,6 +92,17 @@ class AllRanksDivide:
                 "join(divide_by_initial_world_size=False) divides by the ranks that still have data, and the "
                 "sparsified exchange by all ranks. Leave it at True."
             )
+        joining = getattr(self._ddp(), "_join_config", None)
+        if joining is not None and joining.enable and self._in_steps(engine):
+            raise ValueError(
+                "join() lets ranks end before others, and below a density of 1 all ranks exchange when optimizers "
+                "step. Give all ranks equally many batches, or train at a density of 1."
+            )
+
+    @staticmethod
+    def _in_steps(engine: Any) -> bool:
+        """Whether gradients are exchanged when optimizers step; not where DDP averages them by itself."""
+        return bool(engine._steppers) and not engine.router.steps_aside
 
     def close(self) -> None:
         """Do nothing."""

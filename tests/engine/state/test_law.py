@@ -114,6 +114,7 @@ def train(name: str, moment: str, executor: str, view: bool) -> list[list[Look]]
     return [first.close(), [saved, *other.close()]]
 
 
+@pytest.mark.in_backward
 @in_one_test("name, moment, made", covering(CELLS, together=1, thorough=LEFT), apart=0)
 def test_all_that_was_absorbed_is_in_a_state_and_in_those_who_load_it(
     two_ranks: Ranks, name: str, moment: str, made: Any
@@ -144,6 +145,7 @@ MERGED = ["residual", "union", "momentum masked", "low pass", "second moment", "
 MERGED += ["decay", "momentum", "two optimizers", "flushed", "skipped", "clipped by hand"]
 
 
+@pytest.mark.in_backward
 @in_one_test(
     "name, moment",
     covering(in_turns(MERGED, MOMENTS), together=1, thorough=MERGED[6:]),
@@ -188,6 +190,7 @@ def loaded_into_dense_groups() -> tuple[list[str], bool, float]:
     return notes, waits, float(module.weight.grad.mean())
 
 
+@pytest.mark.in_backward
 def test_averages_that_wait_are_sent_by_dense_groups_too(two_ranks: Ranks) -> None:
     for notes, waits, mean in two_ranks(loaded_into_dense_groups):
         assert all("learned" in note for note in notes)

@@ -20,9 +20,9 @@ from torch.utils.hooks import RemovableHandle
 
 import lightning_sparse as ls
 from lightning_sparse.core.layout import Gradient
-from tests.covering import by_default, covering, in_turns
+from tests.covering import by_default
 from tests.ranks import Ranks
-from tests.sums import SPARSE, Sums, check_sums
+from tests.sums import SPARSE, Sums, check_sums, gradient, waiting
 
 
 class DataSGD(torch.optim.Optimizer):
@@ -66,9 +66,9 @@ class Training:
         return parameter.register_post_accumulate_grad_hook(lambda _: do())
 
 
-def look_within_steps(executor: str, optimizer: Any) -> dict[str, list[Look]]:
+def look_within_steps(optimizer: Any) -> dict[str, list[Look]]:
     """What is seen at several moments of each of some steps."""
-    training = Training(optimizer, executor=executor)
+    training = Training(optimizer)
     looks: dict[str, list[Look]] = {"backward": [], "before": [], "between": [], "after": []}
     training.when_backward_reaches("second", lambda: looks["backward"].append(training.look()))
     for _ in range(5):
@@ -80,29 +80,22 @@ def look_within_steps(executor: str, optimizer: Any) -> dict[str, list[Look]]:
     return looks
 
 
-@pytest.mark.parametrize(
-    ("executor", "optimizer"), covering(in_turns(["inline", "thread"], [torch.optim.SGD, DataSGD]), together=1)
-)
-def test_a_state_holds_what_the_weights_do_not(two_ranks: Ranks, executor: str, optimizer: Any) -> None:
-    seen = two_ranks(look_within_steps, executor, optimizer)
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, DataSGD])
+def test_a_state_holds_what_the_weights_do_not(two_ranks: Ranks, optimizer: Any) -> None:
+    seen = two_ranks(look_within_steps, optimizer)
     for moment in seen[0]:
         for step in range(5):
             both = [looks[moment][step] for looks in seen]
             states = [state for _, state in both]
-            check_sums(both[0][0], states, step + (moment in ("between", "after")))
-            assert [len(state["pending"]) for state in states] == [4 * (moment == "between"), 0]
-            absorbed = {name for state in states for name in state["absorbed"]}
-            assert not absorbed or moment == "backward"
-            if moment == "backward" and executor == "inline" and step > 1:  # DDP has cut its buckets anew
-                assert absorbed == {"in_fourth.fourth", "in_third.third"}
+            check_sums(both[0][0], states, step + (moment == "after"))
+            assert not any(state["pending"] or state["absorbed"] for state in states)
 
 
 def two_optimizers() -> list[Look]:
-    """One exchange, and two optimizers that take its averages one after the other."""
+    """One backward, and two optimizers that step one after the other."""
     training = Training()
     parameters = list(training.module.parameters())
     optimizers = [torch.optim.SGD(part, lr=1.0) for part in (parameters[:2], parameters[2:])]
-    training.engine.bind(optimizers)
     looks = []
     for _ in range(2):
         training.backward()
@@ -113,11 +106,15 @@ def two_optimizers() -> list[Look]:
     return looks
 
 
-def test_what_one_of_two_optimizers_has_applied_is_not_pending(two_ranks: Ranks) -> None:
+def test_each_of_two_optimizers_exchanges_what_it_holds(two_ranks: Ranks) -> None:
     for number, both in enumerate(zip(*two_ranks(two_optimizers), strict=True)):
-        [weights, state], _ = both
-        check_sums(weights, [state for _, state in both], number // 3 + 1)
-        assert set(state["pending"]) == set([list(weights), list(weights)[2:], []][number % 3])
+        [weights, _], _ = both
+        states = [state for _, state in both]
+        for place, (name, weight) in enumerate(weights.items()):
+            steps = number // 3 + (place // 2 < number % 3)
+            given = steps * sum(gradient(name, rank).double() for rank in range(2))
+            assert torch.equal(waiting(states, name) - 2 * weight.double().flatten(), given)
+        assert not any(state["pending"] or state["absorbed"] for state in states)
 
 
 class Half(nn.Module):
@@ -136,7 +133,6 @@ def nobody_holds() -> tuple[list[int], float]:
     ddp = DistributedDataParallel(module)
     engine = ls.attach(ddp, **SPARSE)
     optimizer = torch.optim.SGD(module.sums.parameters(), lr=1.0)
-    engine.bind([optimizer])
     steps = []
     for _ in range(3):
         ddp(0).backward()
@@ -176,6 +172,7 @@ def look_from_a_thread(executor: str) -> tuple[list[dict[str, Tensor]], list[dic
     return weights, looks
 
 
+@pytest.mark.in_backward
 @pytest.mark.parametrize("executor", ["inline", "thread"])
 def test_another_thread_sees_what_the_weights_do_not_hold(alone: Ranks, executor: str) -> None:
     [(weights, looks)] = alone(look_from_a_thread, executor)
@@ -217,7 +214,7 @@ def check_saved(both: Sequence[Saved], steps: int | None = None) -> None:
 
 def save_on_signals(moments: int, steps: int) -> list[Saved]:
     """All ranks are sent a signal at about the same time, again and again, while they train."""
-    training, looks = Training(executor="thread"), []
+    training, looks = Training(), []
     handled = threading.Event()
 
     def handle(*_: Any) -> None:
@@ -271,7 +268,7 @@ class Interrupted(torch.optim.SGD):
 
 
 def save_within_an_optimizer() -> Saved:
-    training, looks = Training(Interrupted, executor="thread"), []
+    training, looks = Training(Interrupted), []
     before = signal.signal(signal.SIGUSR1, lambda *_: looks.append(save_together(training)))
     for _ in range(3):
         training.backward()
@@ -281,44 +278,84 @@ def save_within_an_optimizer() -> Saved:
     return saved
 
 
-def test_a_handler_that_interrupts_an_optimizer_saves_what_it_has_not_applied(two_ranks: Ranks) -> None:
+def test_a_handler_waits_until_an_optimizer_has_stepped(two_ranks: Ranks) -> None:
     both = two_ranks(save_within_an_optimizer)
-    assert set(both[0].state["pending"]) == set(list(both[0].weights)[2:])
+    assert not any(saved.state["pending"] or saved.state["absorbed"] for saved in both)
     check_saved(both, 3)
 
 
-def save_apart(ahead: int, where: str) -> Saved:
-    """Rank 0 is at the end of backward; so is rank 1, or at a later moment, or the other way round."""
-    training, saved = Training(executor="thread" if where == "after the step" else "inline"), []
+@dataclass(frozen=True)
+class Late(ls.memories.Residual):
+    """One rank is slow in the third step, when it has told the others that it comes."""
 
-    def save() -> None:
+    rank: int = -1
+
+    def absorb_(self, state: Any, grad: Gradient, ctx: Any) -> Any:
+        if (dist.get_rank(), ctx.step) == (self.rank, 2):
+            time.sleep(0.1)
+        return super().absorb_(state, grad, ctx)
+
+
+def save_apart(early: int, where: str) -> Saved:
+    """One rank waits in the exchange of a step when a signal comes; the other one is at another moment."""
+    late = 1 - early
+    training, saved = Training(memory=Late(rank=late if where == "after the step" else -1)), []
+
+    def save(*_: Any) -> None:
         saved.append(save_together(training))
+
+    def send(seconds: float) -> None:
+        threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGUSR1)).start()
 
     for _ in range(2):
         training.backward()
         training.optimizer.step()
     training.backward()
-    if dist.get_rank() != ahead:
+    before = signal.signal(signal.SIGUSR1, save)
+    if dist.get_rank() == early:
+        send(0.1)
+    elif where != "after the step":
+        time.sleep(0.3)  # the other rank's handler waits for this one's
+    if dist.get_rank() == late and where == "before the step":
         save()
+    if dist.get_rank() == late and where == "within the exchange":
+        send(0.1)
     training.optimizer.step()
-    if dist.get_rank() == ahead and where == "after the step":
+    if dist.get_rank() == late and where == "after the step":
         save()
-    if dist.get_rank() == ahead and where == "within the next backward":
-        training.when_backward_reaches("first", save)
+    signal.signal(signal.SIGUSR1, before)
     training.backward()
+    training.optimizer.step()
     return saved[0]
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-@pytest.mark.parametrize("where", ["after the step", "within the next backward"])
-def test_a_rank_that_is_ahead_saves_the_same_exchange(two_ranks: Ranks, ahead: int, where: str) -> None:
-    both = two_ranks(save_apart, ahead, where)
-    check_saved(both, 3)
-    pending = both[0].state["pending"]
-    assert bool(pending) == (ahead == 1)
-    assert [bool(saved.state["absorbed"]) for saved in both] == [
-        where == "within the next backward" and rank == ahead for rank in range(2)
-    ]
+@pytest.mark.parametrize("early", [0, 1])
+@pytest.mark.parametrize("where", ["before the step", "within the exchange", "after the step"])
+def test_a_rank_that_waits_saves_the_same_exchange_as_the_others(two_ranks: Ranks, early: int, where: str) -> None:
+    both = two_ranks(save_apart, early, where)
+    check_saved(both, 2 + (where == "after the step"))
+    assert bool(both[0].state["pending"]) == (where == "after the step" and early == 0)
+    absorbed = {"before the step": {early}, "within the exchange": {0, 1}, "after the step": set()}[where]
+    assert [bool(saved.state["absorbed"]) for saved in both] == [rank in absorbed for rank in range(2)]
+
+
+def ask_for_other_moments() -> list[str]:
+    """For the state after an exchange that is over, and for one that does not come."""
+    training, said = Training(), []
+    for moment in (2, 0):
+        training.backward()
+        training.optimizer.step()
+        with pytest.raises(RuntimeError) as error:
+            training.engine.state_dict(torch.tensor([moment]))
+        said.append(str(error.value))
+    return said
+
+
+def test_a_state_of_another_moment_is_not_given(alone: Ranks) -> None:
+    [(future, past)] = alone(ask_for_other_moments)
+    assert "Another rank has settled exchange 2, and this one has only settled 1. Save a moment later." in future
+    assert "The state after exchange 0 is asked for, and this rank has settled 2." in past
+    assert "take a state on each of them, and another one where" in past
 
 
 @dataclass(frozen=True)
@@ -330,17 +367,12 @@ class Slow(ls.memories.Residual):
         time.sleep(0.03)
 
 
-def ask_for_other_moments() -> tuple[list[Look], str, str]:
-    """For the state after an exchange that is about to end, for one that is over, and for one that does not come."""
+def ask_from_a_thread() -> list[Look]:
+    """For the state after an exchange that is about to end, and after it."""
     training, looks = Training(memory=Slow(), executor="thread"), []
 
     def ask() -> None:
         looks.append((training.weights(), training.engine.state_dict(torch.tensor([3]))))
-
-    def refused(moment: int) -> str:
-        with pytest.raises(RuntimeError) as error:
-            training.engine.state_dict(torch.tensor([moment]))
-        return str(error.value)
 
     for _ in range(2):
         training.backward()
@@ -350,23 +382,16 @@ def ask_for_other_moments() -> tuple[list[Look], str, str]:
     training.backward()
     thread.join()
     looks.append((training.weights(), training.engine.state_dict(torch.tensor([3]))))
-    past = refused(2)
-    training.engine.close()
-    training = Training(executor="inline")
-    training.backward()
-    future = refused(2)
-    return looks, past, future
+    return looks
 
 
-def test_a_state_is_waited_for_and_none_of_another_moment_is_given(alone: Ranks) -> None:
-    [(looks, past, future)] = alone(ask_for_other_moments)
+@pytest.mark.in_backward
+def test_a_state_is_waited_for(alone: Ranks) -> None:
+    [looks] = alone(ask_from_a_thread)
     assert len(looks) == 2
     for weights, state in looks:
         check_sums(weights, [state], 3)
         assert len(state["pending"]) == 4
-    assert "The state after exchange 2 is asked for, and this rank has settled 3." in past
-    assert "take a state on each of them, and another one where" in past
-    assert "Another rank has settled exchange 2, and this one has only settled 1. Save a moment later." in future
 
 
 # ---- Errors
@@ -420,14 +445,13 @@ def fail(options: dict[str, Any]) -> tuple[list[Look], list[str]]:
     return looks, said
 
 
-@pytest.mark.parametrize("executor", ["inline", "thread"])
-def test_after_an_error_there_is_a_state_unless_residuals_were_being_changed(alone: Ranks, executor: str) -> None:
+def test_after_an_error_there_is_a_state_unless_residuals_were_being_changed(alone: Ranks) -> None:
     for where in ("absorb", "settle"):
-        [(looks, [said])] = alone(fail, {"memory": FailsWithin(where=where), "executor": executor})
+        [(looks, [said])] = alone(fail, {"memory": FailsWithin(where=where)})
         assert len(looks) == 2
         assert "An error has ended a step while residuals were being changed" in said
         assert "go on from an earlier checkpoint" in said
-    [(looks, said)] = alone(fail, {"sparsifier": FailsBetween(), "executor": executor})
+    [(looks, said)] = alone(fail, {"sparsifier": FailsBetween()})
     assert (len(looks), said) == (3, [])
     for steps, (weights, state) in zip((1, 2, 2), looks, strict=True):
         check_sums(weights, [state], steps)
@@ -459,6 +483,7 @@ def flush_in_pieces() -> list[tuple[Look, int]]:
     return looks
 
 
+@pytest.mark.in_backward
 def test_what_residuals_held_is_pending_until_it_is_applied(two_ranks: Ranks) -> None:
     seen = list(zip(*two_ranks(flush_in_pieces), strict=True))
     for both in seen:
