@@ -113,10 +113,10 @@ def attach_config(
 ) -> Engine:
     """Do the work of :func:`attach` with checked settings; ``in_steps``: whether gradients are exchanged in steps."""
     ranks, device = TorchCollective(ddp.process_group), ddp.device
-    in_steps = IN_STEPS if in_steps is None else in_steps
-    in_steps = in_steps and config.node_size is None and not Planner.wanted(config)
     nodes = nodes_of(config.node_size, ranks, device)
     config = replace(config, node_size=nodes.size)  # 1 is None
+    in_steps = IN_STEPS if in_steps is None else in_steps
+    in_steps = in_steps and config.node_size is None and not Planner.wanted(config)
     alone = ranks.world_size in (1, nodes.size)
     with failing_together(ranks, device):
         _check_ddp(ddp)

@@ -576,9 +576,8 @@ class Stepper(Groups):
         Raises:
             RuntimeError: if fewer have.
         """
-        if self.record.counts.number == number - 1:
-            if self._rest is not None:
-                self._rest()
+        if self._rest is not None and self.record.counts.number == number - 1:
+            self._rest()
         if self.record.counts.number < number:
             raise RuntimeError(
                 f"Another rank has settled exchange {number}, and this one has only settled "

@@ -643,6 +643,7 @@ def decayed(size: int | None) -> dict[str, Tensor]:
     """Averages at density 1 of gradients with a decay of matrices alone."""
     ddp, _ = wrapped(size, density=1.0, memory=ls.memories.WeightDecay(0.5, min_ndim=2))
     ddp(here(0, integers)).backward()
+    torch.optim.SGD(ddp.parameters(), lr=0.0).step()
     return {name: ddp.module.get_parameter(name).grad.clone() for name in NAMES}
 
 
