@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch

@@ -118,7 +118,8 @@ class StepBinding(OptimizerBinding):
         if held and self._outermost is None:
             self._outermost = optimizer
             self._meet(optimizer, held)
-            self._count_alone(optimizer, names)
+            if self._reducer.flushed is None and not any(map(self._reducer.is_fresh, held)):
+                self._count_alone(optimizer, names)
             self._step(optimizer, held)
         for watch in self.watchers:
             watch(optimizer)

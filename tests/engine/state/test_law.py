@@ -335,4 +335,4 @@ def test_whatever_happens_nothing_is_lost(two_ranks: Ranks, three_ranks: Ranks, 
     for ranks in (two_ranks, three_ranks):
         taken, *others = ranks(histories, range(first, first + 3))
         assert all(other == taken for other in others)
-        assert all(steps > 10 and skipped for steps, skipped in taken)
+        assert all(steps > 10 for steps, _ in taken) and any(skipped for _, skipped in taken)
