@@ -417,6 +417,7 @@ def flat(size: Any) -> list[dict[str, Tensor]]:
         platform.node = name
 
 
+@pytest.mark.in_backward
 def test_nodes_of_one_rank_are_no_nodes(four_ranks: Ranks) -> None:
     plain, one, found = (four_ranks(flat, size)[0] for size in (None, 1, "auto"))
     for first, second, third in zip(plain, one, found, strict=True):
@@ -647,6 +648,7 @@ def decayed(size: int | None) -> dict[str, Tensor]:
     return {name: ddp.module.get_parameter(name).grad.clone() for name in NAMES}
 
 
+@pytest.mark.in_backward
 def test_parts_have_as_many_dimensions_as_their_parameters(four_ranks: Ranks) -> None:
     for nodes, flat in zip(four_ranks(decayed, 2), four_ranks(decayed, None), strict=True):
         assert all(torch.equal(nodes[name], flat[name]) for name in NAMES)

@@ -110,18 +110,20 @@ class StepBinding(OptimizerBinding):
 
     def before(self, optimizer: Optimizer) -> None:
         """Exchange what an optimizer holds, and let its rule act; its gradients are there."""
-        names, self._rehearsing = self._mine, rehearses(optimizer)
+        names, ids = self._mine, ids_of(optimizer)
+        held = [name for key, name in names.items() if key in ids]
+        # Gradients may be 0 on one rank alone, and ranks have to decide alike: where there is one to exchange, they do.
+        self._rehearsing = rehearses(optimizer) and not any(map(self._reducer.is_fresh, held))
         if self._rehearsing:
             super().before(optimizer)
             return
-        ids = ids_of(optimizer)
-        held = [name for key, name in names.items() if key in ids]
         if held:
             self._depth += 1
         if held and self._outermost is None:
             self._outermost = optimizer
             self._meet(optimizer, held)
-            self._count_alone(optimizer, names)
+            if self._reducer.flushed is None and not any(map(self._reducer.is_fresh, held)):
+                self._count_alone(optimizer, names)
             self._step(optimizer, held)
         for watch in self.watchers:
             watch(optimizer)

@@ -84,6 +84,7 @@ def past_the_groups() -> list[tuple[bool, float]]:
     return found
 
 
+@pytest.mark.in_backward
 def test_what_the_user_clips_is_clipped_in_dense_steps(two_ranks: Ranks) -> None:
     for before, clipped, after in two_ranks(past_the_groups):
         assert before[0] and before[1] > 0.01
@@ -120,6 +121,7 @@ def where_optimizers_change() -> list[list[tuple[float, list[str]]]]:
     return found
 
 
+@pytest.mark.in_backward
 def test_a_limit_is_for_what_an_optimizer_holds_now(two_ranks: Ranks) -> None:
     for added, replaced, one, both in two_ranks(where_optimizers_change):
         assert added == replaced == [(0.1, ["0.weight", "2.weight"])]

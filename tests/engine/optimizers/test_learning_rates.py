@@ -95,8 +95,9 @@ def test_steps_and_residuals_amount_to_all_gradients_times_their_rates(two_ranks
 
 def without_optimizer() -> str:
     model = DistributedDataParallel(nn.Linear(20, 20))
-    ls.attach(model, rules=SPARSE, lr_aware=True)
-    return error_of(lambda: model(torch.ones(1, 20)).sum().backward())
+    engine = ls.attach(model, rules=SPARSE, lr_aware=True)
+    model(torch.ones(1, 20)).sum().backward()
+    return error_of(lambda: engine.exchange(model.parameters()))
 
 
 def test_rates_that_nobody_knows_are_asked_for(two_ranks: Ranks) -> None:
@@ -116,6 +117,7 @@ def take_after_a_change(lr_aware: bool) -> Tensor:
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     engine.bind([optimizer])
     ddp(torch.ones(1, 20)).sum().backward()
+    optimizer.step()
     optimizer.param_groups[0]["lr"] = 0.125
     pending = engine._take_pending()["weight"]
     return pending.flatten().unique()

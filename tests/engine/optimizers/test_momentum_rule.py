@@ -358,6 +358,7 @@ def two_optimizers(make: Any) -> list[tuple[dict[str, Tensor], dict[str, Tensor]
     return [(training.optimizer.state.get(p, {}), other.state.get(p, {})) for p in sparse]
 
 
+@pytest.mark.in_backward
 def test_two_optimizers_of_the_same_parameters_are_both_served(two_ranks: Ranks) -> None:
     for result in two_ranks(two_optimizers, functools.partial(torch.optim.SGD, lr=0.02, momentum=0.9)):
         for first, second in result:

@@ -247,7 +247,11 @@ def changed(kind: str) -> tuple[list[str], bool]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "warned"), [("noise", 1), ("value", 1), ("value that is taken over", 0), ("norm", 0), ("nothing", 0)]
+    ("kind", "warned"),
+    [
+        *(pytest.param(kind, 1, marks=pytest.mark.in_backward) for kind in ("noise", "value")),
+        *((kind, 0) for kind in ("noise", "value", "value that is taken over", "norm", "nothing")),
+    ],
 )
 def test_changes_that_are_no_factor_are_warned_of_once(two_ranks: Ranks, kind: str, warned: int) -> None:
     (first, finite), (others, _) = two_ranks(changed, kind)
@@ -296,6 +300,7 @@ def kept_at_moments() -> list[dict[str, list[float]]]:
     return [after_first, before, state["squares"], loaded]
 
 
+@pytest.mark.in_backward
 def test_a_state_has_the_lengths_of_applied_averages_and_those_of_rank_0_are_loaded(two_ranks: Ranks) -> None:
     (after_first, before, after, loaded), (*_, elsewhere) = two_ranks(kept_at_moments)
     assert after_first and after_first == before != after
