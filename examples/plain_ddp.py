@@ -53,8 +53,6 @@ def main() -> None:
     model = DistributedDataParallel(DigitsClassifier().network.to(device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     engine = None if args.dense else ls.attach(model, sparsifier=args.sparsifier, density=args.density)
-    if engine is not None:
-        engine.bind([optimizer])
 
     step = 0
     if args.checkpoint and (args.checkpoint / "shared.pt").exists():

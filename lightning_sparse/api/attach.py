@@ -116,7 +116,8 @@ def attach_config(
     nodes = nodes_of(config.node_size, ranks, device)
     config = replace(config, node_size=nodes.size)  # 1 is None
     in_steps = IN_STEPS if in_steps is None else in_steps
-    in_steps = in_steps and config.node_size is None and not Planner.wanted(config)
+    # What asks for messages while backward goes on, or is planned by measuring it, exchanges in backward.
+    in_steps = in_steps and config.node_size is None and config.messages != "group" and not Planner.wanted(config)
     alone = ranks.world_size in (1, nodes.size)
     with failing_together(ranks, device):
         _check_ddp(ddp)

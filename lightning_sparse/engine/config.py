@@ -326,9 +326,9 @@ class SparsificationConfig(Settings):
     instance such as ``MergeBelow(8192)``, which merges small layers, or ``OptimalMerge()``, which measures the first
     steps and merges layers so that a step ends soonest."""
     messages: Literal["auto", "step", "group"] = "auto"
-    """Messages that travel together: "step" joins those of all groups when the last gradients of a step are here, so
-    that a step takes two or three collectives however many groups there are; "group" sends those of each group as soon
-    as its own gradients are here, while backward goes on; "auto" is "step" with most settings, "group" with
+    """Messages that travel together: "step" joins those of all groups, so that a step takes two or three collectives
+    however many groups there are; "group" exchanges in backward, and sends those of each group as soon as its own
+    gradients are here; "auto" is "step" with most settings, "group" with
     ``HiddenDensity`` and ``OptimalMerge("published")``, and with ``OptimalMerge()`` the one that a profile of the
     first steps predicts to be better."""
     dense: Sequence[str] = ()
@@ -338,8 +338,9 @@ class SparsificationConfig(Settings):
     """Which parameters stay dense, and which have densities of their own; None: the default ones, which keep parameters
     with fewer than 2 dimensions or fewer than 256 coordinates dense, see :class:`~lightning_sparse.Rules`."""
     executor: Literal["auto", "inline", "thread"] = "auto"
-    """"inline" exchanges inside DDP's hook (on CUDA on a stream of its own), "thread" on a communication thread while
-    backward goes on; "auto" is "thread" between ranks on CPUs, else "inline"."""
+    """Where gradients are exchanged in backward (sharded models, nodes, ``messages="group"``, planned groups): "inline"
+    exchanges inside the hook (on CUDA on a stream of its own), "thread" on a communication thread while backward goes
+    on; "auto" is "thread" between ranks on CPUs, else "inline"."""
     node_size: int | Literal["auto"] | None = None
     """Number of ranks of a node, whose links are fast: gradients are averaged densely within a node and exchanged
     sparsely between nodes, by each rank a part of them, see docs/nodes.md. "auto": ranks of a host, by its name; None
