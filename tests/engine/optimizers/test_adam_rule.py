@@ -81,12 +81,16 @@ class Training:
         if follow:
             self.engine.bind([self.optimizer])
         self.rank = dist.get_rank()
+        self.limit: float | None = None
+        """Of the norm of the mean gradient."""
 
     def step(self, number: int, closure: bool = False) -> None:
         def backward() -> Tensor:
             self.optimizer.zero_grad()
             loss = loss_of(self.ddp, number, self.rank)
             loss.backward()
+            if self.limit is not None:
+                self.engine.clip_grad_norm_(self.ddp.parameters(), self.limit)
             return loss
 
         if closure:
@@ -242,8 +246,7 @@ def short_run(
 ) -> tuple[list[Tensor], ls.memories.Memory, bool, list[str]]:
     with warnings.catch_warnings(record=True, action="always") as caught:
         training = Training(kind, hyper={"lr": 0.01, "betas": (0.9, 0.95)})
-        if limit is not None:
-            training.engine.clip_gradients(limit, "norm", training.optimizer)
+        training.limit = limit
         for step in range(4):
             training.step(step, closure)
     engine = training.engine
