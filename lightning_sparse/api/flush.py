@@ -52,6 +52,7 @@ def flush(what: Any, optimizers: Optimizer | Iterable[Optimizer] | None = None) 
         >>> engine = ls.attach(ddp, sparsifier="top_k", density=0.1, single_device="sparse")
         >>> optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         >>> ddp(torch.ones(1, 20)).sum().backward()        # each of the 400 coordinates has the gradient 1
+        >>> optimizer.step()                               # with the average of 40 of them
         >>> int(model.weight.grad.count_nonzero())
         40
         >>> flush(engine, [optimizer])                     # the norm of 360 ones

@@ -137,7 +137,8 @@ class Stepper(Groups):
         self._fresh: dict[str, bool] = {}
         """Parameters that have passed a synchronised backward since the last step of an optimizer that holds them, and
         whether DDP has averaged their gradients."""
-        used = set[str]()  # a hook keeps no more than the set alive
+        # A hook keeps no more than the set alive. Gradients that are here already may be of this rank alone.
+        used = {name for name, p in parameters.items() if p.grad is not None}
         self._used = used if watch_usage else None
         """Parameters that this rank has used since the last step of an optimizer that holds them; None: all."""
         self._hooks = on_gradients(parameters if watch_usage else {}, lambda name, _: used.add(name))
