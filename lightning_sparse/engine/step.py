@@ -31,7 +31,7 @@ from lightning_sparse.engine.executor import SAVING, Hold, held
 from lightning_sparse.engine.metrics import Stamp
 from lightning_sparse.engine.network import Going, TorchCollective, joined
 from lightning_sparse.engine.optimizers.clipping import GradientClipping
-from lightning_sparse.engine.pipeline import GroupReducer
+from lightning_sparse.engine.pipeline import GroupReducer, forget_overflow_
 from lightning_sparse.engine.reducer import NOTE
 from lightning_sparse.engine.regrouping import Groups
 from lightning_sparse.engine.skip import Decision, any_set, digest_of
@@ -39,7 +39,7 @@ from lightning_sparse.engine.sources.gradient_hooks import on_gradients, refuse_
 from lightning_sparse.engine.state.record import Averages, Counts
 from lightning_sparse.methods.grouping import Group, Messages
 from lightning_sparse.methods.memory import NoMemory
-from lightning_sparse.ops import all_finite
+from lightning_sparse.ops import all_finite, static_shapes
 from lightning_sparse.ops.sketch import sketch
 
 T = TypeVar("T")
@@ -417,6 +417,8 @@ class Stepper(Groups):
         with self.record.changing():
             for group in groups:
                 group.settle(flag)
+                if skipped and static_shapes(self.device):  # settled by the flag, for which the host knew nothing
+                    forget_overflow_(group.state, group.memory, self.comm.world_size)
             self._count(skipped)
             self._unapplied, self._scale = frozenset() if skipped else used, scale
         deliveries = {
