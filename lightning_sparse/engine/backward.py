@@ -60,14 +60,14 @@ class BackwardEnd:
         if self._aside:
             for future, _ in buckets:
                 future.wait()
-            finite = _finite(buffers)  # averages are equal on all ranks
+            finite = stepper.on_host(_finite(buffers))  # averages are equal on all ranks
         else:
-            finite = stepper.meet(BACKWARD, self._names, _finite(buffers))
+            finite = stepper.meet(BACKWARD, self._names, stepper.on_host(_finite(buffers)))
         for owner, names in stepper.owners(self._names).items():
             owner.gradients_are_here(names, finite, self._aside)
         for future, buffer in buckets if not self._aside else ():
             future.set_result(buffer if finite else buffer.fill_(float("nan")))
 
 
-def _finite(buffers: list[Tensor]) -> bool:
-    return bool(torch.stack([all_finite(buffer) for buffer in buffers]).all())
+def _finite(buffers: list[Tensor]) -> Tensor:
+    return torch.stack([all_finite(buffer) for buffer in buffers]).all()

@@ -210,6 +210,15 @@ class Stepper(Groups):
         self._said += AllGather(words).bytes_sent(self.comm.world_size)
         self._hosts.announce(words, lambda rows: look(*compare(rows)))
 
+    def on_host(self, flag: Tensor) -> bool:
+        """Return a () flag of the current stream, on which messages of ranks may be that have failed meanwhile.
+
+        Raises:
+            LostRankError: if one has.
+        """
+        stream = None if self.on_stream.host_knows else torch.cuda.current_stream(self.device)
+        return bool(Decision(flag, stream, self.comm.wait_until))
+
     # ----------------------------------------------------------------------------------------------- backward
 
     @property
@@ -413,7 +422,7 @@ class Stepper(Groups):
         groups, used, scale, flush, _ = started
         flags = [group.skipped for group in groups if group.skipped is not None]
         flag = any_set(flags, self.device, self.on_stream.host_knows)
-        skipped = bool(flag)
+        skipped = self.on_host(flag)
         with self.record.changing():
             for group in groups:
                 group.settle(flag)

@@ -327,6 +327,16 @@ def test_an_optimizer_that_makes_the_host_wait_is_named_once(
     assert all(f" {name}(..., fused=True)" in line for line in told)
 
 
+def test_who_waits_for_the_device_hears_of_a_rank_that_has_failed(
+    streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, asked = Training(), list[str]()
+    training.steps(2)
+    monkeypatch.setattr(training.engine.router.comm, "wait_until", lambda done, what: asked.append(what))
+    training.step()
+    assert asked == ["the exchange"] * 2  # whether gradients are finite, and whether averages are
+
+
 # Each of these is what the engine relies on; without it something must be found.
 @pytest.mark.parametrize(
     ("forgotten", "run"),
