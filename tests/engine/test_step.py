@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
@@ -518,3 +519,17 @@ def overflowing() -> tuple[int, int, bool]:
 
 def test_gradients_whose_sum_overflows_skip_one_step_on_a_device(two_ranks: Ranks) -> None:
     assert two_ranks(overflowing) == [(3, 1, True)] * 2
+
+
+def test_gradients_are_given_free_when_they_are_set_to_none(one_rank: None) -> None:
+    model, batches = network(), Batches()
+    ddp = DistributedDataParallel(model)
+    attached(ddp, single_device="sparse")
+    optimizer = optimizer_of("momentum", model.parameters())
+    for _ in range(2):
+        batches.loss(ddp).backward()
+        optimizer.step()
+        kept = [StorageWeakRef(p.grad.untyped_storage()) for p in model.parameters() if p.grad is not None]
+        optimizer.zero_grad()
+        assert len(kept) == 4
+        assert all(one.expired() for one in kept)
