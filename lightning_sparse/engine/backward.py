@@ -16,6 +16,12 @@ from lightning_sparse.engine.calls import BACKWARD
 from lightning_sparse.engine.step import Stepper
 from lightning_sparse.ops import all_finite
 
+CAPTURED = (
+    "A backward through DistributedDataParallel is captured in a CUDA graph. At its end ranks agree whether gradients "
+    "are finite, which a graph does not repeat. Capture the model alone, before it is wrapped, as "
+    "torch.cuda.make_graphed_callables does."
+)
+
 
 class BackwardEnd:
     """DDP's communication hook.
@@ -40,6 +46,8 @@ class BackwardEnd:
         """Take a ``GradBucket``; the future ends when its buffer holds what DDP is to put in ``.grad``."""
         stepper, buffer = self._stepper, bucket.buffer()
         with stepper.failing_together("in backward"):
+            if stepper.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(CAPTURED)
             if not self._pending:
                 self._names, self._aside = [], stepper.steps_aside
             self._names += [name for p in bucket.parameters() if (name := stepper.names.get(id(p))) is not None]

@@ -533,3 +533,17 @@ def test_gradients_are_given_free_when_they_are_set_to_none(one_rank: None) -> N
         optimizer.zero_grad()
         assert len(kept) == 4
         assert all(one.expired() for one in kept)
+
+
+@pytest.mark.parametrize("what", ["backward", "step"])
+def test_what_is_captured_in_a_graph_is_refused(one_rank: None, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batches = network(), Batches()
+    ddp = DistributedDataParallel(model)
+    engine, optimizer = attached(ddp, single_device="sparse"), optimizer_of("sgd", model.parameters())
+    loss = batches.loss(ddp)
+    if what == "step":
+        loss.backward()
+    monkeypatch.setattr(engine.router, "device", torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="captured in a CUDA graph"):
+        loss.backward() if what == "backward" else optimizer.step()

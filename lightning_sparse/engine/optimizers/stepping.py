@@ -35,7 +35,7 @@ UNFINISHED = (
 )
 CAPTURED = (
     "{} takes a step that is captured in a CUDA graph. An exchange has messages between hosts, which a graph does not "
-    "repeat. Capture forward and backward alone."
+    "repeat. Capture the model alone, before it is wrapped, as torch.cuda.make_graphed_callables does."
 )
 TWO = (
     "Two optimizers step {} after one backward. The first one has exchanged its gradient, and the second one would "
