@@ -16,6 +16,12 @@ from lightning_sparse.engine.calls import BACKWARD
 from lightning_sparse.engine.step import Stepper
 from lightning_sparse.ops import all_finite
 
+CAPTURED = (
+    "A backward through DistributedDataParallel is captured in a CUDA graph. At its end ranks agree whether gradients "
+    "are finite, which a graph does not repeat. Capture the model alone, before it is wrapped, as "
+    "torch.cuda.make_graphed_callables does."
+)
+
 
 class BackwardEnd:
     """DDP's communication hook.
@@ -40,6 +46,8 @@ class BackwardEnd:
         """Take a ``GradBucket``; the future ends when its buffer holds what DDP is to put in ``.grad``."""
         stepper, buffer = self._stepper, bucket.buffer()
         with stepper.failing_together("in backward"):
+            if stepper.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(CAPTURED)
             if not self._pending:
                 self._names, self._aside = [], stepper.steps_aside
             self._names += [name for p in bucket.parameters() if (name := stepper.names.get(id(p))) is not None]
@@ -60,14 +68,14 @@ class BackwardEnd:
         if self._aside:
             for future, _ in buckets:
                 future.wait()
-            finite = _finite(buffers)  # averages are equal on all ranks
+            finite = stepper.on_host(_finite(buffers))  # averages are equal on all ranks
         else:
-            finite = stepper.meet(BACKWARD, self._names, _finite(buffers))
+            finite = stepper.meet(BACKWARD, self._names, stepper.on_host(_finite(buffers)))
         for owner, names in stepper.owners(self._names).items():
             owner.gradients_are_here(names, finite, self._aside)
         for future, buffer in buckets if not self._aside else ():
             future.set_result(buffer if finite else buffer.fill_(float("nan")))
 
 
-def _finite(buffers: list[Tensor]) -> bool:
-    return bool(torch.stack([all_finite(buffer) for buffer in buffers]).all())
+def _finite(buffers: list[Tensor]) -> Tensor:
+    return torch.stack([all_finite(buffer) for buffer in buffers]).all()

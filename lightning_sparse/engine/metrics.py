@@ -48,7 +48,7 @@ class Stamp(NamedTuple):
         if device.type != "cuda" or not _cuda_is_there():
             return cls(time.perf_counter(), None)
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
+        event.record(torch.cuda.current_stream(device))  # which need not be the current device
         return cls(time.perf_counter(), event)
 
     def until(self, later: Stamp) -> float:

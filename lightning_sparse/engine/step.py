@@ -31,7 +31,7 @@ from lightning_sparse.engine.executor import SAVING, Hold, held
 from lightning_sparse.engine.metrics import Stamp
 from lightning_sparse.engine.network import Going, TorchCollective, joined
 from lightning_sparse.engine.optimizers.clipping import GradientClipping
-from lightning_sparse.engine.pipeline import GroupReducer
+from lightning_sparse.engine.pipeline import GroupReducer, forget_overflow_
 from lightning_sparse.engine.reducer import NOTE
 from lightning_sparse.engine.regrouping import Groups
 from lightning_sparse.engine.skip import Decision, any_set, digest_of
@@ -39,7 +39,7 @@ from lightning_sparse.engine.sources.gradient_hooks import on_gradients, refuse_
 from lightning_sparse.engine.state.record import Averages, Counts
 from lightning_sparse.methods.grouping import Group, Messages
 from lightning_sparse.methods.memory import NoMemory
-from lightning_sparse.ops import all_finite
+from lightning_sparse.ops import all_finite, static_shapes
 from lightning_sparse.ops.sketch import sketch
 
 T = TypeVar("T")
@@ -211,6 +211,15 @@ class Stepper(Groups):
         self._said += AllGather(words).bytes_sent(self.comm.world_size)
         self._hosts.announce(words, lambda rows: look(*compare(rows)))
 
+    def on_host(self, flag: Tensor) -> bool:
+        """Return a () flag of the current stream, on which messages of ranks may be that have failed meanwhile.
+
+        Raises:
+            LostRankError: if one has.
+        """
+        stream = None if self.on_stream.host_knows else torch.cuda.current_stream(self.device)
+        return bool(Decision(flag, stream, self.comm.wait_until))
+
     # ----------------------------------------------------------------------------------------------- backward
 
     @property
@@ -347,7 +356,9 @@ class Stepper(Groups):
             started = started or self._start(fresh, {name for name in fresh if used[self._numbers[name]]}, scale)
             self._unused = {name for name, number in self._numbers.items() if not used[number]}
             with self.on_stream.between_steps():
-                going = going or Going(started.steps, self.comm, self._listen)
+                # On a device nothing is waited for, and a handler's messages would come between those of all ranks.
+                listening = self._listen if self.on_stream.host_knows else _at_once
+                going = going or Going(started.steps, self.comm, listening)
                 going.run()
                 if not result:
                     result.append(self._settle(started, begin))
@@ -414,10 +425,12 @@ class Stepper(Groups):
         groups, used, scale, flush, _ = started
         flags = [group.skipped for group in groups if group.skipped is not None]
         flag = any_set(flags, self.device, self.on_stream.host_knows)
-        skipped = bool(flag)
+        skipped = self.on_host(flag)
         with self.record.changing():
             for group in groups:
                 group.settle(flag)
+                if skipped and static_shapes(self.device):  # settled by the flag, for which the host knew nothing
+                    forget_overflow_(group.state, group.memory, self.comm.world_size)
             self._count(skipped)
             self._unapplied, self._scale = frozenset() if skipped else used, scale
         deliveries = {
@@ -640,6 +653,11 @@ def clip_by_norm(
 def _digest_of(names: tuple[str, ...]) -> int:
     """Return a digest of names in any order; the same ones come in every step."""
     return digest_of(sorted(names))
+
+
+def _at_once(wait: Callable[[], T]) -> T:
+    """Wait, and let no handler of a signal that saves run."""
+    return wait()
 
 
 def _look(*_: object) -> None:

@@ -238,6 +238,22 @@ def test_a_stamp_on_the_cpu_is_the_host_clock_in_milliseconds() -> None:
     assert first.until(second) >= 0
 
 
+def test_a_stamp_is_of_its_device_whichever_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams: list[object] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None: ...
+
+        def record(self, stream: object = "the current device") -> None:
+            streams.append(stream)
+
+    monkeypatch.setattr("lightning_sparse.engine.metrics._cuda_is_there", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
+    Stamp.now(torch.device("cuda", 1))
+    assert streams == [torch.device("cuda", 1)]
+
+
 class InAStream:
     """An event as torch's, which refuses to tell a time while one of two has not come."""
 

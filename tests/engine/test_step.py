@@ -14,12 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from tests.covering import by_default
 from tests.paths import exchanging
 from tests.ranks import Ranks
+from tests.static_path import static_path
 
 KINDS = ["sgd", "momentum", "adamw"]
 SPARSE: dict[str, Any] = {"density": 0.05, "watch": None}
@@ -497,3 +499,51 @@ def logged_norm() -> tuple[float, list[float | None]]:
 def test_the_norm_of_clipping_is_logged_in_steps_that_clip(two_ranks: Ranks) -> None:
     for norm, logged in two_ranks(logged_norm):
         assert logged == [norm, None]
+
+
+def overflowing() -> tuple[int, int, bool]:
+    """Steps that counted, those that were skipped, and whether weights are finite, on the path of a device."""
+    with static_path():
+        model, batches = network(), Batches()
+        ddp = DistributedDataParallel(model)
+        engine, optimizer = attached(ddp), optimizer_of("sgd", model.parameters())
+        for step in range(4):
+            optimizer.zero_grad()
+            batches.loss(ddp).backward()
+            for p in model.parameters() if step == 1 else ():
+                assert p.grad is not None
+                p.grad.fill_(3e38)  # finite on each rank, and the sum is not
+            optimizer.step()
+        return engine.step, engine.skipped_steps, bool(weights(model).isfinite().all())
+
+
+def test_gradients_whose_sum_overflows_skip_one_step_on_a_device(two_ranks: Ranks) -> None:
+    assert two_ranks(overflowing) == [(3, 1, True)] * 2
+
+
+def test_gradients_are_given_free_when_they_are_set_to_none(one_rank: None) -> None:
+    model, batches = network(), Batches()
+    ddp = DistributedDataParallel(model)
+    attached(ddp, single_device="sparse")
+    optimizer = optimizer_of("momentum", model.parameters())
+    for _ in range(2):
+        batches.loss(ddp).backward()
+        optimizer.step()
+        kept = [StorageWeakRef(p.grad.untyped_storage()) for p in model.parameters() if p.grad is not None]
+        optimizer.zero_grad()
+        assert len(kept) == 4
+        assert all(one.expired() for one in kept)
+
+
+@pytest.mark.parametrize("what", ["backward", "step"])
+def test_what_is_captured_in_a_graph_is_refused(one_rank: None, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batches = network(), Batches()
+    ddp = DistributedDataParallel(model)
+    engine, optimizer = attached(ddp, single_device="sparse"), optimizer_of("sgd", model.parameters())
+    loss = batches.loss(ddp)
+    if what == "step":
+        loss.backward()
+    monkeypatch.setattr(engine.router, "device", torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="captured in a CUDA graph"):
+        loss.backward() if what == "backward" else optimizer.step()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_sparse as ls
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.executor import ExchangeStream
+from lightning_sparse.engine.network import Going
 from lightning_sparse.methods.grouping import make_plan
 from tests.covering import by_default
 from tests.integrations.test_telling import Lines
@@ -325,6 +328,40 @@ def test_an_optimizer_that_makes_the_host_wait_is_named_once(
     told = [line for line in lines if "host waits for the device" in line]
     assert len(told) == bool(name)
     assert all(f" {name}(..., fused=True)" in line for line in told)
+
+
+def test_who_waits_for_the_device_hears_of_a_rank_that_has_failed(
+    streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, asked = Training(), list[str]()
+    training.steps(2)
+    monkeypatch.setattr(training.engine.router.comm, "wait_until", lambda done, what: asked.append(what))
+    training.step()
+    assert asked == ["the exchange"] * 2  # whether gradients are finite, and whether averages are
+
+
+@pytest.mark.parametrize("device", ["streams", "one_rank"])
+def test_no_handler_runs_between_messages_that_share_a_group_with_others(
+    device: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request.getfixturevalue(device)
+    training, stepped, go_on = Training(), list[bool](), Going._go_on
+    weight = training.ddp.module.trunk.weight
+    training.step()
+    before = weight.detach().clone()
+
+    def then_signal(self: Going[Any], answer: Tensor | None) -> None:
+        go_on(self, answer)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    monkeypatch.setattr(Going, "_go_on", then_signal)
+    handler = signal.signal(signal.SIGUSR1, lambda *_: stepped.append(not torch.equal(weight, before)))
+    try:
+        training.step()
+    finally:
+        signal.signal(signal.SIGUSR1, handler)
+    assert all(stepped) == (device == "streams")
+    assert stepped
 
 
 # Each of these is what the engine relies on; without it something must be found.

@@ -8,9 +8,9 @@ from weakref import WeakSet, ref
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
+from torch.utils.weak import TensorWeakRef
 
 from lightning_sparse.engine.calls import EXCHANGE
 from lightning_sparse.engine.delivery import Delivery
@@ -35,7 +35,7 @@ UNFINISHED = (
 )
 CAPTURED = (
     "{} takes a step that is captured in a CUDA graph. An exchange has messages between hosts, which a graph does not "
-    "repeat. Capture forward and backward alone."
+    "repeat. Capture the model alone, before it is wrapped, as torch.cuda.make_graphed_callables does."
 )
 TWO = (
     "Two optimizers step {} after one backward. The first one has exchanged its gradient, and the second one would "
@@ -70,8 +70,8 @@ class StepBinding(OptimizerBinding):
         """Those that go with the memory."""
         self._depth = 0
         """Steps of optimizers that run within each other."""
-        self._averaged: dict[str, tuple[ref[Optimizer], Tensor]] = {}
-        """By parameter, which optimizer has exchanged its gradient last, and the average."""
+        self._averaged: dict[str, tuple[ref[Optimizer], TensorWeakRef]] = {}
+        """By parameter, which optimizer has exchanged its gradient last, and the average, unless it is given free."""
         self._empty: list[Parameter] = []
         """Parameters without a gradient while their optimizer passes over a skipped step."""
 
@@ -157,7 +157,7 @@ class StepBinding(OptimizerBinding):
         for name in exchanged.deliveries:
             grad = stepper.parameters[name].grad
             assert grad is not None
-            self._averaged[name] = ref(optimizer), grad
+            self._averaged[name] = ref(optimizer), TensorWeakRef(grad)
         self._act(inner, exchanged.deliveries, 1)
 
     def _act(self, inner: Optimizer, deliveries: Mapping[str, Delivery], steps: int) -> None:
@@ -206,7 +206,9 @@ class StepBinding(OptimizerBinding):
             problem = CAPTURED.format(type(optimizer).__name__)
         for name in held:
             by, average = self._averaged.get(name, (None, None))
-            if by is not None and stepper.parameters[name].grad is average and not stepper.is_fresh(name):
+            if by is None or average is None or stepper.is_fresh(name):
+                continue
+            if (left := average()) is not None and stepper.parameters[name].grad is left:
                 other = by()
                 problem = TWO.format(name) if other is not None and other is not optimizer else problem
         if problem:
