@@ -353,7 +353,9 @@ class Stepper(Groups):
             if not all_finite:
                 result.append(self._skip())
                 return
-            started = started or self._start(fresh, {name for name in fresh if used[self._numbers[name]]}, scale)
+            if started is None:  # observers may wait for other ranks
+                anywhere = {name for name in fresh if used[self._numbers[name]]}
+                started = self._listen(lambda: self._start(fresh, anywhere, scale))
             self._unused = {name for name, number in self._numbers.items() if not used[number]}
             with self.on_stream.between_steps():
                 # On a device nothing is waited for, and a handler's messages would come between those of all ranks.
