@@ -101,6 +101,9 @@ class Groups:
         ctx = Context(step, density, self.comm.rank, self.comm.world_size)
         return GroupReducer(group, self.parameters, settings, ctx, flush)
 
+    def go_on_with(self, names: Set[str]) -> None:
+        """Note that a state was loaded, and of which parameters it remembers something on any rank."""
+
     def prepare(self) -> None:
         """Compile what steps of the groups will need, before the first of them."""
         for group in self.groups:

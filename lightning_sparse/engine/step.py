@@ -43,6 +43,8 @@ from lightning_sparse.ops import all_finite, static_shapes
 from lightning_sparse.ops.sketch import sketch
 
 T = TypeVar("T")
+PATIENCE, PROBED = 10, 4
+"""Changes of weights without an exchange after which that is said, and parameters of which a weight is looked at."""
 
 
 class Exchanged(NamedTuple):
@@ -152,6 +154,10 @@ class Stepper(Groups):
         """Whether there was a backward since the latest exchange: several optimizers may step after one."""
         self._unused: Set[str] = frozenset()
         """Parameters that had no gradient on any rank at the latest exchange."""
+        self._unseen, self._probe = 0, list[float]()
+        """How often weights have changed without an exchange of gradients that were here, and some of the weights."""
+        self.on_unseen: Callable[[], None] = lambda: None
+        """Called when that has happened often."""
         self._waits: set[str] = set()
         """Parameters of which something may wait on some rank."""
         self._sparse_before = self._stood_aside = False
@@ -247,6 +253,7 @@ class Stepper(Groups):
             averaged: whether DDP has averaged them.
         """
         self._broken = not finite
+        self._look_for_other_steps()
         self._fresh.update(dict.fromkeys(names, averaged))
         self._begins = True
         if not finite:  # maybe nobody will step: a scaler, or the user, has a look
@@ -258,6 +265,15 @@ class Stepper(Groups):
         """Return those of these whose gradients are this rank's own, and will be exchanged: the same on all ranks."""
         several = self.comm.world_size > 1
         return [p for p in parameters if several and self._fresh.get(self.names.get(id(p), "")) is False]
+
+    def _look_for_other_steps(self) -> None:
+        """Warn once where weights change again and again after backwards whose gradients nobody has exchanged."""
+        probe = [float(flattened(p.detach())[0]) for p in [*self.parameters.values()][-PROBED:]]
+        waits = any(not averaged for averaged in self._fresh.values())
+        self._unseen += int(waits and probe != self._probe)
+        self._probe = probe
+        if self._unseen == PATIENCE:
+            self.on_unseen()
 
     @torch.no_grad()
     def norm(self, local: Sequence[Tensor]) -> Tensor:
@@ -284,6 +300,7 @@ class Stepper(Groups):
 
     def leave(self, names: Collection[str]) -> None:
         """Count a step of an optimizer that holds these and exchanges nothing."""
+        self._unseen = 0
         for name in names:
             self._fresh.pop(name, None)
         if self._used is not None:
@@ -484,11 +501,14 @@ class Stepper(Groups):
                 self._sparse_before = True
 
     def adopt(self, groups: list[GroupReducer], counts: Counts) -> None:
-        """See :meth:`.Groups.adopt`; with other counts, groups are of a state that was loaded, and something waits."""
-        if counts != self.record.counts:
-            self._waits, self._sparse_before = set(self.parameters), counts.step > 0
+        """See :meth:`.Groups.adopt`."""
         self._turns_direct = False
         super().adopt(groups, counts)
+
+    def go_on_with(self, names: Set[str]) -> None:
+        """See :meth:`.Groups.go_on_with`: it waits."""
+        self._waits = set(names & self.parameters.keys())
+        self._sparse_before = bool(self._waits)
 
     def regroup(self, plan: Sequence[Group], messages: Messages, direct: bool = False, for_good: bool = False) -> None:
         """See :meth:`.Groups.regroup`; gradients that DDP has not averaged are exchanged before it does so.

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -547,3 +548,74 @@ def test_what_is_captured_in_a_graph_is_refused(one_rank: None, what: str, monke
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="captured in a CUDA graph"):
         loss.backward() if what == "backward" else optimizer.step()
+
+
+class NeedsNoClosure(torch.optim.SGD):
+    """Takes something in the place of a closure, and steps without it."""
+
+    def step(self, what: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.add_(p.grad, alpha=-group["lr"])
+        return what
+
+
+def other_steps(what: str) -> tuple[str, bool]:
+    """What is said, and whether ranks end with equal weights."""
+    model, batches = network(), Batches()
+    ddp = DistributedDataParallel(model)
+    engine = attached(ddp)
+    said = ""
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        try:
+            for _ in range(12):
+                model.zero_grad()
+                loss = batches.loss(ddp)
+                loss.backward()
+                if what != "by hand":
+                    NeedsNoClosure(model.parameters(), lr=0.1).step(loss if what == "loss" else loss.backward)
+                else:
+                    with torch.no_grad():
+                        for p in model.parameters():
+                            p -= 0.1 * p.grad
+        except RuntimeError as error:
+            said = str(error)
+    said = said or " ".join(str(warning.message) for warning in caught)
+    rows = [torch.empty_like(weights(model)) for _ in range(dist.get_world_size())]
+    if not engine.closed and what != "ignored closure":
+        dist.all_gather(rows, weights(model))
+    return said, all(torch.equal(row, rows[0]) for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("what", "sentence"), [("ignored closure", "has stepped without calling it"), ("by hand", "no optimizer of torch")]
+)
+def test_steps_past_the_exchange_are_told_of(what: str, sentence: str) -> None:
+    with Ranks(2) as ranks:
+        assert any(sentence in said for said, _ in ranks(other_steps, what))
+
+
+def test_an_optimizer_may_take_something_else_than_a_closure(two_ranks: Ranks) -> None:
+    for said, equal in two_ranks(other_steps, "loss"):
+        assert "closure" not in said and equal
+
+
+def resumed_at_density_1(density: float | None) -> Tensor:
+    model, batches = network(), Batches()
+    ddp = DistributedDataParallel(model)
+    engine = None if density is None else attached(ddp, density=density)
+    optimizer = optimizer_of("adamw", model.parameters())
+    for step in range(8):
+        if step == 4 and engine is not None:
+            engine.load_state_dict(engine.state_dict())
+        optimizer.zero_grad()
+        batches.loss(ddp).backward()
+        clip = nn.utils.clip_grad_norm_ if engine is None else engine.clip_grad_norm_
+        clip(model.parameters(), 0.05)
+        optimizer.step()
+    return weights(model)
+
+
+def test_a_state_in_which_nothing_waits_leaves_density_1_to_ddp(three_ranks: Ranks) -> None:
+    plain = three_ranks(resumed_at_density_1, None)
+    assert all(torch.equal(x, plain[0]) for x in (*plain, *three_ranks(resumed_at_density_1, 1.0)))

@@ -554,7 +554,7 @@ def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     for each in in_life():
         each.forget()
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is None:
+    if not callable(closure):  # some optimizers take something else
         _before(optimizer)
         return None
     calls = 0

@@ -25,6 +25,10 @@ TWICE = (
     "was sent would be lost, or be trained on. Below a density of 1 a closure is called once a step; write SAM as two "
     "steps, and train with LBFGS densely."
 )
+IGNORED = (
+    "{} was given a closure and has stepped without calling it. Gradients are exchanged when the closure has been "
+    "called, so that ranks have stepped with their own. Call it before the step, and give the step none."
+)
 INSIDE = (
     "{} takes a step within a backward, before DistributedDataParallel has all gradients of it. Plain DDP would not "
     "average what it steps with, and ranks would drift apart. Step when backward is over."
@@ -36,6 +40,11 @@ UNFINISHED = (
 CAPTURED = (
     "{} takes a step that is captured in a CUDA graph. An exchange has messages between hosts, which a graph does not "
     "repeat. Capture the model alone, before it is wrapped, as torch.cuda.make_graphed_callables does."
+)
+UNSEEN = (
+    "Weights have changed after 10 backwards, and no optimizer of torch has stepped them: gradients are not averaged, "
+    "and ranks drift apart. Call engine.exchange(parameters) before a step that is not torch's, also where an "
+    "optimizer holds copies of the parameters."
 )
 TWO = (
     "Two optimizers step {} after one backward. The first one has exchanged its gradient, and the second one would "
@@ -62,6 +71,7 @@ class StepBinding(OptimizerBinding):
         self._unfinished = unfinished
         within, beside = Hold(self._runs), Hold()
         stepper.owners = self._owners
+        stepper.on_unseen = lambda: self._once(rank_zero_warn, UNSEEN)
         stepper.hold = lambda: holding()[-1] if holding() else within if self._outermost is not None else beside
         self._known: WeakSet[Optimizer] = WeakSet()
         """Optimizers that have stepped parameters of the engine."""
@@ -238,8 +248,17 @@ class StepBinding(OptimizerBinding):
             )
 
     def after(self, optimizer: Optimizer) -> None:
-        """Act after an optimizer's step."""
+        """Act after an optimizer's step.
+
+        Raises:
+            RuntimeError: on all ranks, if it has ignored the closure in which gradients would have been exchanged.
+        """
         hold = None
+        if self._outermost is None and not self._rehearsing:
+            held = [self._parameters[name] for key, name in self._mine.items() if key in ids_of(optimizer)]
+            if self._reducer.local(held):
+                with self._reducer.failing_together("in the step"):
+                    raise RuntimeError(IGNORED.format(type(optimizer).__name__))
         if self._outermost is not None and not ids_of(optimizer).isdisjoint(self._mine):
             self._depth -= 1
             if self._depth == 0:

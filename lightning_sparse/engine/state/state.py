@@ -189,6 +189,7 @@ class EngineState:
             elif known is not None:
                 group.state = known
         self._apply(plan._replace(state={**plan.state, **dict(zip(fields, on_ranks[0][2], strict=True))}))
+        self._reducer.go_on_with(filled)
         return plan
 
     def _plan(self, state: State, filled: Set[str]) -> LoadPlan:
