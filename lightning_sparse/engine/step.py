@@ -268,9 +268,12 @@ class Stepper(Groups):
 
     def _look_for_other_steps(self) -> None:
         """Warn once where weights change again and again after backwards whose gradients nobody has exchanged."""
-        probe = [float(flattened(p.detach())[0]) for p in [*self.parameters.values()][-PROBED:]]
-        waits = any(not averaged for averaged in self._fresh.values())
-        self._unseen += int(waits and probe != self._probe)
+        if all(self._fresh.values()):  # as after each step: nothing is looked at
+            self._probe = []
+            return
+        weights = [flattened(p.detach())[:1].double() for p in [*self.parameters.values()][-PROBED:]]
+        probe = torch.cat(weights).tolist()
+        self._unseen += int(bool(self._probe) and probe != self._probe)
         self._probe = probe
         if self._unseen == PATIENCE:
             self.on_unseen()
