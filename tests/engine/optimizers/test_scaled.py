@@ -56,12 +56,12 @@ SETTINGS: dict[str, dict[str, Any]] = {"packed": {}, "union": {"exchange": "redu
 
 @pytest.mark.parametrize(
     ("factor", "settings"),
-    by_default(covering(in_turns([1 / 4096, 0.01, 64.0, 1.0], list(SETTINGS)), together=1, thorough={64.0, 1.0})),
+    by_default(covering(in_turns([1 / 4096, 0.25, 64.0, 1.0], list(SETTINGS)), together=1, thorough={64.0, 1.0})),
 )
 def test_a_factor_changes_no_step_of_adam(two_ranks: Ranks, factor: float, settings: str) -> None:
+    # Products are exact. Others round, and gradients that are nearly equal may be selected in another order.
     for plain, changed in two_ranks(scaled, factor, SETTINGS[settings]):
-        exact = math.log2(factor).is_integer()  # products are, then
-        torch.testing.assert_close(changed, plain, rtol=1e-5 if exact else 1e-3, atol=1e-6 if exact else 1e-4)
+        torch.testing.assert_close(changed, plain, rtol=1e-5, atol=1e-6)
 
 
 def masked(step: int, parameters: list[Any]) -> None:
