@@ -209,6 +209,13 @@ class Slow(ls.sparsifiers.Sparsifier):
         return "Slow()"
 
 
+def sgd(model: Any, options: dict[str, Any]) -> torch.optim.SGD:
+    """With momentum, unless the memory has its own."""
+    memory = options.get("memory")
+    has_own = memory is not None and memory.averages != "gradients"
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.0 if has_own else 0.9)
+
+
 def with_naps(sparsifier: Any, dense_nap: float) -> tuple[list[str], list[bool], dict[str, float], Tensor]:
     """Modes, whether DDP was left alone, and times of 26 steps, by the real clock."""
     with shortened() as patch:
@@ -221,7 +228,7 @@ def with_naps(sparsifier: Any, dense_nap: float) -> tuple[list[str], list[bool],
         patch.setattr(TorchCollective, "start_average", slow_start)
         options = {"sparsifier": sparsifier, "density": 0.05, "grouping": "model", "fallback": True}
         model, engine = wrapped(options, {"bucket_cap_mb": 25})
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = sgd(model, options)
         modes, direct = [], []
         for batch in batches(26):
             optimizer.zero_grad()
@@ -326,7 +333,7 @@ def train(
         model, engine = wrapped(None if options is None else {**options, "fallback": True}, ddp)
         if engine is not None:
             clock.watch(engine)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = sgd(model, options)
         averages, direct = [], []
         for index, batch in enumerate(batches(24 * accumulate)):
             model.require_backward_grad_sync = (index + 1) % accumulate == 0
@@ -490,7 +497,7 @@ def test_memories_with_momentum_never_leave_ddp_alone(two_ranks: Ranks, memory: 
 
 def train_steadily(options: dict[str, Any]) -> Tensor:
     model, engine = wrapped(options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = sgd(model, options)
     for batch in batches(24):
         optimizer.zero_grad()
         model(batch).square().mean().backward()
