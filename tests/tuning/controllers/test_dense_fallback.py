@@ -209,9 +209,9 @@ class Slow(ls.sparsifiers.Sparsifier):
         return "Slow()"
 
 
-def sgd(model: Any, options: dict[str, Any]) -> torch.optim.SGD:
-    """With momentum, unless the memory has its own."""
-    memory = options.get("memory")
+def sgd(model: Any, options: dict[str, Any] | None) -> torch.optim.SGD:
+    """With momentum, unless the memory has its own; options of None are plain DDP."""
+    memory = (options or {}).get("memory")
     has_own = memory is not None and memory.averages != "gradients"
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.0 if has_own else 0.9)
 
