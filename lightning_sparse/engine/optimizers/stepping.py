@@ -18,7 +18,7 @@ from lightning_sparse.engine.executor import Hold
 from lightning_sparse.engine.optimizers.binding import OptimizerBinding, holding, in_life
 from lightning_sparse.engine.optimizers.kinds import ids_of, rehearses, stepping
 from lightning_sparse.engine.optimizers.rules import Arrived, OfGroup
-from lightning_sparse.engine.step import Stepper
+from lightning_sparse.engine.step import PATIENCE, Stepper
 
 TWICE = (
     "{} has called its closure a second time in one step. The gradients of the first call are exchanged already: what "
@@ -42,9 +42,9 @@ CAPTURED = (
     "repeat. Capture the model alone, before it is wrapped, as torch.cuda.make_graphed_callables does."
 )
 UNSEEN = (
-    "Weights have changed after 10 backwards, and no optimizer of torch has stepped them: gradients are not averaged, "
-    "and ranks drift apart. Call engine.exchange(parameters) before a step that is not torch's, also where an "
-    "optimizer holds copies of the parameters."
+    f"Weights have changed after {PATIENCE} backwards, and no optimizer of torch has stepped them: gradients are not "
+    "averaged, and ranks drift apart. Call engine.exchange(parameters) before a step that is not torch's, also where "
+    "an optimizer holds copies of the parameters."
 )
 TWO = (
     "Two optimizers step {} after one backward. The first one has exchanged its gradient, and the second one would "
@@ -120,10 +120,10 @@ class StepBinding(OptimizerBinding):
 
     def before(self, optimizer: Optimizer) -> None:
         """Exchange what an optimizer holds, and let its rule act; its gradients are there."""
-        names, ids = self._mine, ids_of(optimizer)
-        held = [name for key, name in names.items() if key in ids]
+        held = self._held(optimizer)
+        fresh = any(map(self._reducer.is_fresh, held))
         # Gradients may be 0 on one rank alone, and ranks have to decide alike: where there is one to exchange, they do.
-        self._rehearsing = rehearses(optimizer) and not any(map(self._reducer.is_fresh, held))
+        self._rehearsing = rehearses(optimizer) and not fresh
         if self._rehearsing:
             super().before(optimizer)
             return
@@ -132,11 +132,18 @@ class StepBinding(OptimizerBinding):
         if held and self._outermost is None:
             self._outermost = optimizer
             self._meet(optimizer, held)
-            if self._reducer.flushed is None and not any(map(self._reducer.is_fresh, held)):
-                self._count_alone(optimizer, names)
+            if fresh:  # also where the step is skipped
+                self._alone = None
+            elif self._reducer.flushed is None:
+                self._count_alone(optimizer, self._mine)
             self._step(optimizer, held)
         for watch in self.watchers:
             watch(optimizer)
+
+    def _held(self, optimizer: Optimizer) -> list[str]:
+        """Return the names of the engine's parameters that an optimizer holds, in the order of the model."""
+        ids = ids_of(optimizer)
+        return [name for key, name in self._mine.items() if key in ids]
 
     def _meet(self, optimizer: Optimizer, held: Sequence[str]) -> None:
         """Note an optimizer that steps for the first time, and cut groups by what it holds."""
@@ -149,8 +156,6 @@ class StepBinding(OptimizerBinding):
     def _step(self, optimizer: Optimizer, held: Sequence[str]) -> None:
         stepper, inner = self._reducer, stepping(optimizer)
         self._refuse(optimizer, held)
-        if any(map(stepper.is_fresh, held)):  # also where the step is skipped
-            self._alone = None
         if bool(getattr(optimizer, "found_inf", None) or 0):  # of a scaler: nobody steps, on any rank
             stepper.leave(held)
             return
@@ -254,11 +259,10 @@ class StepBinding(OptimizerBinding):
             RuntimeError: on all ranks, if it has ignored the closure in which gradients would have been exchanged.
         """
         hold = None
-        if self._outermost is None and not self._rehearsing:
-            held = [self._parameters[name] for key, name in self._mine.items() if key in ids_of(optimizer)]
-            if self._reducer.local(held):
-                with self._reducer.failing_together("in the step"):
-                    raise RuntimeError(IGNORED.format(type(optimizer).__name__))
+        past = self._outermost is None and not self._rehearsing
+        if past and self._reducer.local([self._parameters[name] for name in self._held(optimizer)]):
+            with self._reducer.failing_together("in the step"):
+                raise RuntimeError(IGNORED.format(type(optimizer).__name__))
         if self._outermost is not None and not ids_of(optimizer).isdisjoint(self._mine):
             self._depth -= 1
             if self._depth == 0:
