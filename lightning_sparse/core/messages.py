@@ -198,20 +198,21 @@ def in_hops(steps: Steps[T], n: int) -> Steps[T]:
     """Run a coroutine whose sums are formed by two messages that each rank sends to all others at once.
 
     Each of n ranks adds up one n-th of the vector, in the order of ranks, and sends it to the others: the bytes of a
-    ring (:meth:`AllReduce.bytes_sent`), rounded up to n elements, in 2 message times in place of ``2 (n - 1)``. The
-    sums are those of :func:`~lightning_sparse.engine.network.drive_ranks`, bit for bit. Vectors that are not
+    ring (:meth:`AllReduce.bytes_sent`), rounded up to n elements, in 2 message times in place of ``2 (n - 1)``. Two
+    ranks send each other the whole vector, which is as many bytes in 1 message time. The sums are those of :func:`~lightning_sparse.engine.network.drive_ranks`, bit for bit. Vectors that are not
     :func:`short` are left to the library.
 
     Example:
         >>> import torch
         >>> def total(x: Tensor) -> Steps[Tensor]:
         ...     return (yield AllReduce(x))
-        >>> steps = in_hops(total(torch.tensor([1, 2, 3])), 2)
+        >>> steps = in_hops(total(torch.tensor([1, 2, 3, 4])), 3)
         >>> next(steps)
         AllToAll(x=tensor([[1, 2],
-                [3, 0]]))
-        >>> steps.send(torch.tensor([[1, 2], [10, 20]]))  # the first part of both ranks
-        AllGather(x=tensor([11, 22]))
+                [3, 4],
+                [0, 0]]))
+        >>> steps.send(torch.tensor([[1, 2], [10, 20], [100, 200]]))  # the first part of each rank
+        AllGather(x=tensor([111, 222]))
     """
 
     def answer(message: Message) -> Steps[Tensor]:
@@ -229,6 +230,9 @@ def short(x: Tensor) -> bool:
 
 def summed(x: Tensor, n: int) -> Steps[Tensor]:
     """Return the sum of x over n ranks, see :func:`in_hops`."""
+    if n == 2:
+        first, second = yield AllGather(x)
+        return first + second
     length = -(-x.numel() // n)
     message = x.new_zeros(n * length)
     message[: x.numel()] = x.flatten()

@@ -57,8 +57,8 @@ class Network(Settings):
         the all-gather, a fixed price and a price for each byte: ``send_recv`` is one hop, ``all_to_all`` sends an n-th
         part to each other rank. In a ring, the all-gather has n - 1 hops, ``all_reduce`` is the library's, and
         ``broadcast`` passes through all ranks in pieces (n - 1 fixed prices, each byte once). Where each rank sends to
-        all others at once, the all-gather has one fixed price, ``all_reduce`` two, and a broadcast is a tree of
-        ``log2 n`` hops.
+        all others at once, the all-gather has one fixed price, ``all_reduce`` two (one between two ranks), and a
+        broadcast is a tree of ``log2 n`` hops.
 
         Raises:
             ValueError: for any other operation.
@@ -67,12 +67,13 @@ class Network(Settings):
         hop = Line(self.all_gather.alpha / (1 if self.one_hop else others), self.all_gather.beta / others)
         part = Line(self.all_gather.alpha, others / self.ranks * hop.beta)
         levels = math.ceil(math.log2(others + 1))
+        total = self.all_gather if self.ranks == 2 else Line(2 * part.alpha, 2 * part.beta)
         lines = {
             "library_all_reduce": self.all_reduce,
             "all_gather": self.all_gather,
             "all_to_all": part,
             "send_recv": hop,
-            "all_reduce": Line(2 * part.alpha, 2 * part.beta) if self.one_hop else self.all_reduce,
+            "all_reduce": total if self.one_hop else self.all_reduce,
             "broadcast": Line(levels * hop.alpha, levels * hop.beta)
             if self.one_hop
             else Line(others * hop.alpha, hop.beta),

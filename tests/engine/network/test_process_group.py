@@ -222,7 +222,7 @@ def give_back() -> str:
 
 
 def test_a_group_that_was_given_back_is_not_replaced_by_the_default_one(two_ranks: Ranks) -> None:
-    told = "RuntimeError: The exchange has ended on this rank, which cannot take part in all_to_all any more."
+    told = "RuntimeError: The exchange has ended on this rank, which cannot take part in all_gather any more."
     assert two_ranks(give_back) == [told] * 2
 
 

@@ -64,6 +64,8 @@ def test_where_ranks_send_to_all_at_once_exchanges_take_as_long_between_more_ran
     for operation, (alpha, beta) in expected.items():
         line = network.line(operation)
         assert (line.alpha, line.beta) == pytest.approx((alpha, beta)), operation
+    two = Network(Line(6e-3, 6e-9), Line(1e-3, 1e-9), 2, one_hop=True)
+    assert two.line("all_reduce") == two.line("all_gather")
 
 
 def test_between_one_rank_nothing_is_known_and_nothing_takes_time() -> None:
