@@ -27,6 +27,7 @@ from lightning_sparse.engine.state.state import Shard
 from lightning_sparse.methods.grouping import Group, ParameterSize, Rules, dense_plan, make_plan
 from lightning_sparse.methods.grouping.groupings import CUDA_BUCKET_MB, LARGEST_GROUP, MIB
 from lightning_sparse.methods.sparsifiers import Everything
+from lightning_sparse.nodes.parts import Parts
 from lightning_sparse.tuning.controllers import DenseFallback, Planner, StayDense
 from lightning_sparse.tuning.controllers.announcer import Announcer
 from lightning_sparse.tuning.controllers.watchdog import Watchdog
@@ -117,7 +118,7 @@ def attach_config(
     config = replace(config, node_size=nodes.size)  # 1 is None
     in_steps = IN_STEPS if in_steps is None else in_steps
     # What asks for messages while backward goes on, or is planned by measuring it, exchanges in backward.
-    in_steps = in_steps and config.node_size is None and config.messages != "group" and not Planner.wanted(config)
+    in_steps = in_steps and config.messages != "group" and not Planner.wanted(config)
     alone = ranks.world_size in (1, nodes.size)
     with failing_together(ranks, device):
         _check_ddp(ddp)
@@ -145,19 +146,20 @@ def attach_config(
         warn_if_nothing_is_left(plan, config)
         warn_of_slow_groups(plan, device)
     with ExitStack() as undo:
-        within, shards = None, dict[str, Shard]()
+        share, shards = None, dict[str, Shard]()
         if in_parts:
             comm, within = nodes.connect(config)
             undo.callback(within.close)
+            share = Parts({name: p.numel() for name, p in parameters.items()}, within)
         else:
             comm = TorchCollective.over(ddp.process_group, config.timeout, device, config.executor == "thread")
         undo.callback(comm.close)
-        with failing_together(ranks, device, abort=partial(_abort, comm, within)):
+        with failing_together(ranks, device, abort=partial(_abort, comm, None if share is None else share.within)):
             usage = bool(ddp.find_unused_parameters or ddp.static_graph)
             exchanged = {name: p for name, p in parameters.items() if p.numel()}
             if in_parts:
                 shards = nodes.shards({**exchanged, **{name: p for name, p in frozen.items() if p.numel()}})
-            given: dict[str, Any] = {"watch_usage": usage, "frozen": frozen, "shards": shards, "within": within}
+            given: dict[str, Any] = {"watch_usage": usage, "frozen": frozen, "shards": shards, "share": share}
             engine = Engine(plan, exchanged, config, comm, device, **given, in_steps=in_steps)
             undo.callback(engine.close)
             if scaler is not None and not in_steps:

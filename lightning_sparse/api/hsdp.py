@@ -32,6 +32,7 @@ from lightning_sparse.engine import Engine, StepObserver, check_equal_on_ranks, 
 from lightning_sparse.engine.agreement import checksum
 from lightning_sparse.engine.config import SparsificationConfig, from_keywords, with_keywords_of
 from lightning_sparse.engine.network import TorchCollective
+from lightning_sparse.engine.share import Share
 from lightning_sparse.engine.sources.fsdp2 import ShardSource
 from lightning_sparse.engine.state.state import Shard
 from lightning_sparse.methods.grouping import DDP_BUCKET_MB, ParameterSize, dense_plan, make_plan
@@ -186,8 +187,8 @@ def attach_hsdp_config(
         with failing_together(replicas, device, abort=comm.abort), failing_together(parts, device, abort=within.abort):
             broadcast_replica(model, comm, device)
             exchanged = {name: p for name, p in trained.items() if name in shards}
-            given: dict[str, Any] = {"watch_usage": True, "frozen": frozen, "shards": shards, "within": within}
-            engine = Engine(plan, exchanged, config, comm, device, **given)
+            given: dict[str, Any] = {"watch_usage": True, "frozen": frozen, "shards": shards, "share": Share(within)}
+            engine = Engine(plan, exchanged, config, comm, device, **given, in_steps=True)
             undo.callback(engine.close)
             source = ShardSource(engine, model)
             engine.add_observer(source)

@@ -199,8 +199,9 @@ def in_hops(steps: Steps[T], n: int) -> Steps[T]:
 
     Each of n ranks adds up one n-th of the vector, in the order of ranks, and sends it to the others: the bytes of a
     ring (:meth:`AllReduce.bytes_sent`), rounded up to n elements, in 2 message times in place of ``2 (n - 1)``. Two
-    ranks send each other the whole vector, which is as many bytes in 1 message time. The sums are those of :func:`~lightning_sparse.engine.network.drive_ranks`, bit for bit. Vectors that are not
-    :func:`short` are left to the library.
+    ranks send each other the whole vector, which is as many bytes in 1 message time. The sums are those of
+    :func:`~lightning_sparse.engine.network.drive_ranks`, bit for bit. Vectors that are not :func:`short` are left to
+    the library.
 
     Example:
         >>> import torch
@@ -231,8 +232,8 @@ def short(x: Tensor) -> bool:
 def summed(x: Tensor, n: int) -> Steps[Tensor]:
     """Return the sum of x over n ranks, see :func:`in_hops`."""
     if n == 2:
-        first, second = yield AllGather(x)
-        return first + second
+        every = yield AllGather(x)
+        return every[0] + every[1]
     length = -(-x.numel() // n)
     message = x.new_zeros(n * length)
     message[: x.numel()] = x.flatten()

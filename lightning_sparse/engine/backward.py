@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_sparse.engine.calls import BACKWARD
 from lightning_sparse.engine.step import Stepper
-from lightning_sparse.ops import all_finite
 
 CAPTURED = (
     "A backward through DistributedDataParallel is captured in a CUDA graph. At its end ranks agree whether gradients "
@@ -34,6 +32,8 @@ class BackwardEnd:
         self._stepper = stepper
         self._pending: list[tuple[Future[Tensor], Tensor]] = []
         """Buckets of this backward, and the futures that DDP waits for."""
+        self._near: list[Future[Tensor]] = []
+        """End when buckets are averaged over ranks near this one."""
         self._names: list[str] = []
         self._aside = False
 
@@ -56,6 +56,7 @@ class BackwardEnd:
                 future = stepper.comm.start_average(buffer, wait=last)
             else:
                 future = Future(devices=[buffer.device] if buffer.is_cuda else None)
+                self._near += filter(None, [stepper.share.average(buffer, last)])
             self._pending.append((future, buffer))
             if last:
                 buckets, self._pending = self._pending, []
@@ -63,19 +64,9 @@ class BackwardEnd:
         return future
 
     def _end(self, buckets: list[tuple[Future[Tensor], Tensor]]) -> None:
-        stepper, buffers = self._stepper, [buffer for _, buffer in buckets]
-        stepper.backwards += 1
-        if self._aside:
-            for future, _ in buckets:
-                future.wait()
-            finite = stepper.on_host(_finite(buffers))  # averages are equal on all ranks
-        else:
-            finite = stepper.meet(BACKWARD, self._names, stepper.on_host(_finite(buffers)))
-        for owner, names in stepper.owners(self._names).items():
-            owner.gradients_are_here(names, finite, self._aside)
+        near, self._near = self._near, []
+        for each in [future for future, _ in buckets] if self._aside else near:
+            each.wait()
+        finite, _ = self._stepper.end_backward(self._names, [buffer for _, buffer in buckets], self._aside)
         for future, buffer in buckets if not self._aside else ():
             future.set_result(buffer if finite else buffer.fill_(float("nan")))
-
-
-def _finite(buffers: list[Tensor]) -> Tensor:
-    return torch.stack([all_finite(buffer) for buffer in buffers]).all()

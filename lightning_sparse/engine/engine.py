@@ -24,8 +24,8 @@ from lightning_sparse.engine.optimizers.kinds import check_is_optimizer
 from lightning_sparse.engine.optimizers.stepping import StepBinding
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.regrouping import check_covers
+from lightning_sparse.engine.share import Share
 from lightning_sparse.engine.sources.comm_hook import BucketSource
-from lightning_sparse.engine.sources.within_a_node import WithinANode
 from lightning_sparse.engine.state.record import Counts
 from lightning_sparse.engine.state.schema import renamed
 from lightning_sparse.engine.state.state import EngineState, Shard
@@ -50,8 +50,7 @@ class Engine(EngineView):
         frozen: parameters that need no gradient, by name.
         shards: start, length and number of all coordinates of parameters of which this rank has a part, by name. All
             ranks of ``comm`` have the same part.
-        within: ranks that hold the other parts, see :class:`~lightning_sparse.engine.reducer.Reducer`; None: this rank
-            holds all. Closed with the engine.
+        share: what this rank exchanges of each gradient; None: all that it has. Closed with the engine.
         in_steps: exchange gradients when optimizers step, and not in backward.
     """
 
@@ -65,7 +64,7 @@ class Engine(EngineView):
         watch_usage: bool = False,
         frozen: Mapping[str, Parameter] | None = None,
         shards: Mapping[str, Shard] | None = None,
-        within: TorchCollective | None = None,
+        share: Share | None = None,
         in_steps: bool = False,
     ) -> None:
         left_open, open_exchange = settings.memory is None, settings.exchange is None
@@ -82,20 +81,20 @@ class Engine(EngineView):
         self.accumulates = False
         """True within :meth:`no_sync`."""
         number = comm.broadcast(torch.tensor([secrets.randbits(62)], device=device), 0)
-        if within is not None:
-            number = within.broadcast(number, 0)
+        if share is not None:
+            number = share.within.broadcast(number, 0)
         self.run_id = f"{int(number):016x}"
         """Equal on all ranks, and different for every engine."""
-        for network in (comm, within) if within else (comm,):
+        for network in (comm, share.within) if share else (comm,):
             network.listen(self.run_id)
         self.shards = dict(shards or {})
         """Parts of parameters, see above."""
         of_engine = (lambda: self.loss_scale()), self._before_exchange
         reducer: Any  # a Reducer for all who ask, as long as there are both
         if in_steps:
-            reducer = Stepper(parameters, settings, comm, device, self._before_exchange, watch_usage)
+            reducer = Stepper(parameters, settings, comm, device, self._before_exchange, watch_usage, share)
         else:
-            reducer = Reducer(parameters, settings, comm, device, watch_usage, *of_engine, within=within)
+            reducer = Reducer(parameters, settings, comm, device, watch_usage, *of_engine)
         super().__init__(reducer)
         try:
             with reducer.on_stream.between_steps():
@@ -111,7 +110,7 @@ class Engine(EngineView):
             reducer.on_skipped = self._after_skipped_step
             self._binding: OptimizerBinding = StepBinding(reducer, left_open, open_exchange, lambda: source.unfinished)
         else:
-            self._source = BucketSource(self.entrance)
+            self._source = BucketSource(reducer)
             self._binding = OptimizerBinding(reducer, left_open, open_exchange)
         self._state = EngineState(reducer, self._binding, self.frozen, self.shards)
         if not left_open:  # else optimizers settle the memory
@@ -249,7 +248,7 @@ class Engine(EngineView):
         Args:
             for_good: forget second moments and other values that only sparse steps need.
         """
-        simple = isinstance(self.settings.memory_in_use.for_dense(), NoMemory) and self.entrance is self.router
+        simple = isinstance(self.settings.memory_in_use.for_dense(), NoMemory) and not self.router.share.cuts
         dense = all(group.plan.dense for group in self.groups) and not self.router.clipping.chosen  # in groups
         if not (simple and dense and all(self._all_gather_object(all(group.sent for group in self.groups)))):
             return False
@@ -478,7 +477,7 @@ class Engine(EngineView):
             RuntimeError: within a step.
         """
         self._check_between_steps("Residuals can only be taken")
-        return self.router.take_pending(self.entrance.put_together)
+        return self.router.take_pending(self.router.put_together)
 
     def _parts_of(self, plan: Sequence[Group]) -> list[Group]:
         """Return groups with the sizes of what this rank has of their parameters."""
@@ -574,8 +573,6 @@ class Engine(EngineView):
             observer.close()
         self._binding.close()
         self.router.close()
-        if isinstance(self.entrance, WithinANode):
-            self.entrance.close()
 
     def __reduce__(self) -> tuple[type[CopiedEngine], tuple[()]]:
         """Let a copy, pickled or not, be a :class:`CopiedEngine`."""

@@ -568,14 +568,17 @@ class Going(Generic[T]):
 
     Args:
         steps: the coroutine; all ranks run the same one.
-        comm: the ranks.
+        start: starts a message, and returns what waits for the answer, see :meth:`TorchCollective.start`.
         listening: calls a function that waits, so that handlers run meanwhile, and only then.
     """
 
     def __init__(
-        self, steps: Steps[T], comm: TorchCollective, listening: Callable[[Callable[[], Tensor]], Tensor]
+        self,
+        steps: Steps[T],
+        start: Callable[[Message], Callable[[], Tensor]],
+        listening: Callable[[Callable[[], Tensor]], Tensor],
     ) -> None:
-        self._steps, self._comm, self._listening = steps, comm, listening
+        self._steps, self._start, self._listening = steps, start, listening
         self._waiting: Callable[[], Tensor] | None = None
         self._values: list[T] = []
         self._go_on(None)
@@ -595,7 +598,7 @@ class Going(Generic[T]):
             self._waiting = None
             self._values.append(end.value)
         else:
-            self._waiting = self._comm.start(message)
+            self._waiting = self._start(message)
 
 
 def joined(steps: Sequence[Steps[T]], comm: TorchCollective) -> Steps[list[T]]:

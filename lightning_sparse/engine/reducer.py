@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn import Parameter
 
-from lightning_sparse.core.layout import flattened, own
+from lightning_sparse.core.layout import own
 from lightning_sparse.core.messages import AllGather, Steps, ring_all_reduce_bytes, started
 from lightning_sparse.core.step import Context
 from lightning_sparse.engine.config import SparsificationConfig
@@ -31,9 +31,9 @@ from lightning_sparse.engine.executor import held, make_executor
 from lightning_sparse.engine.metrics import Stamp
 from lightning_sparse.engine.network import TorchCollective, drive_together
 from lightning_sparse.engine.optimizers.clipping import GradientClipping, Limit
-from lightning_sparse.engine.parts import Parts
 from lightning_sparse.engine.pipeline import GroupReducer, forget_overflow_
 from lightning_sparse.engine.regrouping import Groups
+from lightning_sparse.engine.share import Share
 from lightning_sparse.engine.skip import Decision, Header, any_set
 from lightning_sparse.engine.sources.gradient_hooks import Usage, refuse_sparse_gradients
 from lightning_sparse.engine.state.record import Averages, Counts, fill_nan_
@@ -90,12 +90,7 @@ class Reducer(Groups):
         super().__init__(parameters, settings, comm, device)
         self.within = within or TorchCollective.of_one()
         """Ranks that hold the other parts of what this rank holds; this one alone, where it holds all."""
-        self.parts: Parts | None = None
-        """Which part of each parameter is exchanged, where this rank has whole parameters and exchanges a part of them;
-        None: it exchanges all that it has."""
-        if settings.node_size is not None and within is not None:
-            numels = {name: p.numel() for name, p in parameters.items()}
-            self.parts = Parts(numels, within.rank, within.world_size)
+        self.share = Share(within)
         self.clipping = GradientClipping(parameters)
         self.paused = False
         """True while gradients are left alone, which somebody else averages."""
@@ -113,7 +108,7 @@ class Reducer(Groups):
         self.networks = [comm] if within is None else [within, comm]
         """The ranks that have other parts, if there are any, and those that have the same: they reach all ranks."""
         # Ranks of a node, of which each may use other parameters, exchange the mean of their gradients.
-        self._usage = Usage(parameters, comm, within if self.parts else None) if watch_usage else None
+        self._usage = Usage(parameters, comm) if watch_usage else None
         self._looking = refuse_sparse_gradients(parameters, self.failing_together)
         self._executor = make_executor(settings.executor, device, comm.world_size, self.on_stream.host_knows)
         self.overlaps_backward = not self.on_stream.host_knows or self._executor.threaded
@@ -315,11 +310,7 @@ class Reducer(Groups):
 
     def _exchanged(self, name: str) -> Tensor:
         """Return the coordinates of a parameter that this rank exchanges, with as many dimensions as it has."""
-        parameter = own(self.parameters[name]).detach()
-        if self.parts is not None:
-            part = flattened(parameter)[self.parts.of(name)]
-            parameter = part.view(-1, *[1] * (parameter.dim() - 1)) if parameter.dim() else part.squeeze()
-        return parameter
+        return own(self.parameters[name]).detach()
 
     @property
     def _waits(self) -> bool:

@@ -122,6 +122,7 @@ class Groups:
         self._model_numel = sum(g.plan.numel for g in groups if not g.plan.dense) or None
         self._digest_of_plan = digest_of([group.plan for group in groups])
         self._digest = digest_of(self.settings, self._digest_of_plan)
+        self._digest_of_names = digest_of(self.settings, [(group.plan.name, list(group.spans)) for group in groups])
         self._all_dense = all(group.sparsifier.agreement is Agreement.EVERYTHING for group in groups)
 
     def regroup(self, plan: Sequence[Group], messages: Messages, direct: bool = False, for_good: bool = False) -> None:
@@ -157,6 +158,9 @@ class Groups:
         """Go on with a memory of the same kind that has other settings, in a step that has just begun."""
         self.settings = replace(self.settings, memory=memory)
         self._digest = digest_of(self.settings, self._digest_of_plan)
+        self._digest_of_names = digest_of(
+            self.settings, [(group.plan.name, list(group.spans)) for group in self.groups]
+        )
         with self.record.changing(), self.on_stream.between_steps():
             for group in self.groups:
                 if group.memory.needs_second:

@@ -14,17 +14,18 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import NamedTuple, TypeVar
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_sparse.core.layout import flattened, laid_out
-from lightning_sparse.core.messages import AllGather, Steps, ring_all_reduce_bytes
+from lightning_sparse.core.layout import flattened, laid_out, own, sharded_as
+from lightning_sparse.core.messages import AllGather, AllReduce, Message, Steps, ring_all_reduce_bytes
 from lightning_sparse.core.messages import started as first
 from lightning_sparse.core.step import Context
-from lightning_sparse.engine.calls import NORM, STEP, Call, compare
+from lightning_sparse.engine.calls import BACKWARD, NORM, STEP, Call, compare
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.delivery import Delivery
 from lightning_sparse.engine.executor import SAVING, Hold, held
@@ -34,9 +35,10 @@ from lightning_sparse.engine.optimizers.clipping import GradientClipping
 from lightning_sparse.engine.pipeline import GroupReducer, forget_overflow_
 from lightning_sparse.engine.reducer import NOTE
 from lightning_sparse.engine.regrouping import Groups
+from lightning_sparse.engine.share import Share
 from lightning_sparse.engine.skip import Decision, any_set, digest_of
 from lightning_sparse.engine.sources.gradient_hooks import on_gradients, refuse_sparse_gradients
-from lightning_sparse.engine.state.record import Averages, Counts
+from lightning_sparse.engine.state.record import Averages, Counts, place
 from lightning_sparse.methods.grouping import Group, Messages
 from lightning_sparse.methods.memory import NoMemory
 from lightning_sparse.ops import all_finite, static_shapes
@@ -68,6 +70,17 @@ class Started(NamedTuple):
     """From there on."""
 
 
+class Joined(NamedTuple):
+    """An exchange whose averages are in the place of gradients."""
+
+    flag: Tensor
+    """() whether anything was not finite on any rank."""
+    skipped: bool
+    """The same, as the host knows it."""
+    deliveries: Mapping[str, Delivery]
+    """By parameter."""
+
+
 class Stepper(Groups):
     """Exchanges gradients when optimizers step.
 
@@ -78,14 +91,13 @@ class Stepper(Groups):
         device: where gradients live.
         before_exchange: called on all ranks at the start of each exchange; may call :meth:`adopt`.
         watch_usage: note which parameters took part in a backward. Needed where a backward may leave some out.
+        share: what this rank exchanges of each gradient; None: all that it has. Closed with this.
     """
 
     overlaps_backward = False
     """Exchanges come after backward."""
     held_up_seconds = 0.0
     """Nothing is done in backward that it would wait for, but an agreement."""
-    parts = None
-    """Each rank exchanges whole parameters."""
 
     def __init__(
         self,
@@ -95,11 +107,16 @@ class Stepper(Groups):
         device: torch.device,
         before_exchange: Callable[[], None],
         watch_usage: bool = False,
+        share: Share | None = None,
     ) -> None:
         super().__init__(parameters, settings, comm, device)
-        self.within = TorchCollective.of_one()
+        self.share = share or Share()
+        """What this rank exchanges of each gradient."""
+        self.within = self.share.within
+        """Ranks that exchange the rest; this one alone, where there is none."""
+        self.networks = [comm] if share is None else [self.within, comm]
+        """The ranks that exchange the rest, if there are any, and those that exchange the same: they reach all."""
         self._looking = refuse_sparse_gradients(parameters, self.failing_together)
-        self.networks = [comm]
         self.clipping = GradientClipping(parameters)
         self.loss_scale: Callable[[], Tensor | None] = lambda: None
         self.flush_asked = False
@@ -111,7 +128,7 @@ class Stepper(Groups):
         """Bytes sent in the latest step for no single group."""
         self._said = 0.0
         """Such bytes since then."""
-        self.direct_bytes = ring_all_reduce_bytes(sum(p.nbytes for p in parameters.values()), comm.world_size)
+        self.direct_bytes = ring_all_reduce_bytes(sum(own(p).nbytes for p in parameters.values()), comm.world_size)
         self.backwards = self.steps = 0
         """Synchronised backwards, and steps of optimizers that hold parameters of the engine."""
         self.busy = False
@@ -172,8 +189,8 @@ class Stepper(Groups):
 
     @property
     def rank(self) -> int:
-        """Number of this rank."""
-        return self.comm.rank
+        """Number of this rank among all: in order, those of a node or replica."""
+        return self.comm.rank * self.within.world_size + self.within.rank
 
     @property
     def left_to_ddp(self) -> bool:
@@ -185,20 +202,22 @@ class Stepper(Groups):
         """Parameters that had no gradient on any rank at the latest exchange."""
         return self._unused
 
-    def put_together(self, own: Sequence[Averages]) -> Sequence[Averages]:
-        """Return averages as optimizers get them: as they are."""
-        return own
+    def put_together(self, averages: Sequence[Averages]) -> Sequence[Averages]:
+        """Return averages as optimizers get them, given those of what this rank exchanges; collective."""
+        return Going(self.share.whole(averages), self._start_within, _at_once).run()
 
     # ------------------------------------------------------------------------------------------------ agreement
 
-    def meet(self, kind: int, names: Collection[str], finite: bool) -> bool:
-        """Return whether something is finite on all ranks; collective.
+    def meet(
+        self, kind: int, names: Collection[str], finite: bool, used: Sequence[bool] = ()
+    ) -> tuple[bool, list[bool]]:
+        """Return whether something is finite on all ranks, and which parameters any rank uses; collective.
 
         Raises:
             RuntimeError: on all ranks, if they are about to do different things.
         """
-        found: list[bool] = []
-        self._announce(kind, names, finite, [], lambda all_finite, _: found.append(all_finite))
+        found: list[tuple[bool, list[bool]]] = []
+        self._announce(kind, names, finite, used, lambda *met: found.append(met))
         self._hosts.hear()
         return found[0]
 
@@ -213,6 +232,13 @@ class Stepper(Groups):
         """Begin a call that all ranks take part in; what they say is looked at before a later message is waited for."""
         flags = used or [False] * len(self.parameters)
         call = Call(kind, _digest_of(tuple(names)), self.backwards, self.steps, self.flush_asked, self._digest)
+        if self.within.world_size > 1:  # first those near this one, whose parts have other sizes
+            near: list[tuple[bool, list[bool]]] = []
+            words = call._replace(settings=self._digest_of_names).words(finite, flags)
+            self.share.hosts.announce(words, lambda rows: near.append(compare(rows)))
+            self.share.hosts.hear()
+            [(finite, flags)] = near
+            flags = flags[: len(self.parameters)]
         words = call.words(finite, flags)
         self._said += AllGather(words).bytes_sent(self.comm.world_size)
         self._hosts.announce(words, lambda rows: look(*compare(rows)))
@@ -234,6 +260,8 @@ class Stepper(Groups):
 
         Equal on all ranks, without a message.
         """
+        if self.share.cuts:  # DDP's own ranks are others
+            return False
         if self.direct or self._turns_direct:
             return True
         step, memory = self.record.counts.step, self.settings.memory_in_use
@@ -243,6 +271,29 @@ class Stepper(Groups):
         ended = memory.needs_second and self._sparse_before
         goes_on = not ended or all(group.plan.dense for group in self.groups)
         return goes_on and not any(group.selects(step) for group in self.groups)
+
+    def end_backward(
+        self, names: Sequence[str], gradients: Sequence[Tensor], averaged: bool, used: Sequence[bool] = ()
+    ) -> tuple[bool, list[bool]]:
+        """End a synchronised backward; collective.
+
+        Args:
+            names: of the parameters that took part.
+            gradients: of this rank, at least of these, on one device.
+            averaged: whether averages of all ranks are in their place, or will be before anybody looks.
+            used: of each parameter of the engine, whether this rank has a gradient; empty: nobody asks.
+
+        Returns:
+            Whether all gradients of all ranks are finite, and of each parameter whether any rank has a gradient.
+        """
+        self.backwards += 1
+        each = [all_finite(flattened(x)) for x in gradients]
+        finite, anywhere = not each or self.on_host(torch.stack(each).all()), list(used)
+        if used or not averaged:  # averages are equal on all ranks
+            finite, anywhere = self.meet(BACKWARD, names, finite, used)
+        for owner, theirs in self.owners(names).items():
+            owner.gradients_are_here(theirs, finite, averaged)
+        return finite, anywhere
 
     def gradients_are_here(self, names: Collection[str], finite: bool, averaged: bool) -> None:
         """Note the end of a synchronised backward.
@@ -271,7 +322,7 @@ class Stepper(Groups):
         if all(self._fresh.values()):  # as after each step: nothing is looked at
             self._probe = []
             return
-        weights = [flattened(p.detach())[:1].double() for p in [*self.parameters.values()][-PROBED:]]
+        weights = [flattened(own(p).detach())[:1].double() for p in [*self.parameters.values()][-PROBED:]]
         probe = torch.cat(weights).tolist()
         self._unseen += int(bool(self._probe) and probe != self._probe)
         self._probe = probe
@@ -285,15 +336,22 @@ class Stepper(Groups):
         Raises:
             RuntimeError: on all ranks, if they do different things.
         """
-        pieces = [p.new_zeros(p.numel()) if p.grad is None else laid_out(p.grad, p) for p in local]
         with self.failing_together("in clipping"):
-            self._announce(NORM, [self.names[id(p)] for p in local], True, [], _look)
+            names = [self.names[id(p)] for p in local]
+            self._announce(NORM, names, True, [], _look)
             self._hosts.hear()
-            sums = sketch(pieces, self.backwards)
+            sums = sketch([self._exchanged(name, self.parameters[name].grad) for name in names], self.backwards)
             self._said += ring_all_reduce_bytes(sums.nbytes, self.comm.world_size)
-            mean = self.comm.all_reduce(sums) / self.comm.world_size
-        norm: Tensor = torch.linalg.vector_norm(mean)
+            norm: Tensor = torch.linalg.vector_norm(self.comm.all_reduce(sums) / self.comm.world_size)
+            if self.within.world_size > 1:
+                norm = self.within.all_reduce(norm.square()).sqrt()
         return norm
+
+    def _exchanged(self, name: str, x: Tensor | None) -> Tensor:
+        """Return the flat coordinates that this rank exchanges of a tensor with a parameter's shape; None: zeros."""
+        mine = own(self.parameters[name])
+        flat = mine.new_zeros(mine.numel()) if x is None else flattened(laid_out(own(x), mine))
+        return self.share.part(name, flat)
 
     # ---------------------------------------------------------------------------------------------------- step
 
@@ -362,10 +420,11 @@ class Stepper(Groups):
         result: list[Exchanged] = []
         started: Started | None = None
         going: Going[list[None]] | None = None
+        joining: Going[Joined] | None = None
 
         def rest() -> None:
             """Go on to the end; a handler may call this where the exchange waits, and then goes on in its place."""
-            nonlocal started, going
+            nonlocal started, going, joining
             self._listen(self._hosts.hear)
             [(all_finite, used)] = met
             if result:
@@ -380,10 +439,12 @@ class Stepper(Groups):
             with self.on_stream.between_steps():
                 # On a device nothing is waited for, and a handler's messages would come between those of all ranks.
                 listening = self._listen if self.on_stream.host_knows else _at_once
-                going = going or Going(started.steps, self.comm, listening)
+                going = going or Going(started.steps, self.comm.start, listening)
                 going.run()
+                joining = joining or Going(self._join(started), self._start_within, listening)
+                joined = joining.run()
                 if not result:
-                    result.append(self._settle(started, begin))
+                    result.append(self._settle(started, joined, begin))
 
         self.busy = True
         try:
@@ -442,12 +503,31 @@ class Stepper(Groups):
             steps = [self._steps_of(group, used, scale, flush) for group in groups]
             return Started(groups, used, scale, flush, first(joined(steps, self.comm)))
 
-    def _settle(self, started: Started, begin: Stamp) -> Exchanged:
+    def _join(self, started: Started) -> Steps[Joined]:
+        """Put averages in the place of gradients, also those that ranks near this one have made of their parts."""
+        flags = [group.skipped for group in started.groups if group.skipped is not None]
+        flag = any_set(flags, self.device, self.on_stream.host_knows)
+        if self.within.world_size > 1:
+            flag = (yield AllReduce(flag.float())) > 0
+        skipped = self.on_host(flag)
+        made = {group: group.averages for group in started.groups}
+        every = [next(iter(averages.values())) for averages in made.values()]
+        if skipped or not self.share.cuts:
+            return Joined(flag, skipped, {name: one.delivery for one in every for name in one.spans if one.delivery})
+        whole = yield from self.share.whole(every)
+        given = {name: one for names, one in zip(made.values(), whole, strict=True) for name in names}
+        places = {name: flattened(grad) for name in given if (grad := self.parameters[name].grad) is not None}
+        place(given, places, started.scale, flag)
+        return Joined(flag, skipped, {name: one.delivery for name, one in given.items() if one.delivery})
+
+    def _start_within(self, message: Message) -> Callable[[], Tensor]:
+        """Start a message between ranks near this one; what only hosts know waits for no device."""
+        return (self.share.hosts if message.x.is_cpu else self.within).start(message)
+
+    def _settle(self, started: Started, joined: Joined, begin: Stamp) -> Exchanged:
         """Conclude an exchange; averages are in the place of gradients."""
         groups, used, scale, flush, _ = started
-        flags = [group.skipped for group in groups if group.skipped is not None]
-        flag = any_set(flags, self.device, self.on_stream.host_knows)
-        skipped = self.on_host(flag)
+        flag, skipped, deliveries = joined
         with self.record.changing():
             for group in groups:
                 group.settle(flag)
@@ -455,12 +535,7 @@ class Stepper(Groups):
                     forget_overflow_(group.state, group.memory, self.comm.world_size)
             self._count(skipped)
             self._unapplied, self._scale = frozenset() if skipped else used, scale
-        deliveries = {
-            name: group.exchange_made.delivery
-            for group in groups
-            if group.exchange_made is not None
-            for name in group.spans.keys() & used
-        }
+        deliveries = {name: one for name, one in deliveries.items() if name in used}
         self._note_what_waits(groups, used, flush, skipped)
         self._measure(begin, groups)
         for group in groups:
@@ -483,7 +558,8 @@ class Stepper(Groups):
         for name in self._unapplied:
             grad = self.parameters[name].grad
             if grad is not None and self.group_of[name].residual is not None:
-                flat = flattened(grad) if self._scale is None else flattened(grad) / self._scale
+                flat = self._exchanged(name, grad)
+                flat = flat if self._scale is None else flat / self._scale
                 places = flat.nonzero().view(-1)
                 found[name] = places.cpu(), flat[places].cpu()
         return found
@@ -534,26 +610,32 @@ class Stepper(Groups):
         """Give a group the places of its gradients."""
         for name in group.spans:
             p = self.parameters[name]
-            if name not in used:
-                group.arrived[name] = p.new_zeros(p.numel())
-                continue
-            p.grad = torch.zeros_like(p) if p.grad is None else laid_out(p.grad, p)
-            group.arrived[name] = flattened(p.grad)
+            if name in used and p.grad is None:
+                p.grad = torch.zeros_like(p)
+            elif name in used and p.grad is not None and (lies := laid_out(own(p.grad), own(p))) is not own(p.grad):
+                p.grad = sharded_as(lies, p)
+            group.arrived[name] = self._exchanged(name, p.grad if name in used else None)
 
     def _steps_of(self, group: GroupReducer, used: set[str], scale: Tensor | None, flush: bool) -> Steps[None]:
         with self.failing_together(f"in the exchange of group {group.plan.name!r}"):
             step, density = self._number, group.density(self._number)
             ctx = Context(step, density, self.comm.rank, self.comm.world_size, model_numel=self._model_numel)
             if group.memory.reads_parameters:
-                ctx = ctx._replace(
-                    parameters=[(span, self.parameters[name].detach()) for name, span in group.spans.items()]
-                )
+                ctx = ctx._replace(parameters=[(span, self._weights(name)) for name, span in group.spans.items()])
             if self.rates.surplus:
                 numels = {p.name: p.numel for p in group.plan.parameters}
                 ctx = ctx._replace(surplus=self.rates.surplus_of(numels, step, density))
             yield from group.exchange_steps(
                 ctx, group.spans.keys() - used, scale, flush and group.sparsified, self._absorbing, False
             )
+
+    def _weights(self, name: str) -> Tensor:
+        """Return the coordinates of a parameter that this rank exchanges, with as many dimensions as it has."""
+        weights = own(self.parameters[name]).detach()
+        if not self.share.cuts:
+            return weights
+        part = self.share.part(name, flattened(weights))
+        return part.view(-1, *[1] * (weights.dim() - 1)) if weights.dim() else part.squeeze()
 
     @contextmanager
     def _absorbing(self, names: Set[str]) -> Iterator[None]:
@@ -602,7 +684,7 @@ class Stepper(Groups):
         except Exception as error:
             if not any(note.startswith(NOTE) for note in getattr(error, "__notes__", ())):
                 error.add_note(f"{NOTE}{where}, step {self._number}, rank {self.rank}")
-            for comm in {self.comm, self._hosts}:
+            for comm in {*self.networks, self._hosts, self.share.hosts}:
                 comm.abort()
             raise
 
@@ -630,7 +712,7 @@ class Stepper(Groups):
         for handle in self._looking:
             handle.remove()
         self._hosts.close()
-        self.within.close()
+        self.share.close()
         self.comm.close()
 
 
@@ -647,9 +729,9 @@ def norm_of_mean(steppers: Iterable[Stepper], parameters: Sequence[Tensor]) -> T
     sketched = {id(p) for _, local in found for p in local}
     whole = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None and id(p) not in sketched])
     if not found:
-        return whole
+        return _whole(whole)
     norms = [stepper.norm(local) for stepper, local in found]
-    norm: Tensor = torch.linalg.vector_norm(torch.stack([*norms, whole.to(norms[0])]))
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([*norms, _whole(whole).to(norms[0])]))
     return norm
 
 
@@ -665,13 +747,24 @@ def clip_by_norm(
     given = list(parameters)
     if norm_type != 2:
         return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
-    norm = norm_of_mean(steppers, given)
+    if any(stepper.local(given) for stepper in steppers):
+        norm = norm_of_mean(steppers, given)
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise RuntimeError("The norm of the mean gradient is not finite, so it cannot be clipped.")
+        # Of sharded gradients, each rank scales its own part by the norm of all.
+        here: Any = [SimpleNamespace(grad=p.grad if p.grad is None else own(p.grad)) for p in given]
+        torch.nn.utils.clip_grads_with_norm_(here, max_norm, norm, foreach)
+    else:
+        norm = torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
     for stepper in steppers:
-        stepper.clipped = norm
-    if error_if_nonfinite and not bool(norm.isfinite()):
-        raise RuntimeError("The norm of the mean gradient is not finite, so it cannot be clipped.")
-    torch.nn.utils.clip_grads_with_norm_(given, max_norm, norm, foreach)
+        stepper.clipped = _whole(norm)
     return norm
+
+
+def _whole(norm: Any) -> Tensor:
+    """Return a norm as a plain tensor; collective where gradients are sharded."""
+    found: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return found
 
 
 @lru_cache(maxsize=64)

@@ -17,8 +17,6 @@ from lightning_sparse.engine.agreement import failing_together
 from lightning_sparse.engine.metrics import Step, Totals, dense_statistics, summarize
 from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.reducer import Reducer
-from lightning_sparse.engine.sources.comm_hook import Entrance
-from lightning_sparse.engine.sources.within_a_node import WithinANode
 from lightning_sparse.methods.grouping import Group, Messages
 from lightning_sparse.ops.length import LengthChanges
 
@@ -40,8 +38,6 @@ class EngineView:
         """True if the engine has ended."""
         self.router = reducer
         """Exchanges gradients, see :mod:`lightning_sparse.engine.sources`."""
-        self.entrance: Entrance = reducer if reducer.parts is None else WithinANode(reducer, reducer.parts)
-        """Takes gradients from a source and gives averages back: the router, or what stands in front of it."""
         self.networks = reducer.networks
         """See :class:`.Reducer`."""
         self._record, self._skipped = reducer.record, reducer.skipped
@@ -243,7 +239,7 @@ class EngineView:
 
     def _sum_within(self, x: Tensor) -> Tensor:
         """Return the sum of a small vector on the CPU over the ranks that hold the parts of a replica; collective."""
-        whole = self.router.parts is not None or self.router.within.world_size == 1
+        whole = self.router.share.cuts or self.router.within.world_size == 1
         return x if whole else self.router.within.all_reduce(x.to(self.device)).cpu()
 
 

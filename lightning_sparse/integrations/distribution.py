@@ -96,8 +96,8 @@ class GradientDistribution(Callback):
         self._gradients = None
         engine = self.engine_of(trainer)
         thresholds = _thresholds(engine)
-        if engine is not None and (exchanged := engine.router.parts) is not None:
-            found = {name: gradient[exchanged.of(name)] for name, gradient in found.items()}
+        if engine is not None:
+            found = {name: engine.router.share.part(name, gradient) for name, gradient in found.items()}
         for group, names in self._groups.items():
             parts = [found[name] + self._residuals.get(name, 0) for name in names if name in found]
             magnitudes = sample_of(torch.cat(parts)) if parts else torch.empty(0, device="cpu")

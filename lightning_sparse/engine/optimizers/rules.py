@@ -227,7 +227,7 @@ def go_on_from_dense(reducer: Reducer, optimizers: Iterable[Optimizer]) -> None:
         reducer: of the groups.
         optimizers: that step parameters.
     """
-    groups, parameters, comm, parts = reducer.groups, reducer.parameters, reducer.comm, reducer.parts
+    groups, parameters, comm, share = reducer.groups, reducer.parameters, reducer.comm, reducer.share
     served = {name: group for group in groups if group.memory.needs_second for name in group.spans}
     if not served:
         return
@@ -248,7 +248,7 @@ def go_on_from_dense(reducer: Reducer, optimizers: Iterable[Optimizer]) -> None:
             if holders[name] == comm.rank:
                 parameter, span = own(parameters[name]), group.spans[name]
                 second = flattened(laid_out(here[name].second, parameter))
-                start[span] = second[slice(None) if parts is None else parts.of(name)]
+                start[span] = share.part(name, second)
         start = comm.all_reduce(start).mul_(comm.world_size)
         steps = min(found[holders[name]][name] if name in fresh else 1.0 for name in group.spans)
         group.memory.start_(group.state.memory, start, [group.spans[name] for name in names], steps)

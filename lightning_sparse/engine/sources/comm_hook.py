@@ -10,20 +10,16 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.engine.reducer import Reducer
-from lightning_sparse.engine.sources.within_a_node import WithinANode
-
-Entrance = Reducer | WithinANode
-"""Takes gradients from a source, and gives it averages."""
 
 
 class BucketSource:
     """Passes gradients in DDP's buckets to a router and returns the averages.
 
     Args:
-        router: of the engine, or what stands in front of it.
+        router: of the engine.
     """
 
-    def __init__(self, router: Entrance) -> None:
+    def __init__(self, router: Reducer) -> None:
         self._router = router
         self._pending: list[tuple[Future[Tensor], Tensor]] = []
         """Buckets of this step, and the futures that end when they hold averages."""
@@ -63,7 +59,6 @@ class BucketSource:
     def _pass_by(self, bucket: Any) -> Future[Tensor]:
         """Average as DDP does; with a loss scale, the scaler looks whether averages are finite."""
         router = self._router
-        assert isinstance(router, Reducer)  # what stands in front of it is never direct
         buffer = bucket.buffer()
         average = router.comm.start_average(buffer, wait=bucket.is_last())
         self._pending.append((average, buffer))

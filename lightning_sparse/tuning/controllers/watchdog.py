@@ -462,7 +462,7 @@ def differing(engine: Engine, sums: Tensor) -> Tensor:
         sums: (ranks of ``engine.comm``, parameters) checksums.
     """
     every = engine.router.within.all_gather(sums)
-    first = every[:, :1] if engine.router.parts is None else every[:1, :1]
+    first = every[:, :1] if not engine.router.share.cuts else every[:1, :1]
     return (every != first).transpose(0, 1).flatten(0, 1).cpu()
 
 
@@ -470,7 +470,7 @@ def distance(engine: Engine, name: str) -> float:
     """Return the largest difference of a parameter between rank 0 and another rank; collective."""
     here = own(engine.parameters[name]).detach()
     theirs = here.clone(memory_format=torch.contiguous_format)
-    if engine.router.parts is not None:
+    if engine.router.share.cuts:
         theirs = engine.router.within.broadcast(theirs, 0)
     theirs = engine.comm.broadcast(theirs, 0)
     furthest = (here.double() - theirs.double()).abs().amax() if here.numel() else here.new_zeros(()).double()

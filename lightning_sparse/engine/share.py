@@ -1,0 +1,52 @@
+"""What a rank exchanges of each gradient: all that it has, unless other ranks near it exchange the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.futures import Future
+
+from lightning_sparse.core.messages import Steps
+from lightning_sparse.engine.network import TorchCollective
+from lightning_sparse.engine.state.record import Averages
+
+
+class Share:
+    """All that this rank has of each gradient.
+
+    Args:
+        within: ranks that have the rest of each parameter; they take and skip the same steps, and a norm is that of all
+            parts. None: this rank has whole parameters. Closed with this.
+    """
+
+    cuts = False
+    """True if a rank has whole gradients and exchanges a part of each."""
+
+    def __init__(self, within: TorchCollective | None = None) -> None:
+        self.within = within or TorchCollective.of_one()
+        self.hosts = self.within.between_hosts()
+        """The same ranks, for small messages of CPU tensors."""
+
+    def part(self, name: str, flat: Tensor) -> Tensor:
+        """Return a view of what this rank exchanges, given all that it has of a parameter, in one dimension."""
+        return flat
+
+    def average(self, buffer: Tensor, last: bool) -> Future[Tensor] | None:
+        """Begin to average gradients over ranks near this one, in place, within backward; None: there are none.
+
+        Args:
+            buffer: flat.
+            last: whether no other one follows in this backward.
+        """
+        return None
+
+    def whole(self, averages: Sequence[Averages]) -> Steps[Sequence[Averages]]:
+        """Return averages of all that this rank has, given those of its parts; messages are between ranks near it."""
+        yield from ()
+        return averages
+
+    def close(self) -> None:
+        """Give the process groups back."""
+        self.hosts.close()
+        self.within.close()
