@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 from lightning_sparse import tuning as tuning
 from lightning_sparse.api.attach import attach
 from lightning_sparse.api.flush import flush
-from lightning_sparse.api.hsdp import attach_hsdp
 from lightning_sparse.api.simulation import simulate
 from lightning_sparse.core.version import __version__ as __version__
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.config import Watch
 from lightning_sparse.engine.network import LostRankError
 from lightning_sparse.engine.state.merging import merge_states
-from lightning_sparse.engine.state.sharded import load_sharded, save_sharded
+from lightning_sparse.hsdp.attach import attach_hsdp
+from lightning_sparse.hsdp.state import load_sharded, save_sharded
 from lightning_sparse.integrations import averages as metrics  # noqa: F401
 from lightning_sparse.integrations import packages as _packages  # registers the strategy names
 from lightning_sparse.integrations.audit import ResidualAudit

@@ -14,7 +14,6 @@ import torch
 from torch.nn import Embedding, EmbeddingBag, Module, Parameter, SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse.api.nodes import nodes_of
 from lightning_sparse.core.checks import expect
 from lightning_sparse.core.names import named_modules, named_parameters, plain_name
 from lightning_sparse.core.version import __version__
@@ -23,10 +22,10 @@ from lightning_sparse.engine.config import SparsificationConfig, StrategyConfig,
 from lightning_sparse.engine.engine import can_observe
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.sources.comm_hook import AllRanksDivide, register
-from lightning_sparse.engine.state.state import Shard
 from lightning_sparse.methods.grouping import Group, ParameterSize, Rules, dense_plan, make_plan
 from lightning_sparse.methods.grouping.groupings import CUDA_BUCKET_MB, LARGEST_GROUP, MIB
 from lightning_sparse.methods.sparsifiers import Everything
+from lightning_sparse.nodes.grid import nodes_of
 from lightning_sparse.nodes.parts import Parts
 from lightning_sparse.tuning.controllers import DenseFallback, Planner, StayDense
 from lightning_sparse.tuning.controllers.announcer import Announcer
@@ -146,20 +145,18 @@ def attach_config(
         warn_if_nothing_is_left(plan, config)
         warn_of_slow_groups(plan, device)
     with ExitStack() as undo:
-        share, shards = None, dict[str, Shard]()
+        share = None
         if in_parts:
             comm, within = nodes.connect(config)
             undo.callback(within.close)
-            share = Parts({name: p.numel() for name, p in parameters.items()}, within)
+            share = Parts({name: p.numel() for name, p in (*parameters.items(), *frozen.items()) if p.numel()}, within)
         else:
             comm = TorchCollective.over(ddp.process_group, config.timeout, device, config.executor == "thread")
         undo.callback(comm.close)
         with failing_together(ranks, device, abort=partial(_abort, comm, None if share is None else share.within)):
             usage = bool(ddp.find_unused_parameters or ddp.static_graph)
             exchanged = {name: p for name, p in parameters.items() if p.numel()}
-            if in_parts:
-                shards = nodes.shards({**exchanged, **{name: p for name, p in frozen.items() if p.numel()}})
-            given: dict[str, Any] = {"watch_usage": usage, "frozen": frozen, "shards": shards, "share": share}
+            given: dict[str, Any] = {"watch_usage": usage, "frozen": frozen, "share": share}
             engine = Engine(plan, exchanged, config, comm, device, **given, in_steps=in_steps)
             undo.callback(engine.close)
             if scaler is not None and not in_steps:

@@ -28,7 +28,7 @@ from lightning_sparse.engine.share import Share
 from lightning_sparse.engine.sources.comm_hook import BucketSource
 from lightning_sparse.engine.state.record import Counts
 from lightning_sparse.engine.state.schema import renamed
-from lightning_sparse.engine.state.state import EngineState, Shard
+from lightning_sparse.engine.state.state import EngineState
 from lightning_sparse.engine.step import Stepper, clip_by_norm
 from lightning_sparse.engine.view import CopiedEngine, EngineView
 from lightning_sparse.methods.grouping import Group, Messages
@@ -48,8 +48,6 @@ class Engine(EngineView):
         device: where gradients live.
         watch_usage: note which parameters took part in a backward. Needed where a backward may leave some out.
         frozen: parameters that need no gradient, by name.
-        shards: start, length and number of all coordinates of parameters of which this rank has a part, by name. All
-            ranks of ``comm`` have the same part.
         share: what this rank exchanges of each gradient; None: all that it has. Closed with the engine.
         in_steps: exchange gradients when optimizers step, and not in backward.
     """
@@ -63,7 +61,6 @@ class Engine(EngineView):
         device: torch.device,
         watch_usage: bool = False,
         frozen: Mapping[str, Parameter] | None = None,
-        shards: Mapping[str, Shard] | None = None,
         share: Share | None = None,
         in_steps: bool = False,
     ) -> None:
@@ -87,8 +84,6 @@ class Engine(EngineView):
         """Equal on all ranks, and different for every engine."""
         for network in (comm, share.within) if share else (comm,):
             network.listen(self.run_id)
-        self.shards = dict(shards or {})
-        """Parts of parameters, see above."""
         of_engine = (lambda: self.loss_scale()), self._before_exchange
         reducer: Any  # a Reducer for all who ask, as long as there are both
         if in_steps:
@@ -112,7 +107,7 @@ class Engine(EngineView):
         else:
             self._source = BucketSource(reducer)
             self._binding = OptimizerBinding(reducer, left_open, open_exchange)
-        self._state = EngineState(reducer, self._binding, self.frozen, self.shards)
+        self._state = EngineState(reducer, self._binding, self.frozen)
         if not left_open:  # else optimizers settle the memory
             reducer.prepare()
 
@@ -481,7 +476,7 @@ class Engine(EngineView):
 
     def _parts_of(self, plan: Sequence[Group]) -> list[Group]:
         """Return groups with the sizes of what this rank has of their parameters."""
-        lengths = {name: shard.length for name, shard in self.shards.items()}
+        lengths = {name: place.length for name, place in self.router.share.places.items()}
         parts = [group.resized(lengths) for group in plan]
         empty = [group.name for group in parts if not group.numel]
         for rank, names in enumerate(self._all_gather_object(empty) if lengths else ()):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.futures import Future
@@ -12,18 +13,35 @@ from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.state.record import Averages
 
 
+class Place(NamedTuple):
+    """Which coordinates of a parameter a rank exchanges."""
+
+    start: int
+    length: int
+    numel: int
+    """Coordinates of the whole parameter."""
+
+    @classmethod
+    def whole(cls, numel: int) -> Place:
+        """Return all of a parameter."""
+        return cls(0, numel, numel)
+
+
 class Share:
     """All that this rank has of each gradient.
 
     Args:
         within: ranks that have the rest of each parameter; they take and skip the same steps, and a norm is that of all
             parts. None: this rank has whole parameters. Closed with this.
+        places: of the parameters of which this rank exchanges a part, by name. All ranks that it exchanges with have
+            the same part.
     """
 
     cuts = False
     """True if a rank has whole gradients and exchanges a part of each."""
 
-    def __init__(self, within: TorchCollective | None = None) -> None:
+    def __init__(self, within: TorchCollective | None = None, places: Mapping[str, Place] | None = None) -> None:
+        self.places = dict(places or {})
         self.within = within or TorchCollective.of_one()
         self.hosts = self.within.between_hosts()
         """The same ranks, for small messages of CPU tensors."""

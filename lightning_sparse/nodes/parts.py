@@ -19,7 +19,7 @@ from lightning_sparse.core.layout import even_part
 from lightning_sparse.core.messages import AllGather, Steps, ask, together
 from lightning_sparse.engine.delivery import bounds_of
 from lightning_sparse.engine.network import TorchCollective
-from lightning_sparse.engine.share import Share
+from lightning_sparse.engine.share import Place, Share
 from lightning_sparse.engine.state.record import Averages
 from lightning_sparse.ops import pad
 
@@ -35,8 +35,9 @@ class Parts(Share):
     cuts = True
 
     def __init__(self, numels: Mapping[str, int], within: TorchCollective) -> None:
-        super().__init__(within)
         self.numels, self.ranks = numels, within.world_size
+        parts = {name: self.of(name, within.rank) for name in numels}
+        super().__init__(within, {name: Place(x.start, x.stop - x.start, numels[name]) for name, x in parts.items()})
         self._lines: dict[tuple[str, ...], _Lines] = {}
 
     def of(self, name: str, rank: int) -> slice:

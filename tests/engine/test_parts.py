@@ -12,9 +12,9 @@ from torch import Tensor
 from lightning_sparse.core.layout import even_part
 from lightning_sparse.engine.delivery import Delivery, bounds_of
 from lightning_sparse.engine.network import drive_ranks
-from lightning_sparse.engine.parts import Parts
 from lightning_sparse.engine.state.record import Averages
 from lightning_sparse.methods.memory import Residual
+from lightning_sparse.nodes.parts import Parts
 from tests.covering import by_default
 
 NUMELS = {"first": 17, "second": 1, "third": 40, "fourth": 3}

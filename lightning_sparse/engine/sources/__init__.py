@@ -12,6 +12,6 @@ A source calls ``engine.entrance``, on all ranks in the same order:
 
 Every backward passes on all gradients of a group or none; a parameter that this rank did not use has zeros.
 Sources are :class:`~lightning_sparse.engine.sources.comm_hook.BucketSource` in DDP's communication hook, and
-:class:`~lightning_sparse.engine.sources.fsdp2.ShardSource` over ``.grad`` of FSDP2's shards. The entrance is the
+:class:`~lightning_sparse.hsdp.source.ShardSource` over ``.grad`` of FSDP2's shards. The entrance is the
 engine's router, or with ``node_size`` what stands in front of it: :mod:`.within_a_node`. Sources do not notice.
 """

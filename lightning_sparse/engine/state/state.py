@@ -16,6 +16,7 @@ from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.optimizers.binding import OptimizerBinding
 from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.reducer import Reducer
+from lightning_sparse.engine.share import Place
 from lightning_sparse.engine.state.merging import with_layouts
 from lightning_sparse.engine.state.schema import (
     STATE_FORMAT,
@@ -28,20 +29,6 @@ from lightning_sparse.engine.state.schema import (
     to_plain,
     with_pending,
 )
-
-
-class Shard(NamedTuple):
-    """A part of a parameter, flat."""
-
-    start: int
-    length: int
-    numel: int
-    """Coordinates of the whole parameter."""
-
-    @classmethod
-    def whole(cls, numel: int) -> Shard:
-        """Return all of a parameter."""
-        return cls(0, numel, numel)
 
 
 class LoadPlan(NamedTuple):
@@ -69,16 +56,14 @@ class EngineState:
         reducer: of the engine.
         binding: of the engine.
         frozen: parameters that need no gradient, by name. A state may remember something of them, which is kept.
-        shards: of parameters of which the engine has a part.
     """
 
-    def __init__(
-        self, reducer: Reducer, binding: OptimizerBinding, frozen: Mapping[str, Parameter], shards: Mapping[str, Shard]
-    ) -> None:
+    def __init__(self, reducer: Reducer, binding: OptimizerBinding, frozen: Mapping[str, Parameter]) -> None:
         self.loads = 0
         """Number of states that were loaded."""
         self._reducer, self._binding, self._names = reducer, binding, list(reducer.parameters)
-        self._comm, self._device, self._frozen, self._shards = reducer.comm, reducer.device, frozen, shards
+        self._comm, self._device, self._frozen = reducer.comm, reducer.device, frozen
+        self._places = reducer.share.places
         self._parked: State = {"parameters": {}, "counters": {}, "spans": {}}
         """Remembered of frozen parameters."""
 
@@ -119,11 +104,11 @@ class EngineState:
             "skipped_steps": record.counts.skipped,
             "rank": rank,
             "world_size": self._comm.world_size,
-            "part": [reducer.within.rank, reducer.within.world_size] if self._shards else [],
+            "part": [reducer.within.rank, reducer.within.world_size] if self._places else [],
             "settings": reducer.settings.algorithm,
             "parameters": {name: parameters[name] for name in self._names} | self._parked["parameters"],
             "counters": {name: counters[name] for name in self._names} | self._parked["counters"],
-            "spans": {name: list(self._shard(reducer.group_of[name], name)) for name in self._names}
+            "spans": {name: list(self._place(reducer.group_of[name], name)) for name in self._names}
             | self._parked["spans"],
             "layouts": self._layouts(),
             "pending": {name: _plain(*each) for name, each in pending.items() if rank == 0},  # whose weights are saved
@@ -250,19 +235,19 @@ class EngineState:
         """Return what a state remembers of frozen parameters, of the part that the engine has, if that is in it."""
         parked = {field: {n: one for n, one in state[field].items() if n in self._frozen} for field in self._parked}
         for name, vectors in parked["parameters"].items():
-            whole = Shard.whole(max((len(vector) for vector in vectors.values()), default=0))
+            whole = Place.whole(max((len(vector) for vector in vectors.values()), default=0))
             start, length, numel = state["spans"].get(name) or whole
-            part = self._shards.get(name, whole)
+            part = self._places.get(name, whole)
             first = part.start - start
             if numel == part.numel and 0 <= first <= length - part.length:
                 cut = {key: vector[first : first + part.length].clone() for key, vector in vectors.items()}
                 parked["parameters"][name], parked["spans"][name] = cut, list(part)
         return parked
 
-    def _shard(self, group: GroupReducer, name: str) -> Shard:
+    def _place(self, group: GroupReducer, name: str) -> Place:
         """Return the part of a parameter that the engine has: as a rule all of it."""
         span = group.spans[name]
-        return self._shards.get(name) or Shard.whole(span.stop - span.start)
+        return self._places.get(name) or Place.whole(span.stop - span.start)
 
     def _fill(self, group: GroupReducer, state: State) -> list[str]:
         """Fill a group that has just been formed with what a state remembers of its parameters.
@@ -273,9 +258,9 @@ class EngineState:
         memory, kept = group.memory, group.state.memory
         vectors = memory.vectors(kept)
         for name, span in group.spans.items():
-            own, remembered = self._shard(group, name), state["parameters"].get(name, {})
+            own, remembered = self._place(group, name), state["parameters"].get(name, {})
             for key, values in remembered.items():
-                start, length, numel = state["spans"].get(name) or Shard.whole(values.numel())
+                start, length, numel = state["spans"].get(name) or Place.whole(values.numel())
                 first = max(start, own.start)
                 last = max(first, min(start + length, own.start + own.length))
                 if key in vectors and numel == own.numel:

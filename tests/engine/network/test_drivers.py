@@ -301,9 +301,8 @@ def test_sums_that_travel_together_are_without_gaps(n: int) -> None:
     for [one], [other] in drive_ranks([strict(rank(i)) for i in range(n)]):
         assert one.is_contiguous()
         assert other.is_contiguous()
-        assert (one.tolist(), other.tolist()) == ([n * (n - 1) // 2 * m for m in (1, 10)],) + (
-            [n * (n - 1) // 2 * m + 5 * n for m in (1, 10)],
-        )
+        first, second = ([sum(i * m + j for i in range(n)) for m in (1, 10)] for j in (0, 5))
+        assert (one.tolist(), other.tolist()) == (first, second)
 
 
 def test_long_sums_and_those_of_devices_are_left_to_the_library() -> None:

@@ -23,7 +23,7 @@ from torch.nn.functional import mse_loss
 
 import lightning_sparse as ls
 from lightning_sparse.engine.state.schema import checksum
-from lightning_sparse.engine.state.sharded import load_sharded, save_sharded
+from lightning_sparse.hsdp.state import load_sharded, save_sharded
 from tests.covering import by_default
 from tests.hsdp import SHAPES, Given, batches, engine_of, given, grid, made, sharded, summing, weights, whole
 from tests.ranks import Ranks, error_of

@@ -281,7 +281,7 @@ def _checksum_of(file: Path) -> str:
 
 def _known(engine: Engine) -> dict[str, Parameter]:
     """Return parameters of which something may be remembered, also frozen ones, by name."""
-    return {name: p for name, p in {**engine.parameters, **engine.frozen}.items() if name in engine.shards}
+    return {name: p for name, p in {**engine.parameters, **engine.frozen}.items() if name in engine.router.share.places}
 
 
 def _bytes_of(plain: State) -> Tensor:
@@ -328,7 +328,7 @@ def _state_for(engine: Engine, saved: Saved, resize: Resize, notes: list[str]) -
     alike = saved.replicas == comm.world_size
     same = alike and saved.ranks == engine._ranks_of_a_replica
     rest = saved.rest(*((comm.rank, engine.router.within.rank) if same else (0, 0)))
-    spans = {name: list(part) for name, part in engine.shards.items()}
+    spans = {name: list(part) for name, part in engine.router.share.places.items()}
     state: State = {**rest, "parameters": {name: {} for name in spans}, "spans": spans}
     if not same:
         state["groups"] = []

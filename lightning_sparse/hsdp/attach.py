@@ -32,9 +32,8 @@ from lightning_sparse.engine import Engine, StepObserver, check_equal_on_ranks, 
 from lightning_sparse.engine.agreement import checksum
 from lightning_sparse.engine.config import SparsificationConfig, from_keywords, with_keywords_of
 from lightning_sparse.engine.network import TorchCollective
-from lightning_sparse.engine.share import Share
-from lightning_sparse.engine.sources.fsdp2 import ShardSource
-from lightning_sparse.engine.state.state import Shard
+from lightning_sparse.engine.share import Place, Share
+from lightning_sparse.hsdp.source import ShardSource
 from lightning_sparse.methods.grouping import DDP_BUCKET_MB, ParameterSize, dense_plan, make_plan
 from lightning_sparse.tuning.controllers import Planner
 from lightning_sparse.tuning.controllers.announcer import Announcer
@@ -187,7 +186,7 @@ def attach_hsdp_config(
         with failing_together(replicas, device, abort=comm.abort), failing_together(parts, device, abort=within.abort):
             broadcast_replica(model, comm, device)
             exchanged = {name: p for name, p in trained.items() if name in shards}
-            given: dict[str, Any] = {"watch_usage": True, "frozen": frozen, "shards": shards, "share": Share(within)}
+            given: dict[str, Any] = {"watch_usage": True, "frozen": frozen, "share": Share(within, shards)}
             engine = Engine(plan, exchanged, config, comm, device, **given, in_steps=True)
             undo.callback(engine.close)
             source = ShardSource(engine, model)
@@ -318,7 +317,7 @@ def _is_cut_over(parameter: Any, ranks: Sequence[int]) -> bool:
     return bool(alone and parameter.device_mesh.mesh.flatten().tolist() == list(ranks))
 
 
-def shard_of(parameter: Any) -> Shard:
+def shard_of(parameter: Any) -> Place:
     """Return which coordinates of a parameter this rank has: whole rows, the first dimension being cut.
 
     Where another dimension is cut, the parts are counted in the order of ranks.
@@ -328,7 +327,7 @@ def shard_of(parameter: Any) -> Shard:
     length, ranks = parameter.shape[cut], mesh.size()
     per_rank = -(-length // ranks)
     before = min(length, per_rank * mesh.get_local_rank())
-    return Shard(before * (parameter.numel() // length), part.numel(), parameter.numel())
+    return Place(before * (parameter.numel() // length), part.numel(), parameter.numel())
 
 
 def broadcast_replica(model: Module, comm: TorchCollective, device: torch.device) -> None:

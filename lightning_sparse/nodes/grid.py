@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.nn import Parameter
 
-from lightning_sparse.core.layout import even_part
 from lightning_sparse.engine import check_equal_on_ranks
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.network import TorchCollective
-from lightning_sparse.engine.state.state import Shard
 
 
 class Nodes(NamedTuple):
@@ -28,24 +25,10 @@ class Nodes(NamedTuple):
         """Number of ranks of a node."""
         return len(self.rows[0])
 
-    @property
-    def place(self) -> int:
-        """Number of this rank within its node."""
-        here = dist.get_rank() if dist.is_initialized() else 0
-        return next(row.index(here) for row in self.rows if here in row)
-
     def connect(self, config: SparsificationConfig) -> tuple[TorchCollective, TorchCollective]:
         """Return new networks between nodes, of ranks that have the same place, and within a node; collective."""
         columns = [list(column) for column in zip(*self.rows, strict=True)]
         return TorchCollective.among(columns, config.timeout), TorchCollective.among(self.rows, config.timeout)
-
-    def shards(self, parameters: Mapping[str, Parameter]) -> dict[str, Shard]:
-        """Return the part of each parameter that this rank exchanges."""
-        found = {}
-        for name, p in parameters.items():
-            part = even_part(p.numel(), self.place, self.size)
-            found[name] = Shard(part.start, part.stop - part.start, p.numel())
-        return found
 
 
 def nodes_of(size: int | str | None, ranks: TorchCollective, device: torch.device) -> Nodes:
