@@ -100,7 +100,7 @@ def train(
         with measured(found, "attach"):
             engine = ls.attach(ddp, **options, watch=None)
         with measured(found, "bind"):
-            engine.bind([chosen])
+            engine._show([chosen])
         with measured(found, "first step"):
             steps(1)
         steps(2)

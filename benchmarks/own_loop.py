@@ -78,7 +78,7 @@ def main(
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=BETAS, weight_decay=DECAY)
     engine = ls.attach(model, density=density) if sparse else None
     if engine is not None:
-        engine.bind([optimizer])
+        engine._show([optimizer])
     scaler = torch.amp.GradScaler("cpu", enabled=change == "scaler", init_scale=1024.0)
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     for step in range(steps):

@@ -86,7 +86,7 @@ class Variant:
                 fallback=spec.fallback,
                 node_size=spec.node_size,
             )
-            self.engine.bind([self.optimizer])
+            self.engine._show([self.optimizer])
         elif spec.sparsifier is not None:
             self.engine = ls.attach(
                 self.ddp,

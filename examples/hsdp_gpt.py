@@ -93,7 +93,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine = None if args.dense else ls.attach_hsdp(model, mesh, density=args.density)
     if engine is not None:
-        engine.bind([optimizer])
+        engine._show([optimizer])
         engine.clip_gradients(1.0)  # before the exchange, by the norm of a replica
 
     first = 0

@@ -116,5 +116,5 @@ def summing(mesh: DeviceMesh) -> tuple[nn.Module, ls.Engine, torch.optim.Optimiz
     model = fully_shard(Given(SHAPES), mesh=mesh["shard"])
     engine = engine_of(model, mesh, sparsifier="top_k", rules=ls.Rules(dense_ndim=0, dense_numel=0))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    engine.bind([optimizer])
+    engine._show([optimizer])
     return model, engine, optimizer

@@ -122,7 +122,7 @@ class Ranks:
 
     def _start(self) -> None:
         with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
+            free._show(("127.0.0.1", 0))
             port = free.getsockname()[1]
         context = forked()
         for rank in range(self.world_size):

@@ -18,10 +18,10 @@ from lightning_sparse.core.checks import expect
 from lightning_sparse.core.names import named_modules, named_parameters, plain_name
 from lightning_sparse.core.version import __version__
 from lightning_sparse.engine import Engine, StepObserver, check_equal_on_ranks, failing_together
+from lightning_sparse.engine.backward import AllRanksDivide, register
 from lightning_sparse.engine.config import SparsificationConfig, StrategyConfig, from_keywords, keywords_of
 from lightning_sparse.engine.engine import can_observe
 from lightning_sparse.engine.network import TorchCollective
-from lightning_sparse.engine.sources.comm_hook import AllRanksDivide, register
 from lightning_sparse.methods.grouping import Group, ParameterSize, Rules, dense_plan, make_plan
 from lightning_sparse.methods.grouping.groupings import CUDA_BUCKET_MB, LARGEST_GROUP, MIB
 from lightning_sparse.methods.sparsifiers import Everything
@@ -35,8 +35,6 @@ from lightning_sparse.tuning.performance.profiler import delivery_mb
 _settings, _strategies = ({field.name: None for field in fields(c)} for c in (SparsificationConfig, StrategyConfig))
 DDP_ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
 """Arguments of ``DistributedDataParallel`` in this version of torch, by name."""
-IN_STEPS = True
-"""Whether gradients are exchanged when optimizers step."""
 NOT_HERE = f" The strategies for Lightning alone know {', '.join(n for n in _strategies if n not in _settings)}."
 
 
@@ -44,8 +42,6 @@ NOT_HERE = f" The strategies for Lightning alone know {', '.join(n for n in _str
 class AttachArguments(SparsificationConfig):
     """Arguments of :func:`attach`: the settings, and values that strategies get from Lightning."""
 
-    scaler: torch.amp.GradScaler | None = None
-    """Scaler of the loss, if there is one: residuals are then kept free of its scale."""
     profile: dict[str, Any] | None = None
     """The profile of an earlier run, see :attr:`~lightning_sparse.tuning.controllers.Planner.saved`; for groupings and
     densities that need one, if model, settings and ranks are the same."""
@@ -54,8 +50,6 @@ class AttachArguments(SparsificationConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        fits = self.scaler is None or isinstance(self.scaler, torch.amp.GradScaler)
-        expect(fits, "scaler", "a GradScaler or None", self.scaler)
         fits = self.profile is None or isinstance(self.profile, dict)
         expect(fits, "profile", "a dict, as an earlier run has saved it, or None", self.profile)
         fits = isinstance(self.observers, Sequence) and all(map(can_observe, self.observers))
@@ -67,15 +61,11 @@ def attach(ddp: DistributedDataParallel, **keywords: Any) -> Engine:
     """Replace the gradient all-reduce of a ``DistributedDataParallel`` model. All ranks must call this.
 
     ``ddp`` is the wrapped model, before its first backward, without a communication hook of its own. All other
-    arguments are keywords: the settings of :class:`.SparsificationConfig`, and ``scaler``, ``profile``
-    and ``observers``.
+    arguments are keywords: the settings of :class:`.SparsificationConfig`, and ``profile`` and ``observers``.
 
     Nothing else changes in a training loop. Gradients are exchanged when an optimizer of torch steps parameters of the
     model: ``.grad`` is this rank's own before, and whatever is done to it counts. Steps with gradients that are not
     finite on some rank are left out on all. To clip as with plain DDP, call :meth:`.Engine.clip_grad_norm_`.
-
-    With ``node_size``, gradients are exchanged in backward: call ``engine.bind([optimizer])`` then, which lets the
-    engine take the steps of torch's Adam and AdamW, and pass the ``scaler`` of the loss.
 
     Returns:
         The engine, for statistics and for :meth:`Engine.close`.
@@ -92,7 +82,7 @@ def attach(ddp: DistributedDataParallel, **keywords: Any) -> Engine:
     with failing_together(TorchCollective(ddp.process_group), ddp.device):
         arguments = from_keywords(AttachArguments, keywords, "attach", NOT_HERE)
     config = SparsificationConfig.of(arguments)
-    engine = attach_config(ddp, config, arguments.scaler, arguments.profile, arguments.observers)
+    engine = attach_config(ddp, config, arguments.profile, arguments.observers)
     engine.add_observer(Announcer())
     return engine
 
@@ -106,18 +96,13 @@ def wrapped(model: Any) -> DistributedDataParallel | None:
 def attach_config(
     ddp: DistributedDataParallel,
     config: SparsificationConfig,
-    scaler: torch.amp.GradScaler | None,
     profile: dict[str, Any] | None,
     observers: Sequence[StepObserver],
-    in_steps: bool | None = None,
 ) -> Engine:
-    """Do the work of :func:`attach` with checked settings; ``in_steps``: whether gradients are exchanged in steps."""
+    """Do the work of :func:`attach` with checked settings."""
     ranks, device = TorchCollective(ddp.process_group), ddp.device
     nodes = nodes_of(config.node_size, ranks, device)
     config = replace(config, node_size=nodes.size)  # 1 is None
-    in_steps = IN_STEPS if in_steps is None else in_steps
-    # What asks for messages while backward goes on, or is planned by measuring it, exchanges in backward.
-    in_steps = in_steps and config.messages != "group" and not Planner.wanted(config)
     alone = ranks.world_size in (1, nodes.size)
     with failing_together(ranks, device):
         _check_ddp(ddp)
@@ -138,7 +123,6 @@ def attach_config(
             "find_unused_parameters": ddp.find_unused_parameters,
             "static_graph": ddp.static_graph,
             "broadcast_buffers": ddp.broadcast_buffers,
-            "scaler": scaler.state_dict() if scaler is not None and scaler.is_enabled() else None,
         }
     check_equal_on_ranks(facts, ranks, device)
     if ranks.rank == 0 and not stays_dense:
@@ -157,10 +141,8 @@ def attach_config(
             usage = bool(ddp.find_unused_parameters or ddp.static_graph)
             exchanged = {name: p for name, p in parameters.items() if p.numel()}
             given: dict[str, Any] = {"watch_usage": usage, "frozen": frozen, "share": share}
-            engine = Engine(plan, exchanged, config, comm, device, **given, in_steps=in_steps)
+            engine = Engine(plan, exchanged, config, comm, device, **given)
             undo.callback(engine.close)
-            if scaler is not None and not in_steps:
-                engine.loss_scale = partial(getattr, scaler, "_scale", None)  # public get_scale() waits for the device
             engine.add_observer(AllRanksDivide(ddp))
             look_on(engine, config, stays_dense)
             planner = None

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.core.layout import own
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.optimizers.binding import uninterrupted
+from lightning_sparse.engine.optimizers.hooks import uninterrupted
 from lightning_sparse.engine.optimizers.kinds import gradients_aside, ids_of, listed, refuse_closure
 
 
@@ -78,7 +78,7 @@ def flush(what: Any, optimizers: Optimizer | Iterable[Optimizer] | None = None) 
             f"{type(what).__name__} with {len(engines)} engines and {len(chosen)} optimizers."
         )
     if optimizers is None and all(ids_of(one).isdisjoint(map(id, parameters)) for one in chosen):
-        chosen = list({id(one): one for engine in engines for one in engine._binding.in_use}.values()) or chosen
+        chosen = list({id(one): one for engine in engines for one in engine._binding.optimizers}.values()) or chosen
     if any(engine.closed for engine in engines):
         raise RuntimeError(
             "The engine is closed: flush before the end of fit, in on_train_end at the latest. The callback "
@@ -114,8 +114,6 @@ def flush(what: Any, optimizers: Optimizer | Iterable[Optimizer] | None = None) 
         for optimizer in chosen if square else ():
             with uninterrupted():
                 optimizer.step()
-        for engine in engines:  # also if residuals added up to zero
-            engine.count_as_applied()
     return math.sqrt(square)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_sparse.core.checks import expect
 from lightning_sparse.core.messages import Steps
 from lightning_sparse.core.step import Context, GroupState
-from lightning_sparse.engine.delivery import spread_divisor
+from lightning_sparse.engine.average import spread_divisor
 from lightning_sparse.engine.metrics import Step, local, norm_of, summarize
 from lightning_sparse.engine.network import drive_ranks
 from lightning_sparse.engine.pipeline import Proposed, exchange_group, init_group, settle_group

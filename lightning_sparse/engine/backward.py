@@ -6,11 +6,13 @@ Where they are not, all ranks find NaN. So code that looks at gradients decides 
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.engine.step import Stepper
 
@@ -70,3 +72,53 @@ class BackwardEnd:
         finite, _ = self._stepper.end_backward(self._names, [buffer for _, buffer in buckets], self._aside)
         for future, buffer in buckets if not self._aside else ():
             future.set_result(buffer if finite else buffer.fill_(float("nan")))
+
+
+class AllRanksDivide:
+    """Observer that refuses ``join()`` where averages would differ from DDP's, or ranks would wait for each other.
+
+    DDP hides ``divide_by_initial_world_size=False`` from communication hooks. Ranks that have joined take no steps.
+
+    Args:
+        ddp: the model; kept as a weak reference.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp = weakref.ref(ddp)
+
+    def before_step(self, engine: Any) -> None:
+        """Raise in the first step in which averages would differ from DDP's, also on ranks that have joined."""
+        if not getattr(self._ddp(), "_divide_by_initial_world_size", True):
+            raise ValueError(
+                "join(divide_by_initial_world_size=False) divides by the ranks that still have data, and the "
+                "sparsified exchange by all ranks. Leave it at True."
+            )
+        joining = getattr(self._ddp(), "_join_config", None)
+        if joining is not None and joining.enable and not engine.router.steps_aside:
+            raise ValueError(
+                "join() lets ranks end before others, and below a density of 1 all ranks exchange when optimizers "
+                "step. Give all ranks equally many batches, or train at a density of 1."
+            )
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def register(ddp: DistributedDataParallel, engine: Any) -> None:
+    """Make an engine the communication hook of a model; this cannot be undone.
+
+    Raises:
+        RuntimeError: if the model has a hook already.
+    """
+    try:
+        ddp.register_comm_hook(engine, _hook)
+    except RuntimeError as error:
+        raise RuntimeError(
+            "This DistributedDataParallel model has a communication hook already: of another attach(), of your own, or "
+            f"of mixed_precision=... or an optimizer in backward. Wrap the model again, without it. ({error})"
+        ) from error
+
+
+# Without annotations: DDP compares them by identity, and here they would be strings.
+def _hook(engine, bucket):  # type: ignore[no-untyped-def]
+    return engine._receive(bucket)

@@ -8,8 +8,9 @@ and with a sentence.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,6 +58,11 @@ class Call(NamedTuple):
 
 
 LENGTH = len(Call._fields)
+
+
+def digest_of(*facts: Any) -> int:
+    """Return 62 bits of a hash of the facts, by their ``repr``."""
+    return int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:8], "big") >> 2
 
 
 def compare(rows: Tensor) -> tuple[bool, list[bool]]:

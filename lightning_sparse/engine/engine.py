@@ -20,12 +20,8 @@ from lightning_sparse.engine.backward import BackwardEnd
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.binding import OptimizerBinding
-from lightning_sparse.engine.optimizers.kinds import check_is_optimizer
-from lightning_sparse.engine.optimizers.stepping import StepBinding
-from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.regrouping import check_covers
 from lightning_sparse.engine.share import Share
-from lightning_sparse.engine.sources.comm_hook import BucketSource
 from lightning_sparse.engine.state.record import Counts
 from lightning_sparse.engine.state.schema import renamed
 from lightning_sparse.engine.state.state import EngineState
@@ -49,7 +45,6 @@ class Engine(EngineView):
         watch_usage: note which parameters took part in a backward. Needed where a backward may leave some out.
         frozen: parameters that need no gradient, by name.
         share: what this rank exchanges of each gradient; None: all that it has. Closed with the engine.
-        in_steps: exchange gradients when optimizers step, and not in backward.
     """
 
     def __init__(
@@ -62,12 +57,9 @@ class Engine(EngineView):
         watch_usage: bool = False,
         frozen: Mapping[str, Parameter] | None = None,
         share: Share | None = None,
-        in_steps: bool = False,
     ) -> None:
         left_open, open_exchange = settings.memory is None, settings.exchange is None
         settings = replace(settings, memory=settings.memory_in_use, exchange=settings.exchange_in_use)
-        self.loss_scale: Callable[[], Tensor | None] = lambda: None
-        """() tensor that the loss is multiplied by, or None; asked in every backward."""
         self.frozen = dict(frozen or {})
         """Parameters of the model that needed no gradient when it was wrapped."""
         self.observers: list[StepObserver] = []
@@ -75,8 +67,6 @@ class Engine(EngineView):
         """:attr:`observers` that have not said yet that they are done."""
         self.on_warning: Callable[[str, str], None] | None = None
         """Called on rank zero with the kind of each warning and the sentence, for those who pass it on."""
-        self.accumulates = False
-        """True within :meth:`no_sync`."""
         number = comm.broadcast(torch.tensor([secrets.randbits(62)], device=device), 0)
         if share is not None:
             number = share.within.broadcast(number, 0)
@@ -84,32 +74,22 @@ class Engine(EngineView):
         """Equal on all ranks, and different for every engine."""
         for network in (comm, share.within) if share else (comm,):
             network.listen(self.run_id)
-        of_engine = (lambda: self.loss_scale()), self._before_exchange
-        reducer: Any  # a Reducer for all who ask, as long as there are both
-        if in_steps:
-            reducer = Stepper(parameters, settings, comm, device, self._before_exchange, watch_usage, share)
-        else:
-            reducer = Reducer(parameters, settings, comm, device, watch_usage, *of_engine)
-        super().__init__(reducer)
+        stepper = Stepper(parameters, settings, comm, device, self._before_exchange, watch_usage, share)
+        super().__init__(stepper)
         try:
-            with reducer.on_stream.between_steps():
-                groups = [reducer.form(group) for group in self._parts_of(plan)]
-            reducer.adopt(groups, Counts())
+            with stepper.on_stream.between_steps():
+                groups = [stepper.form(group) for group in self._parts_of(plan)]
+            stepper.adopt(groups, Counts())
         except BaseException:
-            reducer.close()
+            stepper.close()
             raise
-        self._source: BucketSource | BackwardEnd
+        self._source = BackwardEnd(stepper)
+        stepper.on_skipped = self._after_skipped_step
         self._compared_kernels = False
-        if isinstance(reducer, Stepper):
-            self._source = source = BackwardEnd(reducer)
-            reducer.on_skipped = self._after_skipped_step
-            self._binding: OptimizerBinding = StepBinding(reducer, left_open, open_exchange, lambda: source.unfinished)
-        else:
-            self._source = BucketSource(reducer)
-            self._binding = OptimizerBinding(reducer, left_open, open_exchange)
-        self._state = EngineState(reducer, self._binding, self.frozen)
+        self._binding = OptimizerBinding(stepper, left_open, open_exchange, lambda: self._source.unfinished)
+        self._state = EngineState(stepper, self._binding, self.frozen)
         if not left_open:  # else optimizers settle the memory
-            reducer.prepare()
+            stepper.prepare()
 
     @property
     def settings(self) -> SparsificationConfig:
@@ -118,100 +98,28 @@ class Engine(EngineView):
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers that :meth:`bind` was given last, but for those that hold no parameter of the engine."""
+        """The optimizers that hold parameters of the engine, as far as they are known."""
         return self._binding.optimizers
 
-    def drop_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Set the NaN gradients of a skipped step to None in this optimizer's parameters, so that it ignores them.
+    def _show(self, optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> None:
+        """Say which optimizers there are before they step, in place of those that were shown before.
 
-        Returns:
-            Whether there were any.
-
-        Raises:
-            ValueError: for something that is no optimizer.
-        """
-        check_is_optimizer(optimizer)
-        return self._skipped.drop(optimizer)
-
-    def ignore_skipped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let this optimizer's next step ignore the NaN gradients of a skipped step.
-
-        Without a loss scale, the engine does so by itself when the step begins. Call this
-        where other code reads gradients before that.
-
-        On a device, torch's fused optimizers get the flag of a skipped step as from a ``GradScaler``, and the host does
-        not wait: parameters, momenta and step counters stay as they are, the gradients stay NaN, and the step is
-        counted when the next one begins. In all other cases this is :meth:`drop_skipped`: if the host knows the flag,
-        for other optimizers, for those that also step parameters of another model, and beside a loss scale.
+        The engine finds them when they step first. Hosts that know them show them, so that settings are checked, and
+        states loaded, before that.
 
         Raises:
-            ValueError: for something that is no optimizer.
+            ValueError: if one does not go with the memory or the sparsifier, or is no optimizer.
         """
-        check_is_optimizer(optimizer)
-        self._binding.ignore_skipped(optimizer)
-
-    def bind(self, optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> None:
-        """Tell the engine which optimizers apply the averages, in place of those bound before.
-
-        An engine that exchanges when optimizers step finds them by itself; strategies call this, so that settings are
-        checked before the first step. Where gradients are exchanged in backward, the engine takes the steps of torch's
-        Adam and AdamW for sparsified parameters only if it was told, see :class:`.SecondMoment`, and clipping may move
-        before the exchange. With ``lr_aware``, learning rates are read in every step.
-
-        Args:
-            optimizers: one, or all of them.
-
-        Raises:
-            ValueError: if one does not go with memory, sparsifier or ``lr_aware``, or is no optimizer.
-        """
-        self._binding.bind(optimizers)
+        self._binding.show(optimizers)
         self.router.prepare()
 
     def _takes_steps_of(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return True if the engine takes Adam's steps for sparsified parameters, see :class:`.SecondMoment`."""
         return self._binding.takes(optimizer)
 
-    def clip_gradients(
-        self, limit: float, algorithm: str = "norm", optimizer: torch.optim.Optimizer | None = None
-    ) -> None:
-        """Clip each rank's gradients before they are accumulated, from the next step on. All ranks must call this.
-
-        An average of sparsified gradients is a sum over many steps, and clipping it would shorten steps at random.
-        With ``messages="step"`` the norm is that of all gradients of this rank, and local work begins when all of them
-        are here; with "group", each group is clipped to its share. Gradients of dense steps are clipped as well,
-        also on one rank.
-
-        Args:
-            limit: above 0, for averages over ranks; each rank's norm or values are clipped to ``sqrt(n)`` times that.
-            algorithm: "norm" or "value".
-            optimizer: clip the gradients of its parameters together, apart from others, also of those that it gets
-                later, once it is bound. Its limit takes the place of those of optimizers that were bound before. None:
-                those of all parameters.
-
-        Raises:
-            ValueError: for a limit or an algorithm that cannot be, or something that is no optimizer.
-        """
-        if optimizer is not None:
-            check_is_optimizer(optimizer)
-        if self._steppers:
-            raise RuntimeError(
-                "Gradients are exchanged when the optimizer steps, and clipped before: call "
-                "engine.clip_grad_norm_(parameters, max_norm) between backward and step, in place of clip_gradients."
-            )
-        self._binding.clip(limit, algorithm, optimizer)
-
-    def count_as_applied(self) -> None:
-        """Record that averages have been applied, or never will be, as at the end of a batch; between two steps.
-
-        The engine notices steps of optimizers by itself. This is for steps that are left out: their averages are lost,
-        as gradients of plain DDP are.
-        """
-        self._record.count_as_applied()
-
     def _end_flush(self) -> None:
         """Let optimizers exchange again when they step, after :meth:`_take_pending`."""
-        for stepper in self._steppers:
-            stepper.flushed = None
+        self.router.end_flush()
 
     def warn(self, kind: str, sentence: str) -> None:
         """Tell the user on rank zero; all ranks call this in the same step, and count the warning."""
@@ -236,15 +144,15 @@ class Engine(EngineView):
         """Average DDP's buckets just as DDP does without a hook, until groups change; for plans that are all dense.
 
         Returns False, with nothing changed, before residuals have been sent (in the first valid step of a dense plan),
-        with memories that also act on dense groups, such as momentum, between nodes, and while gradients are
-        clipped by :meth:`clip_gradients`. Residuals that are still left, of parameters that the step did not use and of
-        rounding, are kept until groups change again. Collective: all ranks get the same answer.
+        with memories that also act on dense groups, such as momentum, and where ranks exchange parts. Residuals that
+        are still left, of parameters that the step did not use and of rounding, are kept until groups change again.
+        Collective: all ranks get the same answer.
 
         Args:
             for_good: forget second moments and other values that only sparse steps need.
         """
         simple = isinstance(self.settings.memory_in_use.for_dense(), NoMemory) and not self.router.share.cuts
-        dense = all(group.plan.dense for group in self.groups) and not self.router.clipping.chosen  # in groups
+        dense = all(group.plan.dense for group in self.groups)
         if not (simple and dense and all(self._all_gather_object(all(group.sent for group in self.groups)))):
             return False
         self.router.regroup(self.plan, self.messages, direct=True, for_good=for_good)
@@ -296,19 +204,6 @@ class Engine(EngineView):
         self.router.regroup(parts, chosen)
         if self.optimizers:
             self._binding.suit(self.optimizers)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate the gradients of backwards within the context; the next one outside exchanges all of them.
-
-        For an engine of :func:`~lightning_sparse.attach_hsdp`. A model behind DDP has a context of its own,
-        ``ddp.no_sync()``.
-        """
-        before, self.accumulates = self.accumulates, True
-        try:
-            yield
-        finally:
-            self.accumulates = before
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -385,20 +280,12 @@ class Engine(EngineView):
             RuntimeError: on all ranks, if they do different things.
         """
         given = [parameters] if isinstance(parameters, Tensor) else parameters
-        return clip_by_norm(self._steppers, given, max_norm, norm_type, error_if_nonfinite, foreach)
-
-    @property
-    def _steppers(self) -> list[Stepper]:
-        """Who exchanges gradients when optimizers step; nobody, where they are exchanged in backward."""
-        router: Any = self.router
-        return [router] if isinstance(router, Stepper) else []
+        return clip_by_norm([self.router], given, max_norm, norm_type, error_if_nonfinite, foreach)
 
     def _receive(self, bucket: Any) -> Future[Tensor]:
         """Take the gradients of a ``GradBucket`` and return averages in its buffer: DDP's communication hook."""
         if self.closed:
             raise RuntimeError("The engine is closed. Wrap the model again and attach a new one to train on.")
-        if self.accumulates:
-            raise RuntimeError("engine.no_sync() is for attach_hsdp. Accumulate gradients within ddp.no_sync().")
         if self.router.paused:
             buffer: Tensor = bucket.buffer()
             left: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
@@ -418,8 +305,6 @@ class Engine(EngineView):
                     "DDP do so by themselves, between two steps.)"
                 )
             self._binding.begin_step()
-            if self.router.direct and self.router.clipping.chosen:  # DDP's own averages are clipped nowhere
-                self.router.regroup(self.plan, self.messages)
             if not self._compared_kernels:
                 self._compare_kernels()
             for observer in list(self._called):
@@ -472,7 +357,7 @@ class Engine(EngineView):
             RuntimeError: within a step.
         """
         self._check_between_steps("Residuals can only be taken")
-        return self.router.take_pending(self.router.put_together)
+        return self.router.take_pending()
 
     def _parts_of(self, plan: Sequence[Group]) -> list[Group]:
         """Return groups with the sizes of what this rank has of their parameters."""
@@ -512,9 +397,7 @@ class Engine(EngineView):
             remembered of each, by name; ``spans``: which coordinates of each parameter, as first one, number, and
             number of all; ``pending``: averages that are not applied; ``absorbed``: parameters of which a gradient
             was absorbed that is not exchanged; ``groups``: what sparsifiers have learned;
-            ``rates``: latest learning rates; ``surplus``: what changes of them have left in residuals; ``clippings``:
-            what gradients are clipped to in place of their averages; ``squares``: see
-            :class:`~lightning_sparse.engine.delivery.Lengths`.
+            ``rates``: latest learning rates; ``surplus``: what changes of them have left in residuals.
 
         Raises:
             RuntimeError: if this rank is past the given moment, or does not get there; or if an error has ended a step
@@ -562,7 +445,7 @@ class Engine(EngineView):
         return gone + self._state.load(kept).lost
 
     def close(self) -> None:
-        """Stop the communication thread, give the process group back, stop watching parameters."""
+        """Give the process groups back, and stop watching parameters and optimizers."""
         self.closed = True
         for observer in self.observers:
             observer.close()

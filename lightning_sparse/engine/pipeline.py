@@ -18,11 +18,10 @@ from lightning_sparse.core.console import say
 from lightning_sparse.core.layout import Gradient, sum_dtype
 from lightning_sparse.core.messages import Meter, Steps, resolve
 from lightning_sparse.core.step import Absorbed, Agreement, Candidates, Context, GroupState, Selection, Update
+from lightning_sparse.engine.average import Average, bounds_of, scatter_average_
 from lightning_sparse.engine.config import SparsificationConfig
-from lightning_sparse.engine.delivery import Delivery, bounds_of, scatter_average_
 from lightning_sparse.engine.metrics import Stamp, Statistics, measure, norm_of
 from lightning_sparse.engine.network import drive_mirrored
-from lightning_sparse.engine.state.record import Averages
 from lightning_sparse.methods.density import Constant, count
 from lightning_sparse.methods.exchanges import Dense, Exchange
 from lightning_sparse.methods.grouping import Group
@@ -31,7 +30,6 @@ from lightning_sparse.methods.sparsifiers import Everything, Sparsifier
 from lightning_sparse.ops import choose, on_device, static_shapes
 from lightning_sparse.ops.on_cuda import on_cuda
 from lightning_sparse.ops.reference import as_gradient
-from lightning_sparse.ops.sampled import Sampler
 
 EVERYTHING, DENSE = Everything(), Dense()
 """The sparsifier and the exchange where everything is sent."""
@@ -322,7 +320,7 @@ def hand_over_(
 
 
 class GroupReducer:
-    """Exchanges the gradients of one group; keeps its state, and the pieces of its gradient that have arrived."""
+    """Exchanges the gradients of one group, and keeps its state."""
 
     def __init__(
         self,
@@ -355,17 +353,10 @@ class GroupReducer:
         """State that survives a step; the memory's part changes in place."""
         self.statistics: Statistics | None = None
         """Statistics of the last step that exchanged the group, which need not be the latest step, see :attr:`ran`."""
-        self.arrived: dict[str, Tensor] = {}
-        """Pieces of the gradient, in the buckets, from their arrival to the end of the step."""
         self.unused: set[str] = set()
         """Parameters that no rank used in the latest step."""
         self.bounds = bounds_of(self.spans, self.device)
         self._like = torch.empty((), dtype=self.wide, device=self.device)
-        self._sampler = Sampler()
-        self._keeps = settings.node_size is not None
-        """True if averages are not in the places of gradients as soon as an exchange has settled."""
-        self.exchange_made: Exchanged | None = None
-        """The exchange of this step, until the next one begins."""
         self._rooms: dict[torch.dtype, Tensor] = {}
         """Vectors for data without room in the gradient's place, see
         :class:`~lightning_sparse.core.layout.Gradient`."""
@@ -421,42 +412,34 @@ class GroupReducer:
         kept = [*tensors_in(self.state.memory), *self._rooms.values()]
         return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}.values())
 
-    @property
-    def complete(self) -> bool:
-        """True if all pieces of the gradient are here."""
-        return len(self.arrived) == len(self.plan.parameters)
-
     def exchange_steps(
         self,
         ctx: Context,
+        pieces: Mapping[str, Tensor],
         unused: Set[str] = frozenset(),
         scale: Tensor | None = None,
         flush: bool = False,
         changing: Callable[[Set[str]], AbstractContextManager[None]] = lambda names: nullcontext(),
-        sample: bool = True,
-    ) -> Steps[None]:
+    ) -> Steps[Exchanged]:
         """Absorb and exchange; :meth:`settle` follows if the step counts.
 
         Args:
             ctx: the step.
-            unused: parameters of the group that no rank used in this backward.
+            pieces: flat gradients by parameter, whose place averages take.
+            unused: parameters of the group that no rank used; not all.
             scale: of the loss, see :func:`~lightning_sparse.engine.pipeline.exchange_group`.
             flush: send everything, this time.
             changing: is entered, with the names of the parameters, while gradients are absorbed.
-            sample: note some of the averages, where they may be changed before the optimizer steps.
 
         Returns:
-            A coroutine that works on the gradients in the buckets.
+            A coroutine that ends with what the step would settle.
         """
         self.unused = set(unused)
-        if len(unused) == len(self.spans):
-            return
-        pieces = (self.arrived[name] for name in self.spans)
-        grad = given = Gradient.of((piece for piece in pieces if piece.numel()), self._rooms)
+        grad = given = Gradient.of((piece for name in self.spans if (piece := pieces[name]).numel()), self._rooms)
         if static_shapes(self.device):  # of one vector a kernel takes one launch
             grad = Gradient([given.flat()])
-        # Their slots in the buckets hold zeros or an old average, which must neither be accumulated nor changed; and
-        # DDP throws the result for them away, so that nothing of what is remembered of them may be sent.
+        # Where no rank has used a parameter, there may be an old average, which must neither be accumulated nor
+        # changed; and nothing of what is remembered of it may be sent, because nobody would step with it.
         spans = [span for name, span in self.spans.items() if name in unused]
         old = [grad[span].clone() for span in spans]
         for span in spans:
@@ -481,47 +464,23 @@ class GroupReducer:
             grad[span].copy_(values)
         if grad is not given:
             given.spread_(grad.runs[0])
-        delivery = self.delivery(proposed.update.indices, proposed.divisor, ctx.world_size)
-        if sample:
-            delivery.sample([self.arrived[name] for name in self.spans], scale)
-        self.exchange_made = Exchanged(proposed, spans, delivery)
+        update = proposed.update
+        return Exchanged(proposed, spans, self.average(update.indices, update.values, proposed.divisor, ctx.world_size))
 
-    def delivery(self, indices: Tensor | None, by: Tensor | None, ranks: int, whole: bool | None = None) -> Delivery:
-        """Return the facts about averages of this group, see :class:`Delivery`."""
+    def average(
+        self, indices: Tensor | None, values: Tensor, by: Tensor | None, ranks: int, whole: bool | None = None
+    ) -> Average:
+        """Return an average of this group, see :class:`.Average`."""
         whole = indices is None if whole is None else whole
-        return Delivery(self.spans, indices, by, self.memory, ranks, self.bounds, self._like, whole, self._sampler)
+        return Average(self.spans, indices, values, by, ranks, self.bounds, self._like, whole)
 
-    def note_pause(self, paused: Stamp, resumed: Stamp) -> None:
-        """Note that the group, which has just been exchanged, waited in between for others to travel with."""
-        if (made := self.exchange_made) is not None:
-            statistics = made.proposed.statistics._replace(pause=(paused, resumed))
-            self.exchange_made = made._replace(proposed=made.proposed._replace(statistics=statistics))
-
-    @property
-    def skipped(self) -> Tensor | None:
-        """() flag: a gradient of this group was not finite on some rank; None if no rank used it."""
-        return None if self.exchange_made is None else self.exchange_made.proposed.skipped
-
-    @property
-    def averages(self) -> dict[str, Averages]:
-        """Averages of this step, by parameter; of parameters that some rank used."""
-        if self.exchange_made is None:
-            return {}
-        update, delivery = self.exchange_made.proposed.update, self.exchange_made.delivery
-        returns = self.residual is not None
-        values = update.values if returns or self._keeps else None
-        averages = Averages(self.spans, update.indices, values, delivery, returns)
-        return dict.fromkeys(self.spans.keys() - self.unused, averages)
-
-    def settle(self, skipped: Tensor) -> None:
+    def settle(self, made: Exchanged, skipped: Tensor) -> None:
         """Conclude the step when all groups have been exchanged: if one of them skips it, all do.
 
         Args:
+            made: of :meth:`exchange_steps`.
             skipped: () flag: the step counts for nothing.
         """
-        made = self.exchange_made
-        if made is None:
-            return
         self.statistics = made.proposed.statistics
         self.state = settle_group(self.state, made.proposed, skipped, self.memory, made.unused)
 
@@ -529,10 +488,6 @@ class GroupReducer:
         """Multiply the residuals of parameters by factors, where there are any."""
         spans = [(span, factors[name]) for name, span in self.spans.items() if name in factors]
         self.memory.scale_(self.state.memory, spans)
-
-    def end_step(self) -> None:
-        """Forget the pieces of the gradient, which are answered."""
-        self.arrived, self.exchange_made = {}, None
 
     def residual_norm(self) -> float:
         """Return the Euclidean norm of this rank's residual; waits for the device."""
@@ -545,7 +500,14 @@ class Exchanged(NamedTuple):
     proposed: Proposed
     unused: list[slice]
     """Places of parameters that no rank used."""
-    delivery: Delivery
+    average: Average
+
+
+def any_set(flags: Sequence[Tensor], device: torch.device, host_knows: bool) -> Tensor:
+    """Return the () flag that is set if one of the () flags is; forms nothing where the host knows that none is."""
+    if not flags or (host_knows and not any(map(bool, flags))):
+        return torch.zeros((), dtype=torch.bool, device=device)
+    return torch.stack(list(flags)).any()
 
 
 def tensors_in(state: Any) -> Iterator[Tensor]:

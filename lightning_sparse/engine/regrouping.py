@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
 import torch
@@ -14,15 +14,16 @@ from lightning_sparse.core.checks import expect
 from lightning_sparse.core.layout import own, shaped, sharded_as
 from lightning_sparse.core.messages import AllGather, AllReduce, Message
 from lightning_sparse.core.step import Agreement, Context
+from lightning_sparse.engine.average import Average
+from lightning_sparse.engine.calls import digest_of
 from lightning_sparse.engine.config import SparsificationConfig
-from lightning_sparse.engine.delivery import Lengths
-from lightning_sparse.engine.executor import ExchangeStream
 from lightning_sparse.engine.metrics import Totals
 from lightning_sparse.engine.network import TorchCollective, send
 from lightning_sparse.engine.optimizers.kinds import LearningRates
 from lightning_sparse.engine.pipeline import GroupReducer
-from lightning_sparse.engine.skip import SkippedSteps, digest_of
-from lightning_sparse.engine.state.record import Averages, Counts, Record
+from lightning_sparse.engine.share import Share
+from lightning_sparse.engine.state.record import Counts, Record
+from lightning_sparse.engine.stream import ExchangeStream
 from lightning_sparse.methods.grouping import Group, Messages
 from lightning_sparse.methods.memory import Memory
 
@@ -35,6 +36,7 @@ class Groups:
         settings: checked choices.
         comm: the ranks.
         device: where gradients live.
+        share: what this rank exchanges of each gradient.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Groups:
         settings: SparsificationConfig,
         comm: TorchCollective,
         device: torch.device,
+        share: Share,
     ) -> None:
         self.names = {id(p): name for name, p in parameters.items()}
         """Of parameters, by id."""
@@ -57,16 +60,19 @@ class Groups:
         """Messages that travel together: those of each "group" or of a "step"."""
         self.settings = settings
         self.rates = LearningRates(self.names)
-        self.record = Record(parameters, self.names)
-        self.skipped = SkippedSteps(self.names)
+        self.record = Record(self.names)
         self.on_stream = ExchangeStream(device)
-        self.lengths = Lengths()
-        """Of averages, as optimizers got them."""
+        self.flushed: Mapping[str, Average] | None = None
+        """Within a flush, by parameter, the averages that optimizers step with; their gradients wait elsewhere."""
+        self._flushing: Mapping[str, Average] = {}
+        """The same, of what this rank exchanges, as far as no optimizer has stepped with it."""
         self.grad_norm: Tensor | None = None
         """() norm of the mean gradient before clipping, in the latest step."""
         self.totals = Totals()
         """Bytes and times of all steps so far."""
         self.parameters, self.comm, self.device = parameters, comm, device
+        self.share, self.within = share, share.within
+        """What this rank exchanges of each gradient, and the ranks that exchange the rest."""
         self._number = 0
         """Number of the step that is running, or of the next one."""
 
@@ -111,7 +117,6 @@ class Groups:
 
     def adopt(self, groups: list[GroupReducer], counts: Counts) -> None:
         """Go on with these groups, between two steps."""
-        self.skipped.resolve()
         with self.record.changing():
             self.direct = False
             self.record.restart(counts)
@@ -178,14 +183,15 @@ class Groups:
             for group in self.groups:
                 group.scale(factors)
 
-    def take_pending(self, put_together: Callable[[Sequence[Averages]], Sequence[Averages]]) -> dict[str, Tensor]:
+    def whole(self, averages: Sequence[Average]) -> Sequence[Average]:
+        """Return averages of all that this rank has of gradients, given those of what it exchanges; collective."""
+        return averages
+
+    def take_pending(self) -> dict[str, Tensor]:
         """Return the average of each parameter that has a residual on any rank, and forget the residuals; collective.
 
-        Between two steps. The averages are ``(1/n) sum_i residual_i``, in the parameter's shape and dtype. See
-        :meth:`.Engine._take_pending`.
-
-        Args:
-            put_together: gives averages as optimizers get them, given those of what this rank exchanges.
+        Between two steps. The averages are ``(1/n) sum_i residual_i``, in the parameter's shape and dtype; optimizers
+        step with them until :meth:`end_flush`. See :meth:`.Engine._take_pending`.
         """
         comm, record, sent = self.comm, self.record, 0.0
 
@@ -197,11 +203,10 @@ class Groups:
         def mean(x: Tensor) -> Tensor:
             return answer(AllReduce(x.clone())) / comm.world_size
 
-        self.skipped.resolve()
         if self.settings.lr_aware and self.rates.optimizers:
             self.rescale()
         with self.on_stream.between_steps():
-            groups, made, rounded = self.groups, list[Averages](), list[tuple[Tensor, Tensor]]()
+            groups, made, rounded = self.groups, list[Average](), list[tuple[Tensor, Tensor]]()
             have = torch.tensor([group.residual is not None for group in groups], dtype=torch.uint8, device=self.device)
             anywhere = answer(AllGather(have)).amax(0).tolist()
             for group in (group for group, wanted in zip(groups, anywhere, strict=True) if wanted):
@@ -212,28 +217,30 @@ class Groups:
                     rounded.append((kept, average - average.to(group.dtype)))
                 by = group.memory.divide_all(group.state.memory, average, mean, group.density(self.step))
                 whole = group.statistics is not None and group.statistics.indices is None
-                delivery = group.delivery(None, by, comm.world_size, whole)
-                made.append(Averages(group.spans, None, average.to(group.dtype), delivery))
+                made.append(group.average(None, average.to(group.dtype), by, comm.world_size, whole))
             self.totals.add(sent, 0.0)
-            given = _by_name(put_together(made))
+            given = _by_name(self.whole(made))
             with record.changing():
-                self.lengths.begin_step()
                 for group in groups:
                     group.scale({name: 0.0 for each in made for name in each.spans})
                 for residual, error in rounded:
                     residual.add_(error)
-                record.flush(_by_name(made), {name: one.delivery for name, one in given.items()})
+                record.count_flush()
+                self.flushed, self._flushing = given, _by_name(made)
         return {name: _shaped(one, name, self.parameters[name]) for name, one in given.items()}
 
+    def end_flush(self) -> None:
+        """Let optimizers exchange again when they step; what they have not stepped with is dropped."""
+        self.flushed, self._flushing = None, {}
 
-def _by_name(averages: Sequence[Averages]) -> dict[str, Averages]:
+
+def _by_name(averages: Sequence[Average]) -> dict[str, Average]:
     return {name: each for each in averages for name in each.spans}
 
 
-def _shaped(averages: Averages, name: str, parameter: Tensor) -> Tensor:
-    """Return the averages of a parameter, of all its coordinates here, in its shape."""
-    assert averages.values is not None
-    return sharded_as(shaped(averages.values[averages.spans[name]], own(parameter)), parameter)
+def _shaped(average: Average, name: str, parameter: Tensor) -> Tensor:
+    """Return the average of a parameter, of all its coordinates here, in its shape."""
+    return sharded_as(shaped(average.values[average.spans[name]], own(parameter)), parameter)
 
 
 def check_covers(plan: Sequence[Group], parameters: Mapping[str, Parameter]) -> None:

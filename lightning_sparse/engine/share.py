@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_sparse.core.messages import Steps
+from lightning_sparse.engine.average import Average
 from lightning_sparse.engine.network import TorchCollective
-from lightning_sparse.engine.state.record import Averages
 
 
 class Place(NamedTuple):
@@ -59,7 +59,7 @@ class Share:
         """
         return None
 
-    def whole(self, averages: Sequence[Averages]) -> Steps[Sequence[Averages]]:
+    def whole(self, averages: Sequence[Average]) -> Steps[Sequence[Average]]:
         """Return averages of all that this rank has, given those of its parts; messages are between ranks near it."""
         yield from ()
         return averages

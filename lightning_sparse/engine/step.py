@@ -25,26 +25,26 @@ from lightning_sparse.core.layout import flattened, laid_out, own, sharded_as
 from lightning_sparse.core.messages import AllGather, AllReduce, Message, Steps, ring_all_reduce_bytes
 from lightning_sparse.core.messages import started as first
 from lightning_sparse.core.step import Context
-from lightning_sparse.engine.calls import BACKWARD, NORM, STEP, Call, compare
+from lightning_sparse.engine.average import Average, place
+from lightning_sparse.engine.calls import BACKWARD, NORM, STEP, Call, compare, digest_of
 from lightning_sparse.engine.config import SparsificationConfig
-from lightning_sparse.engine.delivery import Delivery
-from lightning_sparse.engine.executor import SAVING, Hold, held
+from lightning_sparse.engine.gradient_hooks import on_gradients, refuse_sparse_gradients
 from lightning_sparse.engine.metrics import Stamp
 from lightning_sparse.engine.network import Going, TorchCollective, joined
-from lightning_sparse.engine.optimizers.clipping import GradientClipping
-from lightning_sparse.engine.pipeline import GroupReducer, forget_overflow_
-from lightning_sparse.engine.reducer import NOTE
+from lightning_sparse.engine.pipeline import Exchanged as OfGroup
+from lightning_sparse.engine.pipeline import GroupReducer, any_set, forget_overflow_
 from lightning_sparse.engine.regrouping import Groups
 from lightning_sparse.engine.share import Share
-from lightning_sparse.engine.skip import Decision, any_set, digest_of
-from lightning_sparse.engine.sources.gradient_hooks import on_gradients, refuse_sparse_gradients
-from lightning_sparse.engine.state.record import Averages, Counts, place
+from lightning_sparse.engine.signals import SAVING, Hold, held
+from lightning_sparse.engine.state.record import Counts
 from lightning_sparse.methods.grouping import Group, Messages
 from lightning_sparse.methods.memory import NoMemory
 from lightning_sparse.ops import all_finite, static_shapes
 from lightning_sparse.ops.sketch import sketch
 
 T = TypeVar("T")
+NOTE = "sparse_ddp: "
+"""Begins the note that says where an error was raised."""
 PATIENCE, PROBED = 10, 4
 """Changes of weights without an exchange after which that is said, and parameters of which a weight is looked at."""
 
@@ -54,8 +54,8 @@ class Exchanged(NamedTuple):
 
     skipped: bool
     """Whether no rank takes the step."""
-    deliveries: Mapping[str, Delivery]
-    """Of each parameter whose average has taken the place of its gradient, facts for the rules of optimizers."""
+    averages: Mapping[str, Average]
+    """By parameter, of those whose average has taken the place of their gradient; that of the parameter's group."""
 
 
 class Started(NamedTuple):
@@ -66,7 +66,7 @@ class Started(NamedTuple):
     """Parameters that have a gradient on any rank."""
     scale: Tensor | None
     flush: bool
-    steps: Steps[list[None]]
+    steps: Steps[list[OfGroup]]
     """From there on."""
 
 
@@ -77,8 +77,10 @@ class Joined(NamedTuple):
     """() whether anything was not finite on any rank."""
     skipped: bool
     """The same, as the host knows it."""
-    deliveries: Mapping[str, Delivery]
+    averages: Mapping[str, Average]
     """By parameter."""
+    made: Sequence[OfGroup]
+    """Of each group that was exchanged."""
 
 
 class Stepper(Groups):
@@ -109,16 +111,10 @@ class Stepper(Groups):
         watch_usage: bool = False,
         share: Share | None = None,
     ) -> None:
-        super().__init__(parameters, settings, comm, device)
-        self.share = share or Share()
-        """What this rank exchanges of each gradient."""
-        self.within = self.share.within
-        """Ranks that exchange the rest; this one alone, where there is none."""
+        super().__init__(parameters, settings, comm, device, share or Share())
         self.networks = [comm] if share is None else [self.within, comm]
         """The ranks that exchange the rest, if there are any, and those that exchange the same: they reach all."""
         self._looking = refuse_sparse_gradients(parameters, self.failing_together)
-        self.clipping = GradientClipping(parameters)
-        self.loss_scale: Callable[[], Tensor | None] = lambda: None
         self.flush_asked = False
         """True if everything is sent in the next step."""
         self.flush_at: int | None = None
@@ -144,8 +140,6 @@ class Stepper(Groups):
         """Of these averages."""
         self.clipped: Tensor | None = None
         """() norm by which gradients of the next step were clipped."""
-        self.flushed: Mapping[str, Delivery] | None = None
-        """Within a flush, facts of the averages that optimizers step with; their gradients wait elsewhere."""
         self.paused = False
         """True while gradients are left alone, which somebody else averages."""
         self.owners: Callable[[Sequence[str]], Mapping[Stepper, Sequence[str]]] = lambda names: {self: names}
@@ -184,7 +178,7 @@ class Stepper(Groups):
 
     @property
     def known_counts(self) -> Counts:
-        """See :attr:`.Reducer.known_counts`."""
+        """Counts of exchanges that have settled."""
         return self.record.counts
 
     @property
@@ -202,8 +196,8 @@ class Stepper(Groups):
         """Parameters that had no gradient on any rank at the latest exchange."""
         return self._unused
 
-    def put_together(self, averages: Sequence[Averages]) -> Sequence[Averages]:
-        """Return averages as optimizers get them, given those of what this rank exchanges; collective."""
+    def whole(self, averages: Sequence[Average]) -> Sequence[Average]:
+        """See :meth:`.Groups.whole`."""
         return Going(self.share.whole(averages), self._start_within, _at_once).run()
 
     # ------------------------------------------------------------------------------------------------ agreement
@@ -249,8 +243,11 @@ class Stepper(Groups):
         Raises:
             LostRankError: if one has.
         """
-        stream = None if self.on_stream.host_knows else torch.cuda.current_stream(self.device)
-        return bool(Decision(flag, stream, self.comm.wait_until))
+        if not self.on_stream.host_knows:
+            there = torch.empty(flag.shape, dtype=flag.dtype, pin_memory=True, device="cpu")
+            flag = there.copy_(flag, non_blocking=True)
+            self.comm.wait_until(torch.cuda.current_stream(self.device).record_event().query, "the exchange")
+        return bool(flag)
 
     # ----------------------------------------------------------------------------------------------- backward
 
@@ -419,7 +416,7 @@ class Stepper(Groups):
         met: list[tuple[bool, list[bool]]] = []
         result: list[Exchanged] = []
         started: Started | None = None
-        going: Going[list[None]] | None = None
+        going: Going[list[OfGroup]] | None = None
         joining: Going[Joined] | None = None
 
         def rest() -> None:
@@ -440,8 +437,8 @@ class Stepper(Groups):
                 # On a device nothing is waited for, and a handler's messages would come between those of all ranks.
                 listening = self._listen if self.on_stream.host_knows else _at_once
                 going = going or Going(started.steps, self.comm.start, listening)
-                going.run()
-                joining = joining or Going(self._join(started), self._start_within, listening)
+                made = going.run()
+                joining = joining or Going(self._join(made, started.scale), self._start_within, listening)
                 joined = joining.run()
                 if not result:
                     result.append(self._settle(started, joined, begin))
@@ -478,8 +475,8 @@ class Stepper(Groups):
         """Let a step be skipped; all backwards since the one before count as one."""
         if (more := self._bad - 1) > 0:
             with self.record.changing():
-                start = self.record.start
-                self.record.start = start._replace(skipped=start.skipped - more, streak=start.streak - more)
+                counts = self.record.counts
+                self.record.counts = counts._replace(skipped=counts.skipped - more, streak=counts.streak - more)
         return Exchanged(True, {})
 
     def _start(self, fresh: Sequence[str], used: set[str], scale: Tensor | None) -> Started:
@@ -497,28 +494,27 @@ class Stepper(Groups):
                 group.unused = group.spans.keys() - used
         groups = [group for group in self.groups if not used.isdisjoint(group.spans)]
         flush, self.flush_asked = self.flush_asked, False
-        for group in groups:
-            self._take(group, used)
+        taken = [self._take(group, used) for group in groups]
         with held(SAVING), self.on_stream.between_steps():
-            steps = [self._steps_of(group, used, scale, flush) for group in groups]
+            steps = [
+                self._steps_of(group, pieces, used, scale, flush) for group, pieces in zip(groups, taken, strict=True)
+            ]
             return Started(groups, used, scale, flush, first(joined(steps, self.comm)))
 
-    def _join(self, started: Started) -> Steps[Joined]:
+    def _join(self, made: Sequence[OfGroup], scale: Tensor | None) -> Steps[Joined]:
         """Put averages in the place of gradients, also those that ranks near this one have made of their parts."""
-        flags = [group.skipped for group in started.groups if group.skipped is not None]
-        flag = any_set(flags, self.device, self.on_stream.host_knows)
+        flag = any_set([one.proposed.skipped for one in made], self.device, self.on_stream.host_knows)
         if self.within.world_size > 1:
             flag = (yield AllReduce(flag.float())) > 0
         skipped = self.on_host(flag)
-        made = {group: group.averages for group in started.groups}
-        every = [next(iter(averages.values())) for averages in made.values()]
-        if skipped or not self.share.cuts:
-            return Joined(flag, skipped, {name: one.delivery for one in every for name in one.spans if one.delivery})
-        whole = yield from self.share.whole(every)
-        given = {name: one for names, one in zip(made.values(), whole, strict=True) for name in names}
-        places = {name: flattened(grad) for name in given if (grad := self.parameters[name].grad) is not None}
-        place(given, places, started.scale, flag)
-        return Joined(flag, skipped, {name: one.delivery for name, one in given.items() if one.delivery})
+        averages: Sequence[Average] = [one.average for one in made]
+        if not skipped:
+            averages = yield from self.share.whole(averages)
+        given = {name: one for one in averages for name in one.spans if name not in self.group_of[name].unused}
+        if self.share.cuts and not skipped:
+            places = {name: flattened(grad) for name in given if (grad := self.parameters[name].grad) is not None}
+            place(given, places, scale)
+        return Joined(flag, skipped, given, made)
 
     def _start_within(self, message: Message) -> Callable[[], Tensor]:
         """Start a message between ranks near this one; what only hosts know waits for no device."""
@@ -527,34 +523,31 @@ class Stepper(Groups):
     def _settle(self, started: Started, joined: Joined, begin: Stamp) -> Exchanged:
         """Conclude an exchange; averages are in the place of gradients."""
         groups, used, scale, flush, _ = started
-        flag, skipped, deliveries = joined
+        flag, skipped, averages, made = joined
         with self.record.changing():
-            for group in groups:
-                group.settle(flag)
+            for group, one in zip(groups, made, strict=True):
+                group.settle(one, flag)
                 if skipped and static_shapes(self.device):  # settled by the flag, for which the host knew nothing
                     forget_overflow_(group.state, group.memory, self.comm.world_size)
             self._count(skipped)
             self._unapplied, self._scale = frozenset() if skipped else used, scale
-        deliveries = {name: one for name, one in deliveries.items() if name in used}
         self._note_what_waits(groups, used, flush, skipped)
         self._measure(begin, groups)
-        for group in groups:
-            group.end_step()
-        return Exchanged(skipped, {} if skipped else deliveries)
+        return Exchanged(skipped, {} if skipped else averages)
 
-    def applied(self) -> None:
-        """Note that the optimizer has stepped with what was exchanged."""
+    def applied(self, names: Collection[str]) -> None:
+        """Note that an optimizer that holds these has stepped with what was exchanged."""
         self._unapplied = frozenset()
+        if self._flushing:
+            self._flushing = {name: one for name, one in self._flushing.items() if name not in names}
 
-    def take_pending(self, put_together: Callable[[Sequence[Averages]], Sequence[Averages]]) -> dict[str, Tensor]:
-        """See :meth:`.Groups.take_pending`; what it returns is meant for the next steps of optimizers."""
-        found = super().take_pending(put_together)
-        self.flushed = {name: one for name in found if (one := self.record.delivered.get(name)) is not None}
-        return found
+    def forget_averages(self) -> None:
+        """Forget averages that no optimizer has stepped with: another state takes the place of theirs."""
+        self._unapplied, self._flushing = frozenset(), {}
 
     def pending(self) -> dict[str, tuple[Tensor | None, Tensor]]:
         """Return averages that are in ``.grad``, where the optimizer has not stepped yet."""
-        found = self.record.pending()  # of a flush
+        found = {name: one.of(name) for name, one in self._flushing.items()}
         for name in self._unapplied:
             grad = self.parameters[name].grad
             if grad is not None and self.group_of[name].residual is not None:
@@ -606,17 +599,21 @@ class Stepper(Groups):
         grads = [p.grad for p in (self.parameters[name] for name in names) if p.grad is not None]
         return all(bool(all_finite(flattened(grad))) for grad in grads)
 
-    def _take(self, group: GroupReducer, used: Collection[str]) -> None:
-        """Give a group the places of its gradients."""
+    def _take(self, group: GroupReducer, used: Collection[str]) -> dict[str, Tensor]:
+        """Return the places of a group's gradients."""
+        taken = {}
         for name in group.spans:
             p = self.parameters[name]
             if name in used and p.grad is None:
                 p.grad = torch.zeros_like(p)
             elif name in used and p.grad is not None and (lies := laid_out(own(p.grad), own(p))) is not own(p.grad):
                 p.grad = sharded_as(lies, p)
-            group.arrived[name] = self._exchanged(name, p.grad if name in used else None)
+            taken[name] = self._exchanged(name, p.grad if name in used else None)
+        return taken
 
-    def _steps_of(self, group: GroupReducer, used: set[str], scale: Tensor | None, flush: bool) -> Steps[None]:
+    def _steps_of(
+        self, group: GroupReducer, pieces: Mapping[str, Tensor], used: set[str], scale: Tensor | None, flush: bool
+    ) -> Steps[OfGroup]:
         with self.failing_together(f"in the exchange of group {group.plan.name!r}"):
             step, density = self._number, group.density(self._number)
             ctx = Context(step, density, self.comm.rank, self.comm.world_size, model_numel=self._model_numel)
@@ -625,9 +622,8 @@ class Stepper(Groups):
             if self.rates.surplus:
                 numels = {p.name: p.numel for p in group.plan.parameters}
                 ctx = ctx._replace(surplus=self.rates.surplus_of(numels, step, density))
-            yield from group.exchange_steps(
-                ctx, group.spans.keys() - used, scale, flush and group.sparsified, self._absorbing, False
-            )
+            unused, flush = group.spans.keys() - used, flush and group.sparsified
+            return (yield from group.exchange_steps(ctx, pieces, unused, scale, flush, self._absorbing))
 
     def _weights(self, name: str) -> Tensor:
         """Return the coordinates of a parameter that this rank exchanges, with as many dimensions as it has."""
@@ -644,9 +640,8 @@ class Stepper(Groups):
             yield
 
     def _count(self, skipped: bool) -> None:
-        flag = torch.ones((), dtype=torch.bool, device="cpu") if skipped else None
         with self.record.changing():
-            self.record.count(Decision(flag, None, self.comm.wait_until))
+            self.record.count(skipped)
 
     def _measure(self, begin: Stamp, groups: Sequence[GroupReducer]) -> None:
         self.shared_bytes, self._said = self._said, 0.0
@@ -678,7 +673,10 @@ class Stepper(Groups):
 
     @contextmanager
     def failing_together(self, where: str) -> Iterator[None]:
-        """See :meth:`.Reducer.failing_together`."""
+        """Let an error on this rank end the exchange for all: the others must not wait for it.
+
+        It gets a note, but for one that has one.
+        """
         try:
             yield
         except Exception as error:
@@ -708,7 +706,6 @@ class Stepper(Groups):
     def close(self) -> None:
         """Give the process groups back."""
         self._hooks.close()
-        self.record.close()
         for handle in self._looking:
             handle.remove()
         self._hosts.close()

@@ -16,7 +16,7 @@ from lightning_sparse.core.names import plain_name
 from lightning_sparse.engine.agreement import failing_together
 from lightning_sparse.engine.metrics import Step, Totals, dense_statistics, summarize
 from lightning_sparse.engine.pipeline import GroupReducer
-from lightning_sparse.engine.reducer import Reducer
+from lightning_sparse.engine.step import Stepper
 from lightning_sparse.methods.grouping import Group, Messages
 from lightning_sparse.ops.length import LengthChanges
 
@@ -27,20 +27,20 @@ class EngineView:
     """Read access to an engine: nothing here changes what is exchanged.
 
     Args:
-        reducer: its own, which its owner closes.
+        stepper: its own, which its owner closes.
     """
 
-    def __init__(self, reducer: Reducer) -> None:
-        self.comm, self.device = reducer.comm, reducer.device
+    def __init__(self, stepper: Stepper) -> None:
+        self.comm, self.device = stepper.comm, stepper.device
         self.warnings: list[str] = []
         """Given to :meth:`~lightning_sparse.engine.Engine.warn`."""
         self.closed = False
         """True if the engine has ended."""
-        self.router = reducer
-        """Exchanges gradients, see :mod:`lightning_sparse.engine.sources`."""
-        self.networks = reducer.networks
-        """See :class:`.Reducer`."""
-        self._record, self._skipped = reducer.record, reducer.skipped
+        self.router = stepper
+        """Exchanges gradients when optimizers step."""
+        self.networks = stepper.networks
+        """See :class:`.Stepper`."""
+        self._record = stepper.record
 
     @property
     def step(self) -> int:
@@ -54,13 +54,8 @@ class EngineView:
 
     @property
     def skipped(self) -> bool:
-        """True if ``.grad`` belongs to a skipped step: a gradient of some rank was not finite.
-
-        All ranks then hold NaN gradients; what was finite waits in the residuals, but for gradients that the memory
-        scales by their norm. The optimizer must skip the step, as a ``GradScaler`` does and as the strategies do. On a
-        device, asking waits for the exchange.
-        """
-        return bool(self._record.decision)
+        """True if the latest step was skipped on all ranks, because a gradient of some rank was not finite."""
+        return self._record.latest_skipped
 
     @property
     def length_changes(self) -> LengthChanges:
@@ -219,7 +214,7 @@ class EngineView:
 
     @property
     def rank(self) -> int:
-        """See :attr:`.Reducer.rank`."""
+        """See :attr:`.Stepper.rank`."""
         return self.router.rank
 
     @property

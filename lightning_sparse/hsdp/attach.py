@@ -187,7 +187,7 @@ def attach_hsdp_config(
             broadcast_replica(model, comm, device)
             exchanged = {name: p for name, p in trained.items() if name in shards}
             given: dict[str, Any] = {"watch_usage": True, "frozen": frozen, "share": Share(within, shards)}
-            engine = Engine(plan, exchanged, config, comm, device, **given, in_steps=True)
+            engine = Engine(plan, exchanged, config, comm, device, **given)
             undo.callback(engine.close)
             source = ShardSource(engine, model)
             engine.add_observer(source)

@@ -16,7 +16,7 @@ from torch.nn import Module
 
 from lightning_sparse.core.layout import flattened, own
 from lightning_sparse.engine.engine import Engine
-from lightning_sparse.engine.sources.gradient_hooks import on_gradients
+from lightning_sparse.engine.gradient_hooks import on_gradients
 
 
 class ShardSource:
@@ -34,7 +34,7 @@ class ShardSource:
     """
 
     def __init__(self, engine: Engine, model: Module) -> None:
-        self.engine, self._stepper = engine, engine._steppers[0]
+        self.engine, self._stepper = engine, engine.router
         self._parameters = engine.parameters
         states = (module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule))
         self._contexts = {id(context): context for state in states if (context := state._state_ctx)}

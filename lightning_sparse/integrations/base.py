@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from functools import partial, wraps
@@ -25,15 +24,14 @@ from lightning_sparse.engine import Engine, StepObserver, check_equal_on_ranks
 from lightning_sparse.engine.config import StrategyConfig, from_keywords
 from lightning_sparse.engine.metrics import Totals
 from lightning_sparse.engine.network import TorchCollective
-from lightning_sparse.engine.optimizers.kinds import ids_of
 from lightning_sparse.engine.state.checkpoint import SideFiles, restore
 from lightning_sparse.engine.step import Stepper, clip_by_norm
-from lightning_sparse.methods.grouping.groupings import CUDA_BUCKET_MB, DDP_BUCKET_MB, MIB, Bucket
+from lightning_sparse.methods.grouping.groupings import CUDA_BUCKET_MB, DDP_BUCKET_MB
 from lightning_sparse.tuning.controllers import Planner
 
 CHECKPOINT_KEY = "lightning_sparse"
 """Key of this package's entry in checkpoints."""
-DELIVERIES = 32
+
 """DDP's buckets of a large model if exchanges overlap with backward: more of them cost more calls."""
 TWINS = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
 """The two packages for which each strategy exists."""
@@ -172,52 +170,14 @@ class SparseStrategy:
         on_cuda = self.root_device.type == "cuda"
         return CUDA_BUCKET_MB if on_cuda and not self.config.fallback else DDP_BUCKET_MB
 
-    @contextmanager
-    def _small_deliveries(self, model: Any) -> Iterator[None]:
-        """Make DDP's buckets small within the block, if exchanges can overlap with backward.
-
-        On CUDA, groups that are cut by bucket are processed in DDP's buckets, which are then equal to them.
-        """
-        given = self._ddp_kwargs
-        beside = self.config.executor != "inline" or self.root_device.type == "cuda"
-        # A fallback to dense exchanges DDP's buckets: large ones are faster then.
-        if beside and self.config.bucket_cap_mb is None and not self.config.fallback:
-            size = sum(p.nbytes for p in model.parameters() if p.requires_grad) / MIB
-            cap = min(DDP_BUCKET_MB, max(1.0, size / DELIVERIES))
-            if self._default_bucket_mb == CUDA_BUCKET_MB and isinstance(self.config.grouping, Bucket):
-                cap = CUDA_BUCKET_MB
-            self._ddp_kwargs = given | {"bucket_cap_mb": cap}
-        try:
-            yield
-        finally:
-            self._ddp_kwargs = given
-
-    def _attach(self, ddp: Any, precision: Any, profile: dict[str, Any] | None) -> Engine:
+    def _attach(self, ddp: Any, profile: dict[str, Any] | None) -> Engine:
         cap = self.config.bucket_cap_mb or self._default_bucket_mb
         config = replace(self.config, bucket_cap_mb=cap, timeout=self._timeout)
-        return attach_config(ddp, config, getattr(precision, "scaler", None), profile, self.observers)
-
-    def _clips_locally(self, optimizer: Any, limit: Any, algorithm: str, known: bool = False) -> bool:
-        """Let an engine clip each rank's gradients from the next step on, if that is better than clipping averages.
-
-        If several engines share the optimizer's parameters, none knows the norm of all.
-
-        Returns:
-            True if the gradients of this step were clipped so already, and their averages must not be clipped.
-        """
-        held = ids_of(optimizer)
-        engines = [
-            engine
-            for engine in self.engines
-            if not engine._steppers and any(id(p) in held for p in engine.parameters.values())
-        ]
-        if len(engines) != 1:
-            return False
-        return engines[0]._binding.clip_in_place_of_averages(float(limit or 0.0), algorithm, optimizer, known)
+        return attach_config(ddp, config, profile, self.observers)
 
     @property
     def _steppers(self) -> list[Stepper]:
-        return [stepper for engine in self.engines if not engine.closed for stepper in engine._steppers]
+        return [engine.router for engine in self.engines if not engine.closed]
 
     def _clip_by_norm(self, parameters: Iterable[Tensor], limit: float, **options: Any) -> Tensor:
         """Clip by the norm of the mean gradient, see :meth:`.Engine.clip_grad_norm_`."""
@@ -257,22 +217,6 @@ class SparseStrategy:
         """Let an engine continue with side files beside a checkpoint, see :func:`.checkpoint.restore`."""
         load = partial(self.checkpoint_io.load_checkpoint, weights_only=True)
         restore(engine, path, marker, load, self.config.resize, self.config.strict_resume, dense)
-
-    def _ignore_skipped(self, optimizer: Any, precision: Any, *, drop: bool = False) -> None:
-        """Let the optimizer skip a step with non-finite gradients, if no loss scaler does so.
-
-        Args:
-            optimizer: that steps next.
-            precision: Lightning's plugin, which may have a scaler.
-            drop: remove the gradients of such a step, for any optimizer.
-        """
-        scaler = getattr(precision, "scaler", None)
-        if scaler is not None and scaler.is_enabled():
-            return
-        for engine in self.engines:
-            if engine._steppers:  # what happens before the step is as with plain DDP
-                continue
-            (engine.drop_skipped if drop else engine.ignore_skipped)(optimizer)
 
 
 def _clip_values(parameters: Sequence[Tensor], limit: float) -> None:

@@ -14,7 +14,7 @@ from torch.nn import Module, Parameter
 from lightning_sparse.core.layout import flattened, own
 from lightning_sparse.core.names import named_parameters
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.sources.gradient_hooks import on_gradients
+from lightning_sparse.engine.gradient_hooks import on_gradients
 from lightning_sparse.integrations import packages
 
 if TYPE_CHECKING:

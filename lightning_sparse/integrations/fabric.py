@@ -8,7 +8,6 @@ nothing.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.engine.config import keywords_of
 from lightning_sparse.engine.metrics import Totals
 from lightning_sparse.engine.network import TorchCollective
-from lightning_sparse.engine.optimizers.binding import uninterrupted
+from lightning_sparse.engine.optimizers.hooks import uninterrupted
 from lightning_sparse.engine.optimizers.kinds import ids_of, stepping
 from lightning_sparse.engine.state.checkpoint import side_directory
 from lightning_sparse.integrations.base import (
@@ -95,7 +94,6 @@ class SparseFabricMixin(SparseStrategy, ParallelStrategy):
         before = self.engine_of(module)
         if before is None:
             return None, None, Totals()
-        before.count_as_applied()
         left = Left.by(before), profile_of(before), before.totals
         before.close()
         self._wrapped = [(wrapped, engine) for wrapped, engine in self._wrapped if engine is not before]
@@ -134,45 +132,25 @@ class SparseFabricMixin(SparseStrategy, ParallelStrategy):
             if any(one is late for late in self._late):  # replaces earlier ones of another kind
                 replaced.setdefault(kind, set()).update(held)
         with engine._failing_together():
-            engine.bind(applying)
+            engine._show(applying)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Take a step as Fabric does; skip it after non-finite gradients if no loss scaler does so.
-
-        Signals wait while the optimizer updates parameters.
-        """
+        """Take a step as Fabric does; signals wait while the optimizer updates parameters."""
         with uninterrupted():
             return super().optimizer_step(optimizer, **kwargs)
 
     def clip_gradients_norm(self, module: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Clip as Fabric does, by the norm of the mean gradient.
-
-        Where gradients are exchanged in backward, non-finite ones are dropped before the norm is computed, unless a
-        loss scaler skips the step. If :meth:`.OptimizerBinding.clip_in_place_of_averages` applies there, each rank's
-        gradients are clipped from the next step on, before the exchange, and averages are not clipped.
-        """
-        if self._steppers:
-            bound = inspect.signature(super().clip_gradients_norm).bind(module, optimizer, *args, **kwargs)
-            bound.apply_defaults()
-            options = {name: value for name, value in bound.arguments.items() if name not in ("module", "optimizer")}
-            self.precision.unscale_gradients(optimizer)
-            return self._clip_by_norm(self.precision.main_params(optimizer), options.pop("max_norm"), **options)
-        self._ignore_skipped(optimizer, self.precision, drop=True)
-        given = inspect.signature(super().clip_gradients_norm).bind(module, optimizer, *args, **kwargs)
-        values = given.arguments
-        if values.get("norm_type", 2.0) == 2.0 and self._clips_locally(optimizer, values["max_norm"], "norm"):
-            values["max_norm"] = math.inf
-        return super().clip_gradients_norm(*given.args, **given.kwargs)
+        """Clip as Fabric does, by the norm of the mean gradient."""
+        bound = inspect.signature(super().clip_gradients_norm).bind(module, optimizer, *args, **kwargs)
+        bound.apply_defaults()
+        options = {name: value for name, value in bound.arguments.items() if name not in ("module", "optimizer")}
+        self.precision.unscale_gradients(optimizer)
+        return self._clip_by_norm(self.precision.main_params(optimizer), options.pop("max_norm"), **options)
 
     def clip_gradients_value(self, module: Any, optimizer: Any, clip_val: Any) -> None:
-        """Clip as Fabric does, or each rank's gradients as in :meth:`clip_gradients_norm`."""
-        if self._steppers:
-            self.precision.unscale_gradients(optimizer)
-            self._clip_by_value(self.precision.main_params(optimizer), clip_val)
-        elif self._clips_locally(optimizer, clip_val, "value"):
-            self.precision.unscale_gradients(optimizer)
-        else:
-            super().clip_gradients_value(module, optimizer, clip_val)
+        """Clip values: each rank's own of gradients that are not averaged yet."""
+        self.precision.unscale_gradients(optimizer)
+        self._clip_by_value(self.precision.main_params(optimizer), clip_val)
 
     def _engines_in(self, state: Mapping[str, Any]) -> dict[str, Engine | None]:
         """Return the engines of the modules in a state, by key; none if the state has no optimizer."""
@@ -243,9 +221,8 @@ class FabricSparseDDPMixin(SparseFabricMixin, DDPStrategy):
         if loaded is not None:
             profile = (loaded[1] or {}).get("profile")
         self._check_model(module)
-        with self._small_deliveries(module):
-            ddp = super().setup_module(module)
-        engine = self._attach(ddp, self.precision, profile)
+        ddp = super().setup_module(module)
+        engine = self._attach(ddp, profile)
         self._start(ddp, engine, totals)
         if loaded is not None:
             self._restore(engine, *loaded)

@@ -15,8 +15,7 @@ from lightning_sparse.core.step import Agreement, Context
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.metrics import MB, Stamp, Step, norm_of
 from lightning_sparse.engine.network import TorchCollective, drive_together
-from lightning_sparse.engine.pipeline import GroupReducer
-from lightning_sparse.engine.skip import any_set
+from lightning_sparse.engine.pipeline import GroupReducer, any_set
 from lightning_sparse.integrations.callback import LocalGradients
 from lightning_sparse.methods.grouping import DDP_BUCKET_MB, ParameterSize, make_plan
 from lightning_sparse.methods.grouping.groupings import MIB
@@ -117,23 +116,21 @@ class Shadow:
     ) -> _Row | None:
         """Run a method on a step's gradients and return its numbers; None if the step is skipped."""
         comm, sparse = self._comm, [group for group in groups if not group.plan.dense]
-        for group in groups:
-            for name in group.spans:
-                parameter, gradient = self._parameters[name], gradients.get(name)
-                flat = parameter.new_zeros(parameter.numel()) if gradient is None else gradient.clone()
-                group.arrived[name] = flat.detach()
-        before = sum(map(_acc_square, sparse))
+        pieces: dict[str, Tensor] = {}
+        for name in (name for group in groups for name in group.spans):
+            parameter, gradient = self._parameters[name], gradients.get(name)
+            flat = parameter.new_zeros(parameter.numel()) if gradient is None else gradient.clone()
+            pieces[name] = flat.detach()
+        before = sum(_acc_square(group, pieces) for group in sparse)
         recorder, begin = Recorder(self._device), Stamp.now(self._device)
         ranks, numel = (comm.rank, comm.world_size), sum(group.plan.numel for group in sparse) or None
         contexts = [Context(self._steps, group.density(self._steps), *ranks, model_numel=numel) for group in groups]
-        steps = [group.exchange_steps(ctx) for group, ctx in zip(groups, contexts, strict=True)]
-        drive_together(steps, comm, recorder.send)
+        steps = [group.exchange_steps(ctx, pieces) for group, ctx in zip(groups, contexts, strict=True)]
+        made = drive_together(steps, comm, recorder.send)
         end = Stamp.now(self._device)
-        flags = [group.skipped for group in groups if group.skipped is not None]
-        skipped = any_set(flags, self._device, self._device.type == "cpu")
-        for group in groups:
-            group.settle(skipped)
-            group.end_step()
+        skipped = any_set([one.proposed.skipped for one in made], self._device, self._device.type == "cpu")
+        for group, one in zip(groups, made, strict=True):
+            group.settle(one, skipped)
         if bool(skipped):
             return None
         waited = sum(message.begin.until(message.end) for message in recorder.messages)
@@ -157,8 +154,8 @@ class _Row(NamedTuple):
     """Squared norm of residual and gradient before and after, bytes sent, seconds of local work."""
 
 
-def _acc_square(group: GroupReducer) -> float:
+def _acc_square(group: GroupReducer, pieces: Mapping[str, Tensor]) -> float:
     """Return the squared norm of residual plus gradient, the input of a sparsifier."""
     residual = group.memory.residual(group.state.memory)
-    gradient = torch.cat([group.arrived[name] for name in group.spans]).to(group.wide)
+    gradient = torch.cat([pieces[name] for name in group.spans]).to(group.wide)
     return norm_of(gradient if residual is None else gradient.add_(residual)) ** 2

@@ -18,9 +18,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.config import keywords_of
-from lightning_sparse.engine.executor import SAVING
 from lightning_sparse.engine.network import BATCHES, LostRankError, TorchCollective, is_loss
-from lightning_sparse.engine.optimizers.binding import uninterrupted
+from lightning_sparse.engine.optimizers.hooks import uninterrupted
 from lightning_sparse.integrations.base import CHECKPOINT_KEY, SparseStrategy, StrategyArguments, profile_of, readable
 from lightning_sparse.integrations.earlier import Left, checksums, go_on
 from lightning_sparse.integrations.telling import Telling
@@ -108,13 +107,6 @@ class SparseTrainerMixin(SparseStrategy, ParallelStrategy):
         module: Any = self.lightning_module
         return module.trainer
 
-    def _clip_gradients(self, optimizer: Any, clip_val: Any = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
-        """Clip as the precision plugin does, unless this step's gradients were clipped before the exchange."""
-        algorithm = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)
-        if not self._clips_locally(getattr(optimizer, "optimizer", optimizer), clip_val, algorithm):
-            plugin: Any = self.precision_plugin
-            type(plugin).clip_gradients(plugin, optimizer, clip_val, gradient_clip_algorithm)
-
     def on_train_start(self) -> None:
         """Call Lightning's hook; then log the first line and the settings."""
         super().on_train_start()
@@ -138,47 +130,24 @@ class SparseTrainerMixin(SparseStrategy, ParallelStrategy):
             self._telling.end(self.engine)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Take a step as Lightning does; skip it after non-finite gradients if no loss scaler does so.
-
-        Signals wait while the optimizer updates parameters. Those that request a checkpoint wait from the end of
-        backward on, so that ranks save the same step; Ctrl-C does not, because callbacks run in between.
-        """
+        """Take a step as Lightning does; signals wait while the optimizer updates parameters."""
         self._follow_others()  # before the step's hooks; it forms gradients where optimization is automatic
-        with uninterrupted() as hold:
-
-            def then_skip() -> Any:
-                result = closure()
-                self._ignore_skipped(optimizer, self.precision_plugin)
-                if not self._steppers:  # of which signals are heard while ranks wait for each other
-                    hold.start(SAVING)
-                return result
-
-            return super().optimizer_step(optimizer, then_skip, model, **kwargs)
+        with uninterrupted():
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def _follow_others(self) -> None:
-        """Bind the current optimizers, if they have changed since the last binding."""
+        """Show the current optimizers to the engine, if they have changed."""
         if (engine := self._open_engine) and [*map(id, self._shown)] != [*map(id, self.optimizers)]:
             self._follow_optimizers(engine)
 
     def _follow_optimizers(self, engine: Engine) -> None:
-        """Bind the current optimizers to the engine; let it clip gradients instead of averages, if that is better."""
-        with engine._failing_together():
-            engine.bind(self.optimizers)
-        self._shown = list(self.optimizers)
-        if self._steppers:
-            self._clip_in_steps()
-            return
-        module: Any = self.lightning_module
-        trainer = module.trainer
-        if module.automatic_optimization and not _has_own_clipping(module):  # from the first step on
-            algorithm = getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm) or "norm"
-            for optimizer in self.optimizers:
-                self._clips_locally(optimizer, trainer.gradient_clip_val, algorithm, known=True)
-        # All of Lightning's clipping calls this.
-        vars(self.precision_plugin)["clip_gradients"] = self._clip_gradients
+        """Show the current optimizers to the engine; let Lightning's plugin clip by the mean gradient.
 
-    def _clip_in_steps(self) -> None:
-        """Let Lightning's plugin clip by the mean gradient, unless its class clips in a way of its own."""
+        A plugin whose class clips in a way of its own goes on to do so.
+        """
+        with engine._failing_together():
+            engine._show(self.optimizers)
+        self._shown = list(self.optimizers)
         plugin: Any = self.precision_plugin
         ours: dict[str, Callable[..., Any]]
         ours = {"clip_grad_by_norm": self._clip_by_norm, "clip_grad_by_value": self._clip_by_value}
@@ -195,17 +164,11 @@ class SparseTrainerMixin(SparseStrategy, ParallelStrategy):
         """The measured :class:`.Profile`, for groups and densities; or None."""
         return profile_of(self.engine)
 
-    def _count_steps_left_out(self, engine: Engine) -> None:
-        """Count averages as applied when a batch is over, even if not all of its optimizers have taken a step."""
-        batches = self._trainer.fit_loop.epoch_loop.batch_progress.current
-        if batches.ready == batches.processed:
-            engine.count_as_applied()
-
     def teardown(self) -> None:
         """Close the engine, then everything else."""
         at_work = self._open_engine
         self._close_engine()
-        for name in ("clip_gradients", "clip_grad_by_norm", "clip_grad_by_value"):
+        for name in ("clip_grad_by_norm", "clip_grad_by_value"):
             vars(self.precision_plugin).pop(name, None)
         if at_work is not None:
             self._earlier = at_work, checksums(at_work)
@@ -278,14 +241,13 @@ class SparseDDPMixin(SparseTrainerMixin, DDPStrategy):
         super().__init__(**self._choose(TrainerArguments, given, keywords))
 
     def _setup_model(self, model: Any) -> Any:
-        """Wrap the model as Lightning does, with small DDP buckets if exchanges can overlap with backward."""
+        """Wrap the model as Lightning does, once it is known that DDP can."""
         self._check_model(model)
-        with self._small_deliveries(model):
-            return super()._setup_model(model)
+        return super()._setup_model(model)
 
     def _register_ddp_hooks(self) -> None:
         """Attach the engine. Lightning calls this after it wrapped the model; its version does nothing on a CPU."""
-        self._begin(lambda profile: self._attach(self.model, self.precision_plugin, profile))
+        self._begin(lambda profile: self._attach(self.model, profile))
         self._continue()
 
     def _continue(self) -> None:
@@ -307,7 +269,7 @@ class SparseDDPMixin(SparseTrainerMixin, DDPStrategy):
         self._continue()
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Set up optimizers as Lightning does, and bind them to the engine.
+        """Set up optimizers as Lightning does, and show them to the engine.
 
         Raises:
             ValueError: if one does not go with the memory or with ``lr_aware``.
@@ -370,7 +332,6 @@ class SparseDDPMixin(SparseTrainerMixin, DDPStrategy):
     def _wrap_again(self) -> None:
         """Wrap the model in a new DDP, for the parameters that need gradients now, and keep all residuals."""
         assert self.engine is not None
-        self.engine.count_as_applied()
         self._left = Left.by(self.engine)
         self._close_engine()
         wrapped: Any = self.model
@@ -417,7 +378,6 @@ class SparseDDPMixin(SparseTrainerMixin, DDPStrategy):
                 rank_zero_warn(TRAINED_ELSEWHERE)
             return nullcontext()
         write = partial(self.checkpoint_io.save_checkpoint, storage_options=storage_options)
-        self._count_steps_left_out(self.engine)
         # After an error, Lightning lets callbacks save on the failed ranks; others may not take part.
         comm = None if self._trainer.interrupted else TorchCollective()
         if comm is not None:

@@ -17,10 +17,9 @@ from torch.futures import Future
 
 from lightning_sparse.core.layout import even_part
 from lightning_sparse.core.messages import AllGather, Steps, ask, together
-from lightning_sparse.engine.delivery import bounds_of
+from lightning_sparse.engine.average import Average, bounds_of
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.share import Place, Share
-from lightning_sparse.engine.state.record import Averages
 from lightning_sparse.ops import pad
 
 
@@ -52,39 +51,36 @@ class Parts(Share):
         """See :meth:`.Share.average`."""
         return self.within.start_average(buffer, wait=last)
 
-    def whole(self, averages: Sequence[Averages]) -> Steps[Sequence[Averages]]:
+    def whole(self, averages: Sequence[Average]) -> Steps[Sequence[Average]]:
         """Return averages of whole gradients, given those that each rank of the node has of its parts.
 
         Coordinates, averages and divisors travel as they are, so that all ranks hold equal bits.
 
         Args:
-            averages: of this rank's parts; of the same groups on all ranks. They have values, and facts for step rules.
+            averages: of this rank's parts; of the same groups on all ranks.
         """
         return (yield from together([self._whole(each) for each in averages]))
 
-    def _whole(self, own: Averages) -> Steps[Averages]:
-        values, delivery = own.values, own.delivery
-        assert values is not None
-        assert delivery is not None
+    def _whole(self, own: Average) -> Steps[Average]:
+        values = own.values
         names = tuple(own.spans)
         lines = self._lines[names] = self._lines.get(names) or _Lines(self, names, values.device)
-        facts = [len(values), own.indices is not None, delivery.by is not None, delivery.whole]
+        facts = [len(values), own.indices is not None, own.by is not None, own.whole]
         told = (yield AllGather(torch.tensor(facts, dtype=torch.int32, device="cpu"))).tolist()
         numbers, sparse, divided, whole = zip(*told, strict=True)
         vectors = [values]
         if any(sparse):
-            every = torch.arange(len(values), device=values.device)
-            vectors.append((every if own.indices is None else own.indices).int())
+            places = torch.arange(len(values), device=values.device)
+            vectors.append((places if own.indices is None else own.indices).int())
         if any(divided):  # of averages that nobody divides, by ones
-            vectors.append(torch.ones_like(values, dtype=delivery.like.dtype) if delivery.by is None else delivery.by)
+            vectors.append(torch.ones_like(values, dtype=own.like.dtype) if own.by is None else own.by)
         rows = yield from together([ask(AllGather(pad(x, max(numbers), 0))) for x in vectors])
         of_ranks = [[row[:number] for row, number in zip(each, numbers, strict=True)] for each in rows]
         join = torch.cat if any(sparse) else lines.spread
         indices = torch.cat([*starmap(lines.index, enumerate(of_ranks[1]))]) if any(sparse) else None
         by = join(of_ranks[-1]) if any(divided) else None
-        spans, bounds = lines.spans, lines.bounds
-        made = replace(delivery, spans=spans, bounds=bounds, indices=indices, by=by, whole=all(whole), handed=None)
-        return Averages(spans, indices, join(of_ranks[0]), made, own.returns)
+        spans, bounds, every = lines.spans, lines.bounds, join(of_ranks[0])
+        return replace(own, spans=spans, bounds=bounds, indices=indices, values=every, by=by, whole=all(whole))
 
 
 class _Lines:

@@ -46,7 +46,7 @@ class Training:
         self.ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=view)
         self.engine = ls.attach(self.ddp, **{**SPARSE, **options})
         self.optimizer = make_optimizer(self.ddp.parameters(), lr=LR)
-        self.engine.bind([self.optimizer])
+        self.engine._show([self.optimizer])
         self.own = np.zeros(flat(self.model).numel())
         """Sum of this rank's own gradients."""
 
@@ -244,7 +244,7 @@ def flush_wrongly() -> None:
         with pytest.raises(ValueError, match="Expected an optimizer, or a list of them, but got"):
             ls.flush(training.engine, given)
         with pytest.raises(ValueError, match="Expected an optimizer, or a list of them, but got"):
-            training.engine.bind(given)
+            training.engine._show(given)
     training.engine.close()
     with pytest.raises(RuntimeError, match=r"The engine is closed.*FlushResidual"):
         ls.flush(training.engine, [training.optimizer])

@@ -57,7 +57,7 @@ def train(replicas: int, ranks: int, kind: str, each: int, native: bool) -> list
     engine = None if native else engine_of(model, mesh, density=1.0)
     optimizer = OPTIMIZERS[kind](model.parameters())
     if engine is not None:
-        engine.bind([optimizer])
+        engine._show([optimizer])
     found = []
     for step in batches(3, each):
         backward(model, step, engine)
@@ -91,7 +91,7 @@ def law(replicas: int, ranks: int, steps: int, skipped: int) -> list[dict[str, A
     model = fully_shard(Given(SHAPES), mesh=mesh["shard"])
     engine = engine_of(model, mesh, sparsifier="top_k", rules=ls.Rules(dense_ndim=0, dense_numel=0))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    engine.bind([optimizer])
+    engine._show([optimizer])
     absorbed = {name: torch.zeros_like(part(p)) for name, p in model.named_parameters()}
     looks = []
     for step in range(steps):
@@ -158,7 +158,7 @@ def many(kind: str, density: float, steps: int) -> dict[str, Any]:
     model = sharded(made(), mesh["shard"])
     engine = engine_of(model, mesh, density=density)
     optimizer = OPTIMIZERS[kind](model.parameters())
-    engine.bind([optimizer])
+    engine._show([optimizer])
     if kind != "sgd":
         engine.clip_gradients(1.0)
     equal, losses = True, []
@@ -426,7 +426,7 @@ def one_fails() -> tuple[str, float]:
     mesh = grid(2, 2)
     model = sharded(made(), mesh["shard"])
     engine = engine_of(model, mesh, observers=[Raises(3, 1, ValueError("the last rank has had enough"))])
-    engine.bind([torch.optim.SGD(model.parameters(), lr=0.1)])
+    engine._show([torch.optim.SGD(model.parameters(), lr=0.1)])
 
     def steps() -> None:
         for [(x, y)] in batches(3):

@@ -59,7 +59,7 @@ def dense(size: int | None, kind: str, each: int, given: Given) -> list[dict[str
         ddp, engine = wrapped(size, density=1.0)
     optimizer = OPTIMIZERS[kind](ddp.parameters())
     if size is not None:
-        engine.bind([optimizer])
+        engine._show([optimizer])
     found = []
     for step in range(3):
         optimizer.zero_grad()
@@ -105,7 +105,7 @@ def summed(options: dict[str, Any], steps: int) -> dict[str, Any]:
     """SGD at rate 1 of integers: what has become of all gradients."""
     ddp, engine = wrapped(2, sparsifier="top_k", **options)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
-    engine.bind([optimizer])
+    engine._show([optimizer])
     start = weights(ddp)
     for step in range(steps):
         optimizer.zero_grad()
@@ -148,7 +148,7 @@ def averages_of_a_step(step: int) -> dict[str, Tensor]:
 def with_adamw(steps: int) -> list[dict[str, Tensor]]:
     ddp, engine = wrapped(2)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01, weight_decay=0.1)
-    engine.bind([optimizer])
+    engine._show([optimizer])
     found = []
     for step in range(steps):
         optimizer.zero_grad()
@@ -208,7 +208,7 @@ def test_the_mean_of_a_node_is_clipped_to_the_root_of_the_number_of_nodes(four_r
 def skipping(bad: int) -> list[Any]:
     ddp, engine = wrapped(2)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
-    engine.bind([optimizer])
+    engine._show([optimizer])
     for step in range(3):
         optimizer.zero_grad()
         gradients = here(step)
@@ -269,7 +269,7 @@ def test_parameters_that_some_ranks_or_none_use(four_ranks: Ranks, options: dict
 def flushed(kind: str) -> dict[str, Any]:
     ddp, engine = wrapped(2, sparsifier="top_k")
     optimizer = OPTIMIZERS[kind](ddp.parameters())
-    engine.bind([optimizer])
+    engine._show([optimizer])
     for step in range(3):
         optimizer.zero_grad()
         ddp(here(step, integers)).backward()
@@ -319,7 +319,7 @@ def narrow(dtype: torch.dtype, scaled: bool) -> list[Any]:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000) if scaled else None
     ddp, engine = wrapped(2, Linear(dtype), **({"scaler": scaler} if scaled else {}))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.125)
-    engine.bind([optimizer])
+    engine._show([optimizer])
     for step in range(3):
         optimizer.zero_grad()
         loss = ddp({name: x.to(dtype) for name, x in here(step, integers).items()})
@@ -474,7 +474,7 @@ def saved(folder: Path, size: int, steps: int) -> list[dict[str, Tensor]]:
     """Train, save all residuals, and train on."""
     ddp, engine = wrapped(size)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
-    engine.bind([optimizer])
+    engine._show([optimizer])
     take(ddp, optimizer, range(steps))
     files = SideFiles()
     with files.beside(folder / "last.ckpt", engine, save, TorchCollective()) as marker:
@@ -504,7 +504,7 @@ def loaded(folder: Path, size: int | None, steps: int) -> list[dict[str, Tensor]
     module.load_state_dict(content["weights"])
     ddp, engine = wrapped(size, module)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
-    engine.bind([optimizer])
+    engine._show([optimizer])
     restore(engine, folder / "last.ckpt", content["marker"], load, strict=True)
     kept = {name: engine.residual(name).clone() for name in NAMES}
     take(ddp, optimizer, range(steps, 2 * steps))

@@ -92,7 +92,7 @@ def costs(dtype: torch.dtype, grouping: str | None, adam: bool = False, profiled
         unattached = held()
         engine = ls.attach(ddp, grouping=grouping, executor="inline", density=0.01)
         if optimizer is not None:
-            engine.bind([optimizer])
+            engine._show([optimizer])
         attached = held() - unattached
         told = engine.memory_bytes / NUMEL
     for _ in range(3):  # DDP cuts its buckets anew in the second one
@@ -143,7 +143,7 @@ def around_a_step() -> tuple[float, float]:
     ddp = DistributedDataParallel(model(torch.float32), gradient_as_bucket_view=True)
     engine = ls.attach(ddp, executor="inline", density=1.0)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-4)
-    engine.bind(optimizer)
+    engine._show(optimizer)
     before = after = 0.0
     for _ in range(3):
         ddp.zero_grad(set_to_none=False)

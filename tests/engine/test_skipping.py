@@ -149,7 +149,7 @@ def test_a_step_that_is_left_out_is_told_once(streams: Streams) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_scaler_that_the_engine_was_not_shown_skips_as_ever(one_rank: None, fused: bool) -> None:
     run = Run(lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=fused), skip=None)
-    run.engine.bind(run.optimizer)
+    run.engine._show(run.optimizer)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for skipped in (False, True, False):
         before = flat(run.ddp)
@@ -186,7 +186,7 @@ def test_residuals_are_free_of_the_scale_of_a_scaler(one_rank: None, name: str) 
 def test_a_scaler_that_the_engine_was_not_shown_is_told_of_where_nothing_adapts(one_rank: None, enabled: bool) -> None:
     for kind in (torch.optim.SGD, torch.optim.AdamW):
         run = Run(lambda parameters, kind=kind: kind(parameters, lr=0.01), skip=None)
-        run.engine.bind(run.optimizer)
+        run.engine._show(run.optimizer)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=enabled)
         with warnings.catch_warnings(record=True, action="always") as told:
             for _ in range(3):

@@ -80,7 +80,7 @@ def train(
         with exchanging(now):
             engine = ls.attach(ddp, **{**SPARSE, **settings})
         if not now:
-            engine.bind(optimizers)
+            engine._show(optimizers)
     for _ in range(steps):
         for one in optimizers:
             one.zero_grad()

@@ -49,7 +49,7 @@ class Training:
         chosen = {"density": 0.05, "grouping": "layer", "rules": SPARSE, "executor": "inline"}
         self.engine = ls.attach(self.ddp, single_device="sparse", **chosen | options)
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.1, momentum=momentum)
-        self.engine.bind([self.optimizer])
+        self.engine._show([self.optimizer])
         self.max_norm: float | None = None
 
     def step(self, branches: str = "left+right", scale: float = 1.0) -> None:
@@ -120,7 +120,7 @@ def steps_of_adam() -> None:
     for fused in (False, True):
         training = Training()
         training.optimizer = torch.optim.AdamW(training.ddp.parameters(), fused=fused)
-        training.engine.bind([training.optimizer])
+        training.engine._show([training.optimizer])
         for scale in (1.0, float("inf"), 1.0):
             training.step(scale=scale)
         assert training.engine.skipped_steps == 1
@@ -132,7 +132,7 @@ def sharded_replicas() -> None:
     model = fully_shard(Branches(), mesh=mesh["shard"])
     engine = ls.attach_hsdp(model, mesh, density=0.05, grouping="layer", rules=SPARSE, single_device="sparse")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine.bind([optimizer])
+    engine._show([optimizer])
     engine.clip_gradients(0.1)
     for branches in ("left+right", "left", "left+right"):
         model(torch.randn(4, 30), branches).square().mean().backward()
@@ -297,7 +297,7 @@ def test_streams_wait_for_each_other_and_memory_is_not_given_back_in_use(
 def test_a_step_of_adam_hardly_waits(streams: Streams, waits: tuple[int, int]) -> None:
     training = Training()
     training.optimizer = torch.optim.AdamW(training.ddp.parameters(), fused=True)
-    training.engine.bind([training.optimizer])
+    training.engine._show([training.optimizer])
     training.steps(3)
     before = streams.host_waits
     training.ddp(torch.randn(4, 30), "left+right").square().mean().backward()

@@ -101,7 +101,7 @@ def optimizers_that_differ(bound: bool) -> str:
     kind = torch.optim.AdamW if dist.get_rank() else torch.optim.SGD
     optimizer = kind(ddp.parameters(), lr=0.1)
     if bound:
-        engine.bind([optimizer])
+        engine._show([optimizer])
     began = time.monotonic()
 
     def step() -> None:

@@ -52,7 +52,7 @@ def measure(model: Callable[[], nn.Sequential], grouping: str | None, then: str 
     kind = torch.optim.AdamW if adam else torch.optim.SGD  # which keeps nothing
     optimizer = kind(ddp.parameters(), lr=1e-3, fused=device.type == "cuda")
     if engine is not None:
-        engine.bind([optimizer])
+        engine._show([optimizer])
     numel = sum(p.numel() for p in ddp.parameters())
     batch = torch.randn(8, width, device=device)
     for step in range(STEPS):

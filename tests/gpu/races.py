@@ -99,7 +99,7 @@ def watched_training(device: str) -> None:
     with one_rank(torch.device(device)):
         for options in ({"density": 0.05}, {"sparsifier": "exdyna", "density": 0.05, "lr_aware": True}):
             training = Training(device, options, "small_buckets", dtype=torch.float32)
-            training.engine.bind([training.optimizer])
+            training.engine._show([training.optimizer])
             for step in range(6):
                 training.step(factor=float("nan") if step == 3 else 1.0)
                 if step == 2:
@@ -204,7 +204,7 @@ def launch_slowly(device: torch.device, optimizer: Callable[..., torch.optim.Opt
             with mirrored_ranks(RANKS), launches_after(cycles) as launched:
                 options: dict[str, Any] = {"dtype": torch.float32, "optimizer": optimizer}
                 training = Training(str(device), {"density": 0.05}, layout, **options)
-                training.engine.bind([training.optimizer])
+                training.engine._show([training.optimizer])
                 results.append(trained(training, device))
         require_equal(*results, layout)
     return {"launches": launched[0]}

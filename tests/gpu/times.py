@@ -186,7 +186,7 @@ def time_training(name: str, options: dict[str, Any] | None, device: torch.devic
     else:
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9, fused=on_cuda)
     if engine is not None:
-        engine.bind([optimizer])
+        engine._show([optimizer])
     tokens = torch.randint(model.words, (32 if "batch 32" in name else 8, model.length), device=device)
     times = []
     for _ in range(4 + (15 if on_cuda else 3)):

@@ -232,7 +232,7 @@ def a_default_device_changes_nothing(device: str) -> None:
     for by_default in (True, False):
         with torch.device(device) if by_default else nullcontext():
             training = Training(device, options)
-            training.engine.bind([training.optimizer])
+            training.engine._show([training.optimizer])
             losses = [training.step() for _ in range(3)]
             training.optimizer.param_groups[0]["lr"] = 0.05
             losses.append(training.step(factor=float("nan")))

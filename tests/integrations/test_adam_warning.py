@@ -81,7 +81,7 @@ def attach(options: dict[str, Any], name: str, settings: dict[str, Any], followe
     engine = ls.attach(ddp, **SPARSE | options)
     optimizer = make_optimizer(name, ddp.parameters(), settings)
     if followed:
-        engine.bind([optimizer])
+        engine._show([optimizer])
     for _ in range(2):
         ddp(torch.ones(2, 10)).square().sum().backward()
         optimizer.step()
@@ -211,7 +211,7 @@ def reasons() -> list[str]:
     engine = ls.attach(ddp, **SPARSE | {"exchange": "reduce_union"})
     first, second = ddp.module
     both = [torch.optim.AdamW(first.parameters()), torch.optim.SGD(second.parameters(), lr=0.1)]
-    engine.bind(both)
+    engine._show(both)
 
     def step() -> None:
         for _ in range(2):
@@ -223,7 +223,7 @@ def reasons() -> list[str]:
     engine.close()
     ddp = DistributedDataParallel(ddp.module)
     engine = ls.attach(ddp, **SPARSE | {"exchange": "reduce_union"})
-    engine.bind(torch.optim.SGD(ddp.parameters(), lr=0.1))
+    engine._show(torch.optim.SGD(ddp.parameters(), lr=0.1))
     both[:] = [torch.optim.AdamW(ddp.parameters())]  # takes its place, and nobody has said so
     replaced = said(step)
     engine.close()
@@ -323,7 +323,7 @@ def warnings_of_memories() -> list[str]:
         engine = ls.attach(DistributedDataParallel(nn.Linear(20, 20)), sparsifier="top_k", memory=memory, watch=None)
         optimizer = torch.optim.SGD(engine.parameters.values(), lr=0.1, momentum=0.9, weight_decay=0.1)
         with warnings.catch_warnings(record=True, action="always") as caught:
-            engine.bind([optimizer])
+            engine._show([optimizer])
         found += [str(warning.message) for warning in caught]
         engine.close()
     return found

@@ -189,7 +189,7 @@ def in_turns() -> list[bool]:
     ddp = DistributedDataParallel(Either(), find_unused_parameters=True)
     both = [adamw(part.parameters()) for part in ddp.module.each]
     engine = ls.attach(ddp, density=0.05)
-    engine.bind(both)
+    engine._show(both)
     clipped = []
     for step in range(6):
         which = step % 2

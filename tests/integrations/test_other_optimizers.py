@@ -115,7 +115,7 @@ def fit_by_hand(package: str) -> tuple[bool, list[bool], list[str]]:
 
         def on_train_start(self) -> None:
             self.own = KINDS["sgd"](self.parameters())
-            self.trainer.strategy.engine.bind([self.own])
+            self.trainer.strategy.engine._show([self.own])
 
         def training_step(self, batch: Any, batch_idx: int) -> None:
             self.manual_backward(super().training_step(batch, batch_idx))
@@ -158,7 +158,7 @@ def test_clipping_ends_with_the_optimizer_that_asked_for_it(two_ranks: Ranks) ->
 def attach_and_step_by_another() -> list[str]:
     ddp = torch.nn.parallel.DistributedDataParallel(make_model())
     engine = ls.attach(ddp, **SPARSE)
-    engine.bind([KINDS["sgd"](ddp.parameters())])
+    engine._show([KINDS["sgd"](ddp.parameters())])
     other = KINDS["sgd"](ddp.parameters())
     with warnings.catch_warnings(record=True, action="always") as caught:
         for x in batches(3):
@@ -172,7 +172,7 @@ def attach_and_step_by_another() -> list[str]:
 def test_momentum_of_an_optimizer_that_was_not_shown_is_warned_of(two_ranks: Ranks) -> None:
     [sentence], others = two_ranks(attach_and_step_by_another)
     assert others == []
-    assert "engine.bind([...])" in sentence
+    assert "engine._show([...])" in sentence
 
 
 def fewer_parameters(package: str) -> list[str]:

@@ -333,7 +333,7 @@ def train(
     ddp = DistributedDataParallel(Net(), **layout)
     engine = ls.attach(ddp, scaler=scaler if scaled else None, **options)
     optimizer = kind(ddp.parameters())
-    engine.bind([optimizer])
+    engine._show([optimizer])
     for number in numbers:
         ddp.module.wrong = wrong.get(number)
         x, y = batch(number, dist.get_rank())

@@ -69,7 +69,7 @@ def with_attach(_: str, settings: dict[str, Any] | None, name: str) -> tuple[nn.
     engine = None if settings is None else ls.attach(ddp, **settings)
     optimizer = OPTIMIZERS[name](module.parameters())
     if engine is not None:
-        engine.bind([optimizer])
+        engine._show([optimizer])
     for batch in batches(4):
         ddp(batch).square().mean().backward()
         nn.utils.clip_grad_norm_(module.parameters(), 0.1)
@@ -140,7 +140,7 @@ def test_one_device_measures_nothing(
     ddp = DistributedDataParallel(module)
     engine = ls.attach(ddp, **SETTINGS | settings)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    engine.bind([optimizer])
+    engine._show([optimizer])
     train(ddp, optimizer, 30)
     assert engine._direct and engine.step == 30
     assert engine.summary()["density"] == 1
@@ -201,7 +201,7 @@ def train_on_two(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     ddp = DistributedDataParallel(module)
     engine = ls.attach(ddp, **SETTINGS)
     optimizer = OPTIMIZERS[name](module.parameters())
-    engine.bind([optimizer])
+    engine._show([optimizer])
     train(ddp, optimizer, 5)
     engine.count_as_applied()
     state = engine.state_dict()
@@ -334,7 +334,7 @@ def test_adams_own_moments_outlast_the_step_that_sends_residuals(one_rank: None,
     for alone in ("sparse", "dense"):
         ddp = DistributedDataParallel(model)
         engine = ls.attach(ddp, density=0.1, single_device=alone)
-        engine.bind(optimizer)
+        engine._show(optimizer)
         if state is not None:
             engine.load_state_dict(state)
             if resize == "flush":

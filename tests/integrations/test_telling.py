@@ -188,7 +188,7 @@ def attached_with_adam() -> list[str]:
             logging.getLogger("lightning_sparse").setLevel(level)
             try:
                 engine = ls.attach(ddp, density=0.1)
-                engine.bind([torch.optim.AdamW(ddp.parameters())])
+                engine._show([torch.optim.AdamW(ddp.parameters())])
                 engine.close()
             finally:
                 logging.getLogger("lightning_sparse").setLevel(logging.NOTSET)

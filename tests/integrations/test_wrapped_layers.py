@@ -46,7 +46,7 @@ def train(kind: str, rule: Any, before: dict[str, Any] | None = None) -> dict[st
     model = made(kind)
     ddp, optimizer = DistributedDataParallel(model), rule(model.parameters(), lr=0.05)
     engine = ls.attach(ddp, **SPARSE)
-    engine.bind([optimizer])
+    engine._show([optimizer])
     remarks: list[str] = []
     if before is not None:
         before = copy.deepcopy(before)  # loading makes them the optimizer's own

@@ -56,7 +56,7 @@ def train(optimizer: Callable[..., torch.optim.Optimizer], biases: bool = True, 
             ddp, density=0.1, rules=RULES, executor="inline", watch=None, single_device="sparse", **options
         )
     made = optimizer(ddp.parameters())
-    engine.bind([made])
+    engine._show([made])
     for step in range(4):
         loss = ddp(torch.randn(4, 12)).square().mean()
         (loss * (float("inf") if step == 1 else 1.0)).backward()
@@ -111,7 +111,7 @@ def test_kernels_are_compiled_before_the_first_step_with_a_line_that_says_so(
         with mirrored_ranks(2):
             engine = ls.attach(ddp, density=0.1, rules=RULES, executor="inline", memory=memory, single_device="sparse")
         assert bool(on_cuda._tried) == (prepared == "attach")
-        engine.bind([ADAMW(ddp.parameters())])
+        engine._show([ADAMW(ddp.parameters())])
         tried = set(on_cuda._tried)
         assert {"weigh_", "need", "top_k_and_stripe", "packed", "divisors", "hand_over_"} <= {what[0] for what in tried}
         assert [line for line in lines if "kernels in Triton are compiled" in line] == lines

@@ -114,7 +114,7 @@ def steps_of(one: dict[str, str], steps: int = 20) -> Recording:
     def attach(ddp: Any, optimizer: Any, scaler: Any) -> Any:
         inside.pin_digest()
         engine = ls.attach(ddp, **keywords(one), scaler=scaler)
-        engine.bind([optimizer])
+        engine._show([optimizer])
         if one["also"] in ("norm", "value") and not inside.in_steps(engine):
             engine.clip_gradients(3.0, one["also"])
         return engine

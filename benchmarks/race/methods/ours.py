@@ -16,7 +16,7 @@ from benchmarks.race.methods.base import Method, Place, Rate, move_, step_with
 from benchmarks.race.methods.blocks import Turned
 from lightning_sparse.core.messages import Steps
 from lightning_sparse.core.step import Agreement, Candidates, Context, GroupState, Selection
-from lightning_sparse.engine.delivery import spread_divisor
+from lightning_sparse.engine.average import spread_divisor
 from lightning_sparse.engine.pipeline import exchange_group, init_group, settle_group
 from lightning_sparse.methods.density import count
 from lightning_sparse.methods.exchanges import as_exchange

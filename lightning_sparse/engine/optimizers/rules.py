@@ -14,15 +14,13 @@ from torch.optim import SGD, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_sparse.core.layout import flattened, laid_out, own, shaped
-from lightning_sparse.engine.delivery import MANY, Delivery, Lengths, advice, factors_of
+from lightning_sparse.engine.average import Average
 from lightning_sparse.engine.optimizers.kinds import holds, refusal, settings_of, stepping
 from lightning_sparse.engine.optimizers.momentum import Momentum, Spending, Stepped
 from lightning_sparse.engine.pipeline import GroupReducer
-from lightning_sparse.engine.reducer import Reducer
+from lightning_sparse.engine.regrouping import Groups
 from lightning_sparse.methods.memory import SecondMoment
 from lightning_sparse.ops.adam import Moved, Step, Steps
-from lightning_sparse.ops.length import DECAY
-from lightning_sparse.ops.sampled import Sampler
 
 STEP = "step"
 """Key of the steps that were taken in torch's state of a parameter."""
@@ -40,8 +38,8 @@ class Arrived(NamedTuple):
     name: str
     group: GroupReducer | None
     """None: its averages are always dense."""
-    delivery: Delivery | None
-    """Facts about its average; None: there are none."""
+    average: Average
+    """Of its group."""
 
 
 OfGroup = tuple[Mapping[str, Any], Sequence[Arrived]]
@@ -55,14 +53,12 @@ class AdamRule:
     optimizer steps, such parameters have no gradient, so that it passes them over; afterwards they have it again.
 
     Args:
-        lengths: of averages, as optimizers got them.
-        tell: is given a sentence where averages were changed otherwise than by a factor.
         keeps_moments: whether moments of the optimizer's own are kept, of parameters that are not stepped by them now.
     """
 
-    def __init__(self, lengths: Lengths, tell: Callable[[str], None], keeps_moments: bool) -> None:
-        self._lengths, self._tell, self._keeps_moments = lengths, tell, keeps_moments
-        self._steps, self._sampler = Steps(), Sampler()
+    def __init__(self, keeps_moments: bool) -> None:
+        self._keeps_moments = keeps_moments
+        self._steps = Steps()
         self._aside: list[tuple[Parameter, Tensor]] = []
         """Gradients that were taken from parameters while an optimizer steps."""
         self._counting: WeakSet[Optimizer] = WeakSet()
@@ -97,24 +93,20 @@ class AdamRule:
         """Step, and take the gradients away."""
         # As a GradScaler hands them over to fused optimizers: gradients are still scaled, and the step may be none.
         scale, skip = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-        served: dict[Delivery, dict[str, Parameter]] = {}
-        for one in (one for _, ones in arrived for one in ones):
-            if one.delivery is not None and one.group is not None and one.group.memory.needs_second:
-                served.setdefault(one.delivery, {})[one.name] = one.parameter
-        for served_one, parameters in served.items():
-            self._follow_changes(served_one, parameters, scale)
-        divisors = {each: each.divisors() for each in served}
+        divisors: dict[Average, Mapping[str, tuple[Tensor | None, Tensor]]] = {}
         for settings, ones in arrived:
             moved: dict[int, list[Moved]] = {}
-            for parameter, name, group, delivery in ones:
-                if group is None or delivery is None or name not in served.get(delivery, {}):
+            for parameter, name, group, average in ones:
+                if group is None or not group.memory.needs_second:
                     continue
-                indices, divisor = divisors[delivery][name]
+                if average not in divisors:
+                    divisors[average] = average.divisors()
+                indices, divisor = divisors[average][name]
                 assert parameter.grad is not None
                 part, grad = own(parameter), own(parameter.grad)
                 if indices is None:
                     divisor = shaped(divisor, part)
-                moved.setdefault(delivery.ranks, []).append(Moved(part, grad, divisor, indices))
+                moved.setdefault(average.ranks, []).append(Moved(part, grad, divisor, indices))
                 # A dense plan has residuals of a loaded state only, and its optimizers step from then on.
                 self._take_aside(optimizer, parameter, 1, keeps=self._keeps_moments or group.plan.dense)
             for ranks, those in moved.items():
@@ -165,18 +157,6 @@ class AdamRule:
         for optimizer in self._counting:
             _left[optimizer] = optimizer.register_step_pre_hook(lambda one, *_: _forget_counts(one, lambda _: True))
 
-    def _follow_changes(self, delivery: Delivery, parameters: Mapping[str, Parameter], scale: Tensor | None) -> None:
-        """Let second moments follow what averages were multiplied by since they were handed out."""
-        if delivery.handed is None:
-            return
-        known = [parameters.get(name) for name in delivery.spans]
-        gradients = [None if p is None or p.grad is None else laid_out(own(p.grad), own(p)) for p in known]
-        factors = factors_of(delivery.handed, gradients, scale, self._sampler)
-        if factors.odd is not None and factors.odd > MANY:
-            self._tell(advice(parameters, float(factors.odd)))
-        decay = min(delivery.memory.second_decay, DECAY)
-        delivery.lengthen_(self._lengths.follow(list(delivery.spans), factors.by, decay))
-
     def after(self) -> None:
         """Give parameters their gradients back: a step has ended, or has failed."""
         for parameter, grad in self._aside:
@@ -214,7 +194,7 @@ class Formed(NamedTuple):
     steps: float
 
 
-def go_on_from_dense(reducer: Reducer, optimizers: Iterable[Optimizer]) -> None:
+def go_on_from_dense(reducer: Groups, optimizers: Iterable[Optimizer]) -> None:
     """Start second moments where none are known yet, in a step that has just begun; collective.
 
     An optimizer's v holds squares of averages over n ranks, a rank's own the noise of one gradient, n times as much. So

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lightning_sparse.core.checks import is_integer, is_number
 from lightning_sparse.core.layout import is_layout, sum_dtype
-from lightning_sparse.engine.optimizers.clipping import ALGORITHMS
 from lightning_sparse.methods.memory import SecondMoment
 
 STATE_FORMAT = 3
@@ -76,12 +75,10 @@ RATE = Kind("a finite number above 0", lambda x: _is_number(x) and x > 0)
 VECTOR = Kind("a vector of finite floating-point numbers", _is_vector)
 INDICES = Kind("a vector of ascending int32 coordinates", _is_ascending)
 FLAG = Kind("True or False", lambda x: isinstance(x, bool))
-ALGORITHM = Kind("'norm' or 'value'", lambda x: isinstance(x, str) and x in ALGORITHMS)
 NAMED = Kind("a dict with names as keys", lambda x: isinstance(x, dict) and all(isinstance(name, str) for name in x))
 SETTINGS = Kind("a dict of settings as plain data", lambda x: isinstance(x, dict) and _is_plain(x))
 LIST = Kind("a list", lambda x: isinstance(x, list))
 SURPLUS = _numbers("a number from 1 on and a step", lambda value, step: value >= 1 and _is_int(step))
-SQUARE = _numbers("a number from 0 on and one from 0 to 1", lambda mean, weight: mean >= 0 and 0 <= weight <= 1)
 LAYOUT = Kind("sizes and as many strides", lambda x: isinstance(x, list) and all(map(_is_int, x)) and is_layout(x))
 SPAN = _numbers(
     "a start, a length and a number of coordinates",
@@ -103,8 +100,6 @@ FIELDS: dict[str, Any] = {
     "layouts": {str: LAYOUT},
     "pending": {str: {"values": VECTOR, "indices?": INDICES}},
     "absorbed": [TEXT],
-    "squares": {str: SQUARE},
-    "clippings": [{"limit": RATE, "algorithm": ALGORITHM, "parameters": [TEXT]}],
 }
 """The fields of a state, with the kind of each: ``{str: kind}`` is a dict by name, in the top level by name of the
 parameter; ``[kind]`` is a list; and of ``{"name": kind}``, a name with a question mark may be missing."""
@@ -236,8 +231,7 @@ def renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> tuple[State, 
         if isinstance(empty, dict)
     }
     whole = [group for group in state["groups"] if all(old in names for old in group["parameters"])]
-    for field, holders in (("groups", whole), ("clippings", state["clippings"])):
-        changed[field] = [{**one, "parameters": new(one["parameters"])} for one in holders]
+    changed["groups"] = [{**one, "parameters": new(one["parameters"])} for one in whole]
     remembered = remembering(state)
     gone = [
         f"There is no parameter {old} any more."

@@ -15,7 +15,6 @@ from lightning_sparse.engine.agreement import Note, by_reason, name_ranks, reaso
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.optimizers.binding import OptimizerBinding
 from lightning_sparse.engine.pipeline import GroupReducer
-from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.share import Place
 from lightning_sparse.engine.state.merging import with_layouts
 from lightning_sparse.engine.state.schema import (
@@ -29,6 +28,7 @@ from lightning_sparse.engine.state.schema import (
     to_plain,
     with_pending,
 )
+from lightning_sparse.engine.step import Stepper
 
 
 class LoadPlan(NamedTuple):
@@ -58,7 +58,7 @@ class EngineState:
         frozen: parameters that need no gradient, by name. A state may remember something of them, which is kept.
     """
 
-    def __init__(self, reducer: Reducer, binding: OptimizerBinding, frozen: Mapping[str, Parameter]) -> None:
+    def __init__(self, reducer: Stepper, binding: OptimizerBinding, frozen: Mapping[str, Parameter]) -> None:
         self.loads = 0
         """Number of states that were loaded."""
         self._reducer, self._binding, self._names = reducer, binding, list(reducer.parameters)
@@ -95,8 +95,6 @@ class EngineState:
                 parameters[name] = {key: vector[span].to("cpu", copy=True) for key, vector in vectors}
                 counters[name] = dict(counted)
         pending = reducer.pending()
-        for name, (indices, values) in record.taken.items():  # another rank may not have absorbed it: it waits
-            parameters[name]["residual"][slice(None) if indices is None else indices] -= values
         return {
             "format": STATE_FORMAT,
             "moment": record.counts.number,
@@ -116,11 +114,6 @@ class EngineState:
             "groups": [_plain_learned(group) for group in reducer.groups],
             "rates": dict(reducer.rates.latest),
             "surplus": {name: list(noted) for name, noted in reducer.rates.surplus.items()},
-            "clippings": [
-                {**limit.clipping._asdict(), "parameters": sorted(limit.names)}
-                for limit in reducer.clipping.in_place.values()
-            ],
-            "squares": reducer.lengths.state(pending.keys()),
         }
 
     def _layouts(self) -> dict[str, list[int]]:
@@ -132,8 +125,7 @@ class EngineState:
         """Go on with a state, between two steps; collective. See :meth:`.Engine.load_state_dict`.
 
         All ranks make a plan of their states first. What has been learned about a group is taken where it fits on all
-        ranks. Clippings and lengths are those of rank 0: others that saved in the middle of a step may not have been
-        asked for theirs yet, or not have known the step's factors.
+        ranks.
 
         Args:
             given: the state of this rank, which may be anything.
@@ -142,7 +134,6 @@ class EngineState:
             ValueError: on all ranks, with nothing changed, if the state is none or cannot be understood on one of them,
                 or if the states of the ranks do not belong together.
         """
-        self._reducer.skipped.resolve()
         state, plan, filled = None, None, set[str]()
         try:
             state = check_state(given)
@@ -157,23 +148,21 @@ class EngineState:
         except Exception as error:  # whatever a damaged state makes of a memory
             note = Note("", reason(error, ValueError))
         fits = [] if plan is None else [known is not None for known in plan.learned]
-        fields = "clippings", "squares"
-        shared = [] if plan is None else [plan.state[field] for field in fields]
-        on_ranks = self._comm.all_gather_object((note, fits, shared), self._device)
-        trouble = by_reason([note for note, *_ in on_ranks])
-        if not trouble and len({note.fact for note, *_ in on_ranks}) > 1:
+        on_ranks = self._comm.all_gather_object((note, fits), self._device)
+        trouble = by_reason([note for note, _ in on_ranks])
+        if not trouble and len({note.fact for note, _ in on_ranks}) > 1:
             trouble = "the states of the ranks do not belong together"
         # Ranks that have other parts load theirs, or none does.
         trouble = next(filter(None, self._reducer.within.all_gather_object(trouble, self._device)), "")
         if trouble or plan is None:
             raise ValueError(f"The state cannot be loaded, and no rank has loaded it: {trouble}")
         for number, (group, known) in enumerate(zip(plan.groups, plan.learned, strict=True)):
-            others = [rank for rank, (_, fitting, _) in enumerate(on_ranks) if not fitting[number]]
+            others = [rank for rank, (_, fitting) in enumerate(on_ranks) if not fitting[number]]
             if known is not None and others:
                 plan.misfits.append(f"{_anew(group)}, because it does not fit on {name_ranks(others)}.")
             elif known is not None:
                 group.state = known
-        self._apply(plan._replace(state={**plan.state, **dict(zip(fields, on_ranks[0][2], strict=True))}))
+        self._apply(plan)
         self._reducer.go_on_with(filled)
         return plan
 
@@ -225,7 +214,7 @@ class EngineState:
         reducer.settings = plan.settings
         reducer.rates.load(state["rates"], state["surplus"])
         reducer.adopt(plan.groups, counts)
-        reducer.record.forget_averages()
+        reducer.forget_averages()
         self._parked = self._parked_of(plan.whole)
         self.loads += 1
         self._binding.go_on(state)

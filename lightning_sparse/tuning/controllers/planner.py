@@ -8,8 +8,8 @@ from typing import Any
 
 from lightning_sparse.core.console import Table
 from lightning_sparse.engine import Engine
+from lightning_sparse.engine.calls import digest_of
 from lightning_sparse.engine.config import SparsificationConfig
-from lightning_sparse.engine.skip import digest_of
 from lightning_sparse.methods.grouping import Group, Messages, ParameterSize, make_plan
 from lightning_sparse.tuning.performance.profile import Profile
 from lightning_sparse.tuning.performance.profiler import Profiler, delivered_numels

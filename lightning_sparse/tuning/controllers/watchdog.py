@@ -303,13 +303,11 @@ class Watchdog:
         ]
         names, self._unheld = [name for name in found if name in self._unheld], set(found)
         if engine.router.record.held and names:
-            compete = "compete with those of other parameters for the density"
             self._tell(
                 engine,
                 "unheld",
                 f"no optimizer holds {names[0]!r}{others(names)}, which needs gradients all the same. These "
-                f"{'are not exchanged' if engine._binding.exchanges else compete}, and nothing sets them to zero. "
-                "Freeze what is not trained, with requires_grad_(False), before the model is wrapped.",
+                "are not exchanged, and nothing sets them to zero. Freeze what is not trained, with requires_grad_(False), before the model is wrapped.",
             )
 
     def _check_optimizer(self, optimizer: Optimizer, engine: Engine) -> None:

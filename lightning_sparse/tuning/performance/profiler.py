@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sparse.engine import Engine
+from lightning_sparse.engine.gradient_hooks import on_gradients
 from lightning_sparse.engine.metrics import Stamp
 from lightning_sparse.engine.network import TorchCollective
-from lightning_sparse.engine.sources.gradient_hooks import on_gradients
 from lightning_sparse.methods.grouping import ParameterSize, bucket_numels
 from lightning_sparse.methods.grouping.groupings import MIB
 from lightning_sparse.tuning.performance.microbenchmark import measure_group, sizes_up_to

@@ -79,7 +79,7 @@ class Training:
         self.engine = ls.attach(self.ddp, **{**self.options, **options})
         self.optimizer = self.classes[kind](self.ddp.parameters(), **(hyper or self.hyper))
         if follow:
-            self.engine.bind([self.optimizer])
+            self.engine._show([self.optimizer])
         self.rank = dist.get_rank()
         self.limit: float | None = None
         """Of the norm of the mean gradient."""
@@ -286,7 +286,7 @@ def several_settings(found: bool) -> list[str]:
     with warnings.catch_warnings(record=True, action="always") as caught:
         for step in range(3):
             if not found:
-                engine.bind([optimizer])
+                engine._show([optimizer])
             loss_of(ddp, step, dist.get_rank()).backward()
             optimizer.step()
             optimizer.param_groups[0]["betas"] = 0.9, 0.9 - 0.1 * step
@@ -359,7 +359,7 @@ def resumed(kind: str, follow_first: bool, scheduled: bool) -> tuple[list[Tensor
     again = Training(kind, follow=follow_first)
     assert again.load(kept) == []
     if not follow_first:
-        again.engine.bind([again.optimizer])
+        again.engine._show([again.optimizer])
     for step in range(5, 8):
         take(again, step)
     return whole.weights(), again.weights()
@@ -494,7 +494,7 @@ def other_ranks_state() -> list[str]:
         )
     training = Training(follow=False)
     told = training.engine.load_state_dict(ls.merge_states(states))
-    training.engine.bind([training.optimizer])
+    training.engine._show([training.optimizer])
     vectors = training.engine.state_dict()["parameters"]["0.weight"]
     assert {name: float(v[0]) for name, v in vectors.items()} == {"residual": 1.0, "second": 2.0}
     training.step(0)
@@ -533,7 +533,7 @@ def state_in_another_exchange() -> tuple[list[str], float]:
     state = after_a_step()
     after = Training(follow=False, sparsifier="top_k", exchange="gather_pairs")
     told = after.engine.load_state_dict(state)
-    after.engine.bind([after.optimizer])
+    after.engine._show([after.optimizer])
     differences = [
         float((after.engine.state_dict()["parameters"][name]["residual"] - kept["residual"]).abs().max())
         for name, kept in state["parameters"].items()
@@ -561,7 +561,7 @@ def with_an_older_engine(closed: bool) -> list[Tensor]:
     ddp = DistributedDataParallel(old.module)
     engine = ls.attach(ddp, density=0.1, grouping="model")
     optimizer = torch.optim.AdamW(ddp.parameters(), **HYPER)
-    engine.bind([optimizer])
+    engine._show([optimizer])
     for step in range(3, 8):
         optimizer.zero_grad()
         loss_of(ddp, step, dist.get_rank()).backward()
@@ -580,7 +580,7 @@ def two_limits() -> tuple[list[float], bool]:
     ddp = DistributedDataParallel(module)
     engine = ls.attach(ddp, density=0.1, grouping="model")
     first, second = (torch.optim.AdamW(module[i].parameters(), lr=0.01) for i in (0, 2))  # type: ignore[index]
-    engine.bind([first, second])
+    engine._show([first, second])
     engine.clip_gradients(1e-6, "norm", first)
     for step in range(2):
         for optimizer in (first, second):
@@ -637,7 +637,7 @@ def test_two_backwards_before_the_steps_are_two_averages(at_the_end: bool) -> No
     ddp = DistributedDataParallel(pair, find_unused_parameters=True)
     engine = ls.attach(ddp, density=0.1, grouping="layer", watch=None, single_device="sparse")
     optimizers = {name: torch.optim.AdamW(getattr(pair, name).parameters(), lr=0.01) for name in ("first", "second")}
-    engine.bind(optimizers.values())
+    engine._show(optimizers.values())
     for _ in range(60):
         ddp.zero_grad()
         x = torch.randn(8, WIDTH)
@@ -682,7 +682,7 @@ def test_an_optimizer_with_an_adam_for_some_parameters_is_left_alone() -> None:
     layer = nn.Linear(WIDTH, WIDTH)
     ddp = DistributedDataParallel(layer)
     engine = ls.attach(ddp, density=0.1, watch=None, single_device="sparse")
-    engine.bind([Mixed([layer.weight], [layer.bias])])
+    engine._show([Mixed([layer.weight], [layer.bias])])
     ddp(torch.randn(2, WIDTH)).sum().backward()
     assert all(type(group.memory) is not ls.memories.SecondMoment for group in engine.groups)
 

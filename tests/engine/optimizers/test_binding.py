@@ -58,8 +58,8 @@ def exchanges_of(sparsifier: str, kind: str, **options: Any) -> tuple[list[Any],
         patch.setattr(binding, "say", told.append)
         training = Training(kind, follow=False, sparsifier=sparsifier, density=0.3, **options)
         seen = [training.engine.settings.exchange]
-        training.engine.bind([training.optimizer] if kind != "ours" else [])  # those of this package are found
-        training.engine.bind([training.optimizer] if kind != "ours" else [])
+        training.engine._show([training.optimizer] if kind != "ours" else [])  # those of this package are found
+        training.engine._show([training.optimizer] if kind != "ours" else [])
         training.step(0)
         seen.append(training.engine.settings.exchange)
         training.step(1)
@@ -69,7 +69,7 @@ def exchanges_of(sparsifier: str, kind: str, **options: Any) -> tuple[list[Any],
         for one in (training, again):
             one.step(2)
         alike = all(map(torch.equal, training.weights(), again.weights())) and not misfits
-        training.engine.bind(torch.optim.SGD(training.ddp.parameters(), lr=0.1))
+        training.engine._show(torch.optim.SGD(training.ddp.parameters(), lr=0.1))
         seen.append(training.engine.settings.exchange)
     return seen, alike, sum("takes the place" in sentence for sentence in told)
 
@@ -89,8 +89,8 @@ def refused(name: str) -> list[str]:
     """What is said where an Adam is bound, and what is taken where the user has decided."""
     training = Training(follow=False, sparsifier=name)
     with pytest.raises(ValueError, match="is its exchange") as error:
-        training.engine.bind([training.optimizer])
-    training.engine.bind(torch.optim.SGD(training.ddp.parameters(), lr=0.1))
+        training.engine._show([training.optimizer])
+    training.engine._show(torch.optim.SGD(training.ddp.parameters(), lr=0.1))
     decided = []
     for options in ({"memory": "residual"}, {"exchange": "reduce_union"}, {"density": 1.0}):
         one = Training(sparsifier=name, watch=None, **options)

@@ -108,12 +108,12 @@ def where_optimizers_change() -> list[list[tuple[float, list[str]]]]:
         found.append(limits_of(engine))
 
     first = torch.optim.AdamW([parameters["0.weight"]])
-    engine.bind([first])
+    engine._show([first])
     engine.clip_gradients(0.1, optimizer=first)
     first.add_param_group({"params": [parameters["2.weight"]]})
     step()
     others = [torch.optim.AdamW([parameters[f"{layer}.weight"], parameters[f"{layer}.bias"]]) for layer in (0, 2)]
-    engine.bind(others)
+    engine._show(others)
     step()
     for optimizer, limit in zip(others, (5.0, 6.0), strict=True):
         engine.clip_gradients(limit, optimizer=optimizer)

@@ -64,7 +64,7 @@ def train(lr_aware: bool, executor: str) -> tuple[Tensor, Tensor]:
         ddp, sparsifier="top_k", density=0.05, rules=SPARSE, grouping="model", lr_aware=lr_aware, executor=executor
     )
     optimizer = torch.optim.SGD([{"params": model[0].parameters()}, {"params": model[1].parameters()}], 0.01)
-    engine.bind([optimizer])
+    engine._show([optimizer])
     local: dict[int, Tensor] = {}
     for number, parameter in enumerate(model.parameters()):
         parameter.register_hook(lambda grad, number=number: local.__setitem__(number, grad.clone()))
@@ -102,7 +102,7 @@ def without_optimizer() -> str:
 
 def test_rates_that_nobody_knows_are_asked_for(two_ranks: Ranks) -> None:
     for message in two_ranks(without_optimizer):
-        assert "call engine.bind([optimizer])" in message
+        assert "call engine._show([optimizer])" in message
 
 
 def test_a_memory_without_residual_has_nothing_to_rescale() -> None:
@@ -115,7 +115,7 @@ def take_after_a_change(lr_aware: bool) -> Tensor:
     ddp = DistributedDataParallel(model)
     engine = ls.attach(ddp, sparsifier="top_k", density=0.05, rules=SPARSE, lr_aware=lr_aware)
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
-    engine.bind([optimizer])
+    engine._show([optimizer])
     ddp(torch.ones(1, 20)).sum().backward()
     optimizer.step()
     optimizer.param_groups[0]["lr"] = 0.125
@@ -152,7 +152,7 @@ def train_on_noise(
         # The natural exchange of Ok-Topk sends equally much whatever is picked.
         exchange = "gather_pairs" if isinstance(sparsifier, ls.sparsifiers.OkTopK) else None
         engine = ls.attach(ddp, sparsifier=sparsifier, density=DENSITY, exchange=exchange, rules=SPARSE, lr_aware=True)
-        engine.bind([optimizer])
+        engine._show([optimizer])
         return ddp, engine
 
     ddp, engine = attached()

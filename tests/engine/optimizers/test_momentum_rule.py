@@ -120,7 +120,7 @@ def shown_late_or_never(shown: str) -> list[Tensor]:
     training = Training(follow=False)
     parameters = {"of nothing": [torch.nn.Parameter(torch.ones(1))], "another": list(training.ddp.parameters())}
     if shown in parameters:
-        training.engine.bind([torch.optim.SGD(parameters[shown], lr=0.1, momentum=0.9)])
+        training.engine._show([torch.optim.SGD(parameters[shown], lr=0.1, momentum=0.9)])
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "An SGD with momentum that the engine was not shown")
         for step in range(STEPS):
@@ -160,7 +160,7 @@ def replaced(at: int | None) -> list[Tensor]:
         if step == at:
             first, training.optimizer = training.optimizer, torch.optim.SGD(training.ddp.parameters(), **HYPER)
             training.optimizer.load_state_dict(copy.deepcopy(first.state_dict()))
-            training.engine.bind([training.optimizer])
+            training.engine._show([training.optimizer])
         training.step(step)
     return training.weights()
 
@@ -187,7 +187,7 @@ def without_residuals(between: str) -> list[Tensor]:
         again.engine.close()
         again.ddp = DistributedDataParallel(again.module)
         again.engine = ls.attach(again.ddp, **OPTIONS, memory="residual")
-        again.engine.bind([again.optimizer])
+        again.engine._show([again.optimizer])
         again.engine.load_state_dict(before.engine.state_dict())
     for step in range(5, STEPS):
         again.step(step)
@@ -211,7 +211,7 @@ def two_engines(dense: bool) -> list[Tensor]:
     if not dense:
         training.ddp = DistributedDataParallel(training.module)
         training.engine = ls.attach(training.ddp, **OPTIONS)
-        training.engine.bind([training.optimizer])
+        training.engine._show([training.optimizer])
     for step in range(STEPS):
         training.step(step)
     del old
@@ -228,7 +228,7 @@ def at_full_density(density: Any, attached: bool) -> list[Tensor]:
     ddp = DistributedDataParallel(module)
     optimizer = torch.optim.SGD(ddp.parameters(), **HYPER)
     if attached:
-        ls.attach(ddp, density=density, grouping="model").bind([optimizer])
+        ls.attach(ddp, density=density, grouping="model")._show([optimizer])
     for step in range(STEPS):
         optimizer.zero_grad()
         inputs = batch(step, dist.get_rank())
@@ -252,7 +252,7 @@ def what_is_said(hyper: dict[str, Any], options: dict[str, Any]) -> list[str]:
         patch.setattr("lightning_sparse.engine.optimizers.binding.say", lines.append)
         training = Training(hyper=hyper, **options)
         for _ in range(2):
-            training.engine.bind([training.optimizer])
+            training.engine._show([training.optimizer])
         training.step(0)
         training.engine.close()
     return lines
@@ -350,7 +350,7 @@ def two_optimizers(make: Any) -> list[tuple[dict[str, Tensor], dict[str, Tensor]
     """What two optimizers of the same parameters keep of those that are sparsified."""
     training = Training()
     training.optimizer, other = (make(training.module.parameters()) for _ in range(2))
-    training.engine.bind([training.optimizer, other])
+    training.engine._show([training.optimizer, other])
     for step in range(STEPS):
         training.step(step)
         other.step()

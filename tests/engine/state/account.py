@@ -92,7 +92,7 @@ class Training:
         every = list(self.parameters.values())
         parts = [every[i * share : (i + 1) * share] for i in range(case.optimizers)]
         self.optimizers = [case.optimizer(part, **case.settings) for part in parts]
-        self.engine.bind(self.optimizers)
+        self.engine._show(self.optimizers)
         self.given: dict[str, Tensor] = {}
         self.handed: dict[str, Tensor] = {}
         self.applied = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in self.parameters.items()}

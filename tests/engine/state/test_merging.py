@@ -29,7 +29,7 @@ class Training:
         chosen: dict[str, Any] = {"density": 0.1, "rules": EVERYTHING_SPARSE, "single_device": "sparse", "watch": None}
         self.engine = ls.attach(self.model, **chosen | options)
         self.optimizer = kind(model.parameters(), lr=0.01)
-        self.engine.bind(self.optimizer)
+        self.engine._show(self.optimizer)
 
     def backward(self, seed: int) -> None:
         batch = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(seed))

@@ -43,7 +43,7 @@ def straight_and_resumed(path: Path, kind: str, unapplied: bool) -> tuple[list[d
     def start(seed: int) -> tuple[Any, ...]:
         model = sharded(made(seed=seed), mesh["shard"])
         engine, optimizer = engine_of(model, mesh), kinds[kind](model.parameters())
-        engine.bind([optimizer])
+        engine._show([optimizer])
         engine.clip_gradients(1.0)
         return model, engine, optimizer
 
@@ -134,7 +134,7 @@ def load_some(path: Path, replicas: int, ranks: int, resize: str = "merge") -> d
     engine = engine_of(
         model, mesh, sparsifier="top_k", rules=ls.Rules(dense_ndim=0, dense_numel=0), single_device="sparse"
     )
-    engine.bind([torch.optim.SGD(model.parameters(), lr=1.0)])
+    engine._show([torch.optim.SGD(model.parameters(), lr=1.0)])
     notes = load_sharded(engine, path, "six", resize)
     means = {}
     for name, pending in engine._take_pending().items():

@@ -467,7 +467,7 @@ def until_dense(kind: type[torch.optim.Optimizer], settings: dict[str, Any], in_
     """Parameters after the steps of the first two turns."""
     with exchanging(in_steps), rigged_training(LAYERS | {"sparsifier": "union_top_k"}) as (_, model, engine):
         optimizer, seen = kind(model.parameters(), lr=0.01, **settings), []
-        engine.bind([optimizer])
+        engine._show([optimizer])
         for batch in batches(2 * (SHORT["WARMUP"] + SHORT["STEPS"]) + 1):
             optimizer.zero_grad()
             model(batch).square().mean().backward()

@@ -436,7 +436,7 @@ def test_a_parameter_without_an_optimizer_is_noticed(one_rank: None, shown: bool
     training = Training(watch=ls.Watch(every=3))
     training.optimizers = [torch.optim.SGD([training.model.module.get_parameter(name) for name in "ac"], lr=0.0)]
     if shown:
-        training.engine.bind(training.optimizers)
+        training.engine._show(training.optimizers)
     seen = [training.run(1, noise()) for _ in range(8)]
     training.engine.close()
     assert "no optimizer holds 'b', which needs gradients" in one_warning([[text for texts in seen for text in texts]])
@@ -619,7 +619,7 @@ def leaving_a_plateau(seed: int) -> tuple[list[str], float]:
     ddp = DistributedDataParallel(module)
     engine = ls.attach(ddp)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
-    engine.bind([optimizer])
+    engine._show([optimizer])
     patterns = torch.randn(8, 32, generator=torch.Generator().manual_seed(3))
     with warnings.catch_warnings(record=True, action="always") as seen:
         for step in range(150):
@@ -658,7 +658,7 @@ def trained(optimizer: str, density: float, zero: bool, number: int) -> tuple[li
     ddp = DistributedDataParallel(module)
     engine = ls.attach(ddp, rules=ALL_SPARSE, grouping="layer", density=density)
     steps = OPTIMIZERS[optimizer](ddp.parameters())
-    engine.bind([steps])
+    engine._show([steps])
     generator, losses = torch.Generator().manual_seed(0), []
     target = torch.randn(32, 10, generator=generator)
     generator.manual_seed(1 + dist.get_rank())

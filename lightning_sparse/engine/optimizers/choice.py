@@ -1,0 +1,233 @@
+"""Which memory suits the optimizers that step an engine's parameters."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from itertools import takewhile
+from typing import Any
+from weakref import WeakSet, ref
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.optim import Optimizer
+
+from lightning_sparse.core.console import page, say
+from lightning_sparse.engine.agreement import check_equal_on_ranks
+from lightning_sparse.engine.config import SparsificationConfig
+from lightning_sparse.engine.optimizers.hooks import in_life
+from lightning_sparse.engine.optimizers.kinds import (
+    check_pair,
+    decays_of,
+    ids_of,
+    listed,
+    made_for,
+    refusal,
+    stepping,
+)
+from lightning_sparse.engine.optimizers.momentum import has_velocities
+from lightning_sparse.engine.optimizers.rules import AdamRule, go_on_from_dense
+from lightning_sparse.engine.state.schema import second_moment_in
+from lightning_sparse.engine.step import Stepper
+from lightning_sparse.methods.exchanges import EXCHANGES, as_exchange
+from lightning_sparse.methods.memory import Memory, NoMemory, Residual
+
+SPENT = (
+    "SGD applies averages that have waited together with the momentum that they would have had by now "
+    f"({page('momentum')}). memory='residual' leaves momentum to the optimizer."
+)
+
+
+class MemoryChoice:
+    """Chooses the memory, and an exchange that carries it, by optimizers, where they were left open.
+
+    Args:
+        stepper: exchanges gradients by them.
+        left_open: whether the memory may be chosen here.
+        open_exchange: whether the exchange may follow the memory.
+    """
+
+    def __init__(self, stepper: Stepper, left_open: bool, open_exchange: bool) -> None:
+        self._stepper, self._parameters, self._names = stepper, stepper.parameters, stepper.names
+        self.left_open, self._open_exchange = left_open, open_exchange
+        self._shown: list[Optimizer] = []
+        """Those that :meth:`show` was given last, but for those that hold no parameter of the engine."""
+        self._found: list[ref[Optimizer]] = []
+        """Those that have stepped since then, in the order in which they came."""
+        self._checked: WeakSet[Optimizer] = WeakSet()
+        """Those that go with the memory."""
+        self._read: tuple[int, list[Any]] = (0, [])
+        """By what the memory was chosen in the latest step: for which groups, and by which settings."""
+        self._second: tuple[int, set[int]] = (-1, set())
+        """Parameters whose averages come with what Adam divides them by: for which groups, and their ids."""
+        self._told: set[str] = set()
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers that were shown, and those that have stepped, in the order in which they came."""
+        found = [one for known in self._found if (one := known()) is not None]
+        return list({id(one): one for one in (*self._shown, *found)}.values())
+
+    @property
+    def _mine(self) -> Mapping[int, str]:
+        """Names of parameters by id, but for those of a later engine: an earlier one does nothing for them any more."""
+        later = list(takewhile(lambda one: one is not self, reversed(in_life())))
+        return {key: name for key, name in self._names.items() if not any(key in one._names for one in later)}
+
+    def show(self, optimizers: Optimizer | Iterable[Optimizer]) -> None:
+        """See :meth:`.Engine._show`."""
+        # Lightning has an optimizer of nothing where configure_optimizers returns None.
+        chosen = [optimizer for optimizer in listed(optimizers) if self._stepper.record.hold(optimizer)]
+        self.suit(chosen)
+        self._check(chosen)
+        self._shown, self._found = chosen, []  # those that step on are found again
+        for optimizer in chosen:
+            self._spends(stepping(optimizer))
+
+    def begin_step(self) -> None:
+        """Choose the memory by optimizers as they are now, and check those that are new.
+
+        Second moments of groups that are new go on from those of the optimizers, where they know none.
+
+        Raises:
+            ValueError: for an optimizer that does not go with the memory.
+        """
+        stepper, (adoptions, _), known = self._stepper, self._read, self.optimizers
+        optimizers = known or made_for({id(p) for p in self._parameters.values()})
+        decays = decays_of(optimizers)
+        if (stepper.adoptions, decays) != self._read or not known:
+            self.suit(optimizers, begins=True)
+        self._read = stepper.adoptions, decays
+        if stepper.adoptions != adoptions:
+            settings = stepper.settings
+            chosen = {"memory for the optimizers": settings.memory_in_use, "exchange": settings.exchange_in_use}
+            for network in reversed(stepper.networks):
+                check_equal_on_ranks(chosen, network, stepper.device)
+            with stepper.record.changing(), stepper.on_stream.between_steps():
+                go_on_from_dense(stepper, [optimizer for optimizer in optimizers if self.takes(optimizer)])
+        self._check([one for one in known if one not in self._checked])
+        self._stepper.rates.optimizers = known
+
+    def suit(self, optimizers: Sequence[Optimizer], begins: bool = False) -> None:
+        """Choose the memory that suits optimizers, and an exchange for it, where they were left open.
+
+        Between two steps.
+
+        Args:
+            optimizers: all that apply averages.
+            begins: whether a step has just begun. Settings of a memory that stays are changed then only: averages that
+                nobody has applied yet are of the old ones.
+
+        Raises:
+            ValueError: if the sparsifier does not go with the memory.
+        """
+        if not self._chooses or not any(group.sparsified for group in self._stepper.groups):  # for a while, maybe
+            return
+        sparsified = self._sparsified
+        warn = partial(self._once, rank_zero_warn, kind="several settings")
+        memory: Memory = AdamRule.memory(optimizers, sparsified, warn) or Residual()
+        now = self._stepper.settings.memory_in_use
+        if memory.needs_second and now.needs_second:
+            if begins and memory != now:
+                self._stepper.adapt(memory)
+        elif memory != now:
+            before, settings = self._stepper.settings.exchange_in_use, self._with(memory)
+            self._stepper.remember_by(settings)
+            if memory.needs_second:
+                name, other = EXCHANGES.name_of(before), EXCHANGES.name_of(settings.exchange_in_use)
+                if name != other:
+                    self._once(
+                        say,
+                        f"The exchange {other!r} takes the place of {name!r}, which cannot carry Adam's second moments "
+                        f"({page('adam')}): exchange={other!r} chooses it without this line, and exchange={name!r} "
+                        "keeps the other and leaves steps to the optimizer.",
+                    )
+                self._once(
+                    say,
+                    "Adam's steps for parameters that are sparsified are taken with the second moments of all ranks' "
+                    f"own gradients and without a first moment, at the optimizer's learning rate ({page('adam')}). "
+                    "memory='residual' leaves them to the optimizer.",
+                )
+
+    @property
+    def _chooses(self) -> bool:
+        """True if the memory follows from optimizers."""
+        return self.left_open and (self._open_exchange or self._stepper.settings.exchange_in_use.carries_second)
+
+    def _with(self, memory: Memory) -> SparsificationConfig:
+        """Return settings with a memory, and with an exchange that suits it, where that was left open."""
+        settings = self._stepper.settings
+        chosen = None if self._open_exchange else settings.exchange
+        return replace(settings, memory=memory, exchange=as_exchange(chosen, settings.sparsifier, memory))
+
+    @property
+    def _sparsified(self) -> set[int]:
+        """Ids of the parameters that are not always sent as a whole."""
+        return {id(self._parameters[name]) for name in self._stepper.sparsified}
+
+    def _spends(self, optimizer: Optimizer) -> bool:
+        """Return True if momentum of an optimizer is spent as if averages had not waited; tell the user once."""
+        if not has_velocities(optimizer, self._sparsified):
+            return False
+        memory = self._stepper.settings.memory_in_use
+        keeps_gradients = not isinstance(memory, NoMemory) and memory.averages == "gradients"
+        plain = not self.left_open and memory == Residual()  # by choice
+        if not keeps_gradients or plain:
+            return False
+        if not self.left_open:
+            self._once(
+                say,
+                f"SGD's momentum is left to the optimizer, because memory={memory!r} was chosen: averages that have "
+                f"waited are spent late. With the default memory they are not ({page('momentum')}).",
+            )
+            return False
+        if memory.needs_second:  # an Adam's, which holds other parameters now
+            return False
+        self._once(say, SPENT)
+        return True
+
+    def settings_for(self, state: Mapping[str, Any]) -> SparsificationConfig:
+        """Return settings with the memory of a state, where nothing else says which one is meant."""
+        settings, memory = self._stepper.settings, second_moment_in(state["settings"])
+        decided = self.optimizers and self._stepper.sparsified and not settings.memory_in_use.needs_second
+        refused = self._open_exchange and settings.sparsifier.is_its_exchange
+        if memory is None or memory == settings.memory_in_use or decided or refused or not self._chooses:
+            return settings
+        return self._with(memory)
+
+    def takes(self, optimizer: Optimizer) -> bool:
+        """Return True if Adam's steps of some of its parameters are taken here, also within one that is around it."""
+        served = self._served(optimizer)
+        return bool(served) and refusal(optimizer, served) is None
+
+    def _served(self, optimizer: Optimizer) -> set[int]:
+        """Return the ids of an optimizer's parameters whose averages come with what Adam divides them by."""
+        stepper = self._stepper
+        if stepper.adoptions != self._second[0]:
+            groups = [group for group in stepper.groups if group.memory.needs_second]
+            self._second = stepper.adoptions, {id(self._parameters[name]) for group in groups for name in group.spans}
+        return set() if stepper.direct else ids_of(optimizer) & self._second[1] & self._mine.keys()
+
+    def _check(self, optimizers: Sequence[Optimizer]) -> None:
+        """Raise a ValueError for optimizers that do not go with the memory; warn where that may be."""
+        # Where nobody has told processes their ranks, each of them counts as rank zero and would warn.
+        with warnings.catch_warnings(action="ignore") if self._stepper.rank else nullcontext():
+            for optimizer in optimizers:
+                check_pair(self._stepper.settings.memory_in_use, optimizer)
+        self._checked.update(optimizers)
+        if self._stepper.settings.lr_aware:
+            self._stepper.rates.follow(optimizers)
+
+    def _once(self, tell: Callable[[str], None], sentence: str, kind: str | None = None) -> None:
+        """Tell the user on rank zero, which is one rank also where nobody has told processes their ranks.
+
+        Args:
+            tell: says or warns.
+            sentence: to say.
+            kind: of sentences of which one is said; None: of this one.
+        """
+        if self._stepper.rank == 0 and (kind or sentence) not in self._told:
+            self._told.add(kind or sentence)
+            tell(sentence)

@@ -1,0 +1,65 @@
+"""The CUDA stream of the groups; on a CPU they run where they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+
+def side_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Return a stream for groups, so that they overlap with backward; None if a device has no streams."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+
+class ExchangeStream:
+    """The stream of the groups; if a device has none, they run where they are called.
+
+    Args:
+        device: of the gradients.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = side_stream(device)
+        self.host_knows = self.stream is None
+        """True if there is no stream, so that results are on the host at once."""
+        self._device = device
+
+    def __call__(self) -> AbstractContextManager[Any]:
+        """Return a context in which work is queued on the stream."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """Queue work on the stream, after all earlier work of the caller's stream and before its later work.
+
+        The caller's stream may still read residuals. Memory that groups free must not be reused on either stream while
+        the other one uses it.
+        """
+        if self.stream is None:
+            yield
+            return
+        caller = torch.cuda.current_stream(self._device)
+        self.stream.wait_stream(caller)
+        with torch.cuda.stream(self.stream):
+            yield
+        caller.wait_stream(self.stream)
+
+    def join(self) -> None:
+        """Let the caller's stream wait for all work of this one."""
+        if self.stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self.stream)
+
+    def ready(self) -> Callable[[], None]:
+        """Return a function that makes the stream wait for all work of the caller's stream up to now."""
+        if (stream := self.stream) is None:
+            return lambda: None
+        event = torch.cuda.current_stream(self._device).record_event()
+        return lambda: stream.wait_event(event)
+
+    def synchronize(self) -> None:
+        """Wait until all work is done."""
+        if self.stream is not None:
+            self.stream.synchronize()
