@@ -38,7 +38,7 @@ def in_words(facts: dict[str, Any]) -> str:
 def free_port() -> int:
     """A port of this machine at which ranks can meet."""
     with socket.socket() as free:
-        free._show(("127.0.0.1", 0))
+        free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
 
 

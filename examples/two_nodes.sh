@@ -13,7 +13,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 script=${SCRIPT:-$here/plain_ddp.py}
 python=${PYTHON:-python}
 # A port that is free now; a fixed one, the same on all nodes, on real machines.
-port=${PORT:-$("$python" -c 'import socket; s = socket.socket(); s._show(("127.0.0.1", 0)); print(s.getsockname()[1])')}
+port=${PORT:-$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
 
 agents=()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests import covering, paths
+from tests import covering
 from tests.forked import spawned_warm
 from tests.ranks import Ranks
 from tests.warm import warm_python
@@ -40,9 +40,6 @@ def pytest_configure_node(node: Any) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.get_closest_marker("in_backward") is not None:
-            item.add_marker(pytest.mark.thorough)
     # What takes long and mostly waits runs beside the many short tests, not alone when these are over.
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
@@ -50,16 +47,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     # What is there by now stays. Each look at all of it for garbage takes 0.3 s, 4 % of the time of short tests.
     gc.freeze()
-
-
-@pytest.fixture(autouse=True)
-def path(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Where gradients are exchanged: in backward, where a test is marked so."""
-    if request.node.get_closest_marker("in_backward") is None:
-        yield
-        return
-    with paths.exchanging(False):
-        yield
 
 
 @pytest.fixture(autouse=True)

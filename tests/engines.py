@@ -10,12 +10,11 @@ from unittest import mock
 import torch.distributed as dist
 
 from lightning_sparse.engine import Engine
-from tests.paths import in_steps
 
 
 def exchange(engine: Engine) -> bool:
-    """Put averages in the place of all gradients, where they are not there since backward; False: skipped."""
-    return engine.exchange(engine.parameters.values()) if in_steps() else not engine.skipped
+    """Put averages in the place of all gradients; False: skipped."""
+    return engine.exchange(engine.parameters.values())
 
 
 class Raises:

@@ -23,7 +23,6 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
-from tests import paths
 from tests.forked import forked
 
 JOB_SECONDS = 90
@@ -98,7 +97,7 @@ class Ranks:
         if not self.workers:
             self._start()
         for _, pipe in self.workers:
-            send(pipe, (job, args, paths.in_steps()))
+            send(pipe, (job, args))
         results: list[Any] = [None] * self.world_size
         errors: dict[int, str] = {}
         waiting = {pipe: rank for rank, (_, pipe) in enumerate(self.workers)}
@@ -122,7 +121,7 @@ class Ranks:
 
     def _start(self) -> None:
         with socket.socket() as free:
-            free._show(("127.0.0.1", 0))
+            free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         context = forked()
         for rank in range(self.world_size):
@@ -195,11 +194,11 @@ def _work(pipe: Any, rank: int, world_size: int, port: int) -> None:
             gc.freeze()
             modules = len(sys.modules)
         try:
-            job, args, in_steps = pipe.recv()
+            job, args = pipe.recv()
         except EOFError:
             return
         try:
-            with closing(), paths.exchanging(in_steps):
+            with closing():
                 result = job(*args)
             send(pipe, (True, result))
             del result

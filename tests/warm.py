@@ -98,7 +98,7 @@ def serve(program: str) -> list[str]:
     """Fork for each call; only the forks return, with the caller's arguments."""
     address = f"{program}.socket"
     listener = socket.socket(socket.AF_UNIX)
-    listener._show(address)
+    listener.bind(address)
     listener.listen(64)
     Path(program).write_text(CALLER.format(python=sys.executable, address=address))
     Path(program).chmod(0o700)

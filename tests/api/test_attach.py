@@ -245,12 +245,6 @@ def test_ranks_with_fewer_batches_are_refused_below_a_density_of_1(two_ranks: Ra
         assert said.startswith("join() lets ranks end before others")
 
 
-@pytest.mark.in_backward
-def test_ranks_with_fewer_batches_join(two_ranks: Ranks) -> None:
-    first, second = two_ranks(train_uneven, {})
-    assert torch.equal(first, second)
-
-
 def test_averages_over_fewer_ranks_are_refused(two_ranks: Ranks) -> None:
     for said in two_ranks(partial(train_uneven, divide_by_initial_world_size=False), {}):
         assert said.startswith("join(divide_by_initial_world_size=False) divides by the ranks that still have data")

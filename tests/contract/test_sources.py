@@ -186,14 +186,6 @@ def test_no_source_loses_anything_at_any_moment(two_ranks: Ranks, kind: str) -> 
     assert waited >= STEPS - 2
 
 
-@pytest.mark.in_backward
-def test_averages_are_those_of_the_source_in_ddp(two_ranks: Ranks) -> None:
-    """Up to the step that is lost."""
-    moves = {kind: [look.weights for look in two_ranks(train, kind)[0][1 : 2 * SAVED : 2]] for kind in SOURCES}
-    for at_once, at_the_end in zip(moves["in DDP"], moves["at the end"], strict=True):
-        assert all(torch.equal(at_once[name], at_the_end[name]) for name in SIZES)
-
-
 # ---- Shards: two halves of each parameter, of unequal lengths, with two replicas each
 
 

@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.methods.grouping import Group, ParameterSize, make_plan
 from tests.covering import by_default, covering, in_turns
 from tests.engines import exchange
@@ -676,40 +675,3 @@ def test_reducers_that_bypass_buckets_are_refused(one_rank: None) -> None:
         pytest.raises(ValueError, match="bypasses DDP's buckets"),
     ):
         wrapped("default", sparsifier="top_k")
-
-
-def train_and_listen(ask_hosts: bool, messages: str) -> tuple[Tensor, list[tuple[bool, bool]]]:
-    """Parameters, and of each gather of flags: whether it went through the group of the averages, and on the CPU."""
-    gather, averaged, told = TorchCollective.all_gather, [], []
-
-    def listen(self: TorchCollective, x: Tensor) -> Tensor:
-        if x.dtype == torch.uint8:
-            told.append((self.group, x.is_cpu))
-        else:
-            averaged.append(self.group)
-        return gather(self, x)
-
-    with pytest.MonkeyPatch.context() as patch:
-        if ask_hosts:  # as if the default group were one between devices
-            patch.setattr(dist, "get_backend", lambda group=None: "nccl")
-        options = {"sparsifier": "top_k", "density": 0.1, "grouping": "layer", "executor": "inline"}
-        ddp, engine = wrapped("find_unused", messages=messages, **options)
-        patch.setattr(TorchCollective, "all_gather", listen)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        for batch, use in zip(batches(4), ("both", "left", "right", "left"), strict=True):
-            ddp(batch, use).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        engine.close()
-    return flat(ddp), [(group in averaged, on_cpu) for group, on_cpu in told]
-
-
-@pytest.mark.in_backward
-@pytest.mark.parametrize(("messages", "times"), [("group", 16), ("step", 4)])
-def test_which_parameters_are_used_is_asked_between_hosts(two_ranks: Ranks, messages: str, times: int) -> None:
-    plain, asked = (two_ranks(train_and_listen, ask_hosts, messages) for ask_hosts in (False, True))
-    for (expected, before), (parameters, told) in zip(plain, asked, strict=True):
-        assert torch.equal(parameters, expected)
-        assert set(before) == {(True, True)}  # between CPUs, one group serves
-        assert set(told) == {(False, True)}
-        assert len(told) == len(before) == times

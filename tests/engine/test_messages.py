@@ -6,12 +6,12 @@ import dataclasses
 import time
 from collections import Counter
 from datetime import timedelta
-from itertools import product
 from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning_sparse.engine.skip import Decision, Header, digest_of
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,11 +20,10 @@ from lightning_sparse.core.messages import AllGather, together
 from lightning_sparse.engine import executor as executors
 from lightning_sparse.engine import network
 from lightning_sparse.engine.network import TorchCollective, drive_ranks
-from lightning_sparse.engine.skip import Decision, Header, digest_of
 from lightning_sparse.engine.state.record import Counts
 from lightning_sparse.methods.exchanges import GatherPairs
 from tests.covering import covering, in_turns
-from tests.engine.test_engine import balance, batches, poisoned, train, unused, wrapped
+from tests.engine.test_engine import batches, wrapped
 from tests.engines import exchange
 from tests.gpu.models import Branches
 from tests.gpu.training import LAYOUTS
@@ -88,14 +87,6 @@ def test_a_step_talks_as_often_as_one_group(two_ranks: Ranks, case: int, executo
         assert seen == (expected, groups)
 
 
-@pytest.mark.in_backward
-def test_groups_that_travel_by_themselves_talk_for_each(two_ranks: Ranks) -> None:
-    options = {"density": 0.05, "messages": "group", **MANY}
-    for seen, groups in two_ranks(collectives, "find_unused", options):
-        assert groups == 5
-        assert seen == {BYTES: 5, INTS: 4 * 3, FLOATS: 2}
-
-
 EVENTS: list[str] = []
 
 
@@ -133,32 +124,7 @@ def events(settings: dict[str, Any]) -> list[str]:
     return list(EVENTS)
 
 
-@pytest.mark.in_backward
-def test_local_work_begins_as_gradients_come_where_all_parameters_are_used(two_ranks: Ranks) -> None:
-    """The head's 305 coordinates, the branches', and the trunk's, whose gradient comes last."""
-    for seen in two_ranks(events, {}):
-        assert seen[0] == "select 305"
-        assert seen.index("trunk") > seen.index("select 3660")
-        assert seen[-2:] == ["select 1260", "gather int32"]
-        assert len(seen) == 6
-    for seen in two_ranks(events, {"find_unused_parameters": True}):
-        assert seen[:2] == ["trunk", "gather uint8"]
-        assert seen[-1] == "gather int32"
-        assert sorted(seen[2:-1]) == ["select 1260", "select 305", "select 3660", "select 3660"]
-
-
 # ---- The same bits
-
-
-@pytest.mark.in_backward
-@pytest.mark.parametrize(
-    ("sparsifier", "executor"),
-    in_turns([name for name, _ in ls.sparsifiers.SPARSIFIERS.items()], ["inline", "thread"]),
-)
-def test_messages_that_travel_together_bring_the_same_bits(two_ranks: Ranks, sparsifier: str, executor: str) -> None:
-    options = {"sparsifier": sparsifier, "density": 0.05, "executor": executor, **MANY}
-    [first, second] = (two_ranks(train, "small_buckets", {**options, "messages": messages}, 1, 4) for messages in BOTH)
-    assert all(torch.equal(parameters, first[0][0]) for parameters, _ in (*first, *second))
 
 
 MEMORIES: list[ls.memories.Memory] = [
@@ -170,18 +136,6 @@ MEMORIES: list[ls.memories.Memory] = [
     ls.memories.ClipByNorm(0.1),
     ls.memories.WeightDecay(1e-2),
 ]
-
-
-@pytest.mark.in_backward
-@pytest.mark.parametrize(("memory", "dtype"), in_turns(MEMORIES, [torch.float32, torch.bfloat16, torch.float64]))
-def test_memories_keep_the_same_bits_while_groups_wait_for_each_other(
-    two_ranks: Ranks, memory: ls.memories.Memory, dtype: torch.dtype
-) -> None:
-    """What a memory forms when gradients come in is needed until messages have come back."""
-    options = {"memory": memory, "density": 0.05, **MANY}
-    [first, second] = (two_ranks(remembering, dtype, {**options, "messages": messages}) for messages in BOTH)
-    for separate, joined in zip(first, second, strict=True):
-        assert all(map(torch.equal, separate, joined))
 
 
 def remembering(dtype: torch.dtype, options: dict[str, Any]) -> list[Tensor]:
@@ -196,72 +150,7 @@ def remembering(dtype: torch.dtype, options: dict[str, Any]) -> list[Tensor]:
     return [*(p.detach().clone() for p in ddp.parameters()), *vectors]
 
 
-@pytest.mark.in_backward
-@pytest.mark.parametrize("exchange", ["gather_pairs", "reduce_union", "packed_union", "tree", "balanced"])
-def test_exchanges_that_travel_together_bring_the_same_bits(three_ranks: Ranks, exchange: str) -> None:
-    """Integers that are summed, and floats that each rank adds up by itself; other sums may differ in the last bits."""
-    options = {"sparsifier": "top_k", "exchange": exchange, "density": 0.05, "grouping": "layer"}
-    [first, second] = (three_ranks(train, "default", {**options, "messages": messages}, 1, 4) for messages in BOTH)
-    assert all(torch.equal(parameters, second[0][0]) for parameters, _ in second)
-    if exchange != "reduce_union":
-        assert torch.equal(first[0][0], second[0][0])
-    else:
-        torch.testing.assert_close(first[0][0], second[0][0], rtol=0, atol=1e-6)
-
-
-@pytest.mark.in_backward
-def test_the_default_brings_the_same_bits_on_four_ranks() -> None:
-    with Ranks(4) as ranks:
-        options = {"density": 0.05, "grouping": "layer"}
-        [first, second] = (ranks(train, "default", {**options, "messages": messages}) for messages in BOTH)
-    assert all(torch.equal(parameters, first[0][0]) for parameters, _ in (*first, *second))
-
-
-@pytest.mark.in_backward
-@pytest.mark.parametrize(
-    ("sparsifier", "layout"), in_turns(["top_k", "exdyna", "everything"], ["small_buckets", "find_unused"])
-)
-def test_density_1_is_plain_ddp_however_messages_travel(two_ranks: Ranks, sparsifier: str, layout: str) -> None:
-    plain = two_ranks(train, layout, {})[0][0]
-    for messages in BOTH:
-        options = {"sparsifier": sparsifier, "density": 1.0, "grouping": "layer", "messages": messages}
-        for parameters, _ in two_ranks(train, layout, options):
-            assert torch.equal(parameters, plain), messages
-
-
 # ---- What has to hold where groups travel by themselves, too; where they travel together, other tests see to it
-
-
-@pytest.mark.in_backward
-def test_no_gradient_is_lost_when_groups_travel_by_themselves(two_ranks: Ranks) -> None:
-    options = {"sparsifier": "exdyna", "density": 0.05, "grouping": "layer", "messages": "group", "dense": ["head.*"]}
-    for found, given in two_ranks(balance, "small_buckets", options):
-        torch.testing.assert_close(found, given, rtol=0, atol=1e-13)
-
-
-@pytest.mark.in_backward
-@pytest.mark.parametrize("executor", ["thread", "inline"])
-def test_unused_parameters_are_the_same_to_groups_that_travel_by_themselves(two_ranks: Ranks, executor: str) -> None:
-    for first, second in zip(*(two_ranks(unused, executor, messages) for messages in BOTH), strict=True):
-        for step, (zero, left, trunk) in first.items():
-            assert zero == second[step][0]
-            assert torch.equal(left, second[step][1])
-            assert torch.equal(trunk, second[step][2])
-
-
-@pytest.mark.in_backward
-@pytest.mark.parametrize("messages", BOTH)
-def test_a_bad_number_in_one_of_many_groups_voids_the_step(two_ranks: Ranks, messages: str) -> None:
-    for options in ({"sparsifier": "union_top_k"}, {"sparsifier": "top_k", "exchange": "tree"}):
-        many = {**options, "grouping": "layer", "messages": messages}
-        answers = two_ranks(poisoned, "thread", float("nan"), many, "head")
-        for grads, residuals, left, own in answers:
-            assert grads[0].isfinite().all()
-            assert left.isnan().all() and grads[1].isnan().all()
-            assert grads[2].isfinite().all()
-            assert torch.equal(residuals[1], residuals[0] + own.where(own.isfinite(), 0.0))
-        assert [bool(own.isfinite().all()) for *_, own in answers] == [True, False]
-        assert all(own.isfinite().any() for *_, own in answers)
 
 
 # ---- Errors
@@ -309,12 +198,6 @@ def check_failing(options: dict[str, Any], before: bool) -> None:
 @pytest.mark.parametrize("before", [True, False])
 def test_an_error_names_its_group_and_ends_the_step_on_all_ranks(before: bool) -> None:
     check_failing({}, before)
-
-
-@pytest.mark.in_backward
-@pytest.mark.parametrize(("messages", "executor", "before"), [*product(BOTH, ["inline", "thread"], [True, False])])
-def test_an_error_in_backward_names_its_group(messages: str, executor: str, before: bool) -> None:
-    check_failing({"messages": messages, "executor": executor}, before)
 
 
 class OneRankFails(ls.density.Constant):
@@ -379,13 +262,6 @@ def test_nobody_waits_for_a_rank_that_fails_beside_its_exchange(where: str) -> N
     check_failing_locally(where, place, settings)
 
 
-@pytest.mark.in_backward
-@pytest.mark.parametrize(("where", "messages"), in_turns(list(FAILING), BOTH))
-def test_nobody_waits_in_backward_for_a_rank_that_fails_beside_its_exchange(where: str, messages: str) -> None:
-    settings, _, place = FAILING[where]
-    check_failing_locally(where, place, {"executor": "thread", "messages": messages, **settings})
-
-
 def drifting(what: str, options: dict[str, Any]) -> tuple[str, int, bool]:
     """The error of this rank when one has drifted apart, the steps that count, and whether nothing is lost."""
     ddp, engine = wrapped("default", density=0.05, **options)
@@ -426,24 +302,6 @@ def test_ranks_whose_settings_have_drifted_apart_are_told_before_anything_is_abs
         for told, step, kept in ranks(other_settings):
             assert "rank 0 ends a backward; rank 1 ends a backward, with other settings or groups than rank 0" in told
             assert (step, kept) == (1, True)
-
-
-DRIFTED = {
-    "step": "What differs: step (1 on rank 0, 7 on rank 1).",
-    "settings": "What differs: settings or groups (on rank 1).",
-}
-
-
-@pytest.mark.in_backward
-@pytest.mark.parametrize(("what", "executor"), [*product(DRIFTED, ["inline", "thread"])])
-def test_ranks_that_have_drifted_apart_are_told_before_anything_counts(what: str, executor: str) -> None:
-    with Ranks(2) as ranks:
-        answers = ranks(drifting, what, {"executor": executor, "grouping": "layer"})
-    for (message, step, kept), expected in zip(answers, (1, 7 if what == "step" else 1), strict=True):
-        assert "The ranks have drifted apart: rank 1 and rank 0" in message
-        assert DRIFTED[what] in message
-        assert step == expected
-        assert kept
 
 
 def test_what_differs_is_named_with_the_ranks_that_differ_from_rank_0() -> None:

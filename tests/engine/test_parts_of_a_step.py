@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -37,55 +36,6 @@ def attached(options: dict[str, Any], **settings: Any) -> tuple[DistributedDataP
 
 def batch(step: int) -> Tensor:
     return torch.randn(4, 20, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
-
-
-def flushing_within_a_step(options: dict[str, Any]) -> list[list[bool]]:
-    """Whether anything is left in each group after each of some steps."""
-    ddp, engine = attached(options)
-    left = []
-    for step in range(4):
-        a, b = ddp(batch(step))
-        b.backward()
-        if step == 1:
-            engine._flush_next_step()
-        a.backward()
-        left.append([group.remembers for group in engine.groups])
-    return left
-
-
-@pytest.mark.in_backward
-@pytest.mark.parametrize("executor", ["inline", "thread"])
-@pytest.mark.parametrize("messages", ["group", "step"])
-def test_a_flush_that_is_asked_for_within_a_step_means_the_next_one(
-    two_ranks: Ranks, messages: str, executor: str
-) -> None:
-    expected = [[True] * 2, [True] * 2, [False] * 2, [True] * 2]
-    assert two_ranks(flushing_within_a_step, {"messages": messages, "executor": executor}) == [expected] * 2
-
-
-def asking_within_a_step(options: dict[str, Any]) -> tuple[list[str], bool]:
-    ddp, engine = attached(options)
-    said = []
-    for step in range(2):
-        a, b = ddp(batch(step))
-        b.backward()
-        for ask in (engine.summary, engine.group_summaries, engine._take_pending, lambda: engine.regroup(engine.plan)):
-            try:
-                ask()
-            except RuntimeError as error:
-                said.append(str(error))
-        a.backward()
-    fine = bool(engine.summary() and engine.group_summaries() and engine._take_pending())
-    return said, fine
-
-
-@pytest.mark.in_backward
-@pytest.mark.parametrize("messages", ["group", "step"])
-def test_what_asks_other_ranks_is_refused_within_a_step(two_ranks: Ranks, messages: str) -> None:
-    for said, fine in two_ranks(asking_within_a_step, {"messages": messages, "executor": "thread"}):
-        assert len(said) == 4  # in the first step, DDP hands over all gradients at the end
-        assert all("between two steps, not within a backward" in one for one in said)
-        assert fine
 
 
 def leaving_out() -> list[tuple[dict[str, float], set[str]]]:

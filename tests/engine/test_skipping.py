@@ -5,7 +5,6 @@ On streams, played on the CPU.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -97,49 +96,6 @@ def test_a_skipped_step_is_as_if_it_had_not_been(
         assert torch.equal(run.engine.residual(parameter), without.engine.residual(parameter))
 
 
-@pytest.mark.in_backward
-@pytest.mark.parametrize("name", FUSED)
-def test_fused_optimizers_skip_by_themselves_and_nobody_waits(streams: Streams, name: str) -> None:
-    handed = Run(FUSED[name]).steps({SKIPPED}, streams)
-    dropped = Run(FUSED[name], skip="drop_skipped").steps({SKIPPED}, streams)
-    # In its first step, an optimizer makes its state, and torch may import what it needs.
-    assert handed.waits[1:] == [0] * 4
-    assert dropped.waits[1:] == [1, 2, 1, 1]  # gradients of a skipped step are looked at
-    assert equal(handed, dropped)
-    assert flat(handed.ddp).isfinite().all()
-    for run in (handed, dropped):
-        assert (run.engine.step, run.engine.skipped_steps) == (4, 1)
-    assert not streams.findings
-
-
-@pytest.mark.in_backward
-@pytest.mark.parametrize("name", by_default(FUSED, 2))
-def test_a_first_step_and_the_last_one_may_be_skipped(streams: Streams, name: str) -> None:
-    handed = Run(FUSED[name]).steps({0, 4}, streams)
-    dropped = Run(FUSED[name], skip="drop_skipped").steps({0, 4}, streams)
-    assert equal(handed, dropped)
-    assert handed.engine.skipped
-    assert (handed.engine.step, handed.engine.skipped_steps) == (3, 2)
-
-
-@pytest.mark.in_backward
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_optimizers_are_waited_for(streams: Streams, name: str) -> None:
-    handed = Run(OTHERS[name]).steps({SKIPPED}, streams)
-    assert all(handed.waits)
-    assert equal(handed, Run(OTHERS[name], skip="drop_skipped").steps({SKIPPED}))
-
-
-@pytest.mark.in_backward
-@pytest.mark.parametrize("name", by_default(sorted([*FUSED, *OTHERS], key=lambda name: name not in FIRST), 3))
-def test_the_engine_asks_by_itself_when_a_step_begins(streams: Streams, name: str) -> None:
-    make = {**FUSED, **OTHERS}[name]
-    asked, alone = (Run(make, skip=skip).steps({SKIPPED}, streams) for skip in ("ignore_skipped", None))
-    assert equal(asked, alone)
-    assert asked.waits[1:] == alone.waits[1:]
-    assert flat(alone.ddp).isfinite().all()
-
-
 def test_a_step_that_is_left_out_is_told_once(streams: Streams) -> None:
     with pytest.warns(UserWarning, match="not finite on some rank") as told:
         Run(OTHERS["not fused"], skip=None).steps({0, 2})
@@ -181,31 +137,6 @@ def test_residuals_are_free_of_the_scale_of_a_scaler(one_rank: None, name: str) 
         assert torch.equal(plain.engine.residual(parameter), scaled.engine.residual(parameter))
 
 
-@pytest.mark.in_backward
-@pytest.mark.parametrize("enabled", [True, False])
-def test_a_scaler_that_the_engine_was_not_shown_is_told_of_where_nothing_adapts(one_rank: None, enabled: bool) -> None:
-    for kind in (torch.optim.SGD, torch.optim.AdamW):
-        run = Run(lambda parameters, kind=kind: kind(parameters, lr=0.01), skip=None)
-        run.engine._show(run.optimizer)
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=enabled)
-        with warnings.catch_warnings(record=True, action="always") as told:
-            for _ in range(3):
-                run.optimizer.zero_grad()
-                scaler.scale(run.ddp(torch.randn(4, 20)).square().mean()).backward()
-                scaler.step(run.optimizer)
-                scaler.update()
-        assert sum("scaler=scaler" in str(one.message) for one in told) == (enabled and kind is torch.optim.SGD)
-
-
-@pytest.mark.in_backward
-def test_beside_a_loss_scale_the_flag_is_the_scalers(streams: Streams) -> None:
-    run = Run(FUSED["Adam"])
-    scale = torch.ones(())
-    run.engine.loss_scale = lambda: scale
-    run.step(skipped=True)
-    assert all(p.grad is None for p in run.ddp.parameters())
-
-
 def test_parameters_of_others_are_not_held_back(streams: Streams) -> None:
     run = Run(FUSED["Adam"])
     other = nn.Parameter(torch.ones(3))
@@ -220,68 +151,11 @@ def test_parameters_of_others_are_not_held_back(streams: Streams) -> None:
         assert torch.equal(flat(run.ddp), own) == skipped
 
 
-@pytest.mark.in_backward
-def test_a_flag_does_not_outlast_the_step_it_was_meant_for(streams: Streams) -> None:
-    run = Run(FUSED["Adam"])
-    run.step()
-    before = flat(run.ddp)
-    (run.ddp(torch.randn(4, 20)).square().mean() * float("inf")).backward()
-    run.engine.ignore_skipped(run.optimizer)  # and no step
-    run.optimizer.zero_grad()
-    run.ddp(torch.randn(4, 20)).square().mean().backward()
-    run.optimizer.step()  # nobody asked
-    assert not torch.equal(flat(run.ddp), before)
-    assert run.engine.skipped_steps == 1
-
-
-@pytest.mark.in_backward
-@pytest.mark.parametrize("where", ["streams", "one_rank"])
-def test_finite_gradients_of_a_skipped_step_wait(request: pytest.FixtureRequest, where: str) -> None:
-    request.getfixturevalue(where)
-    run = Run(FUSED["SGD"])
-    run.step()
-    run.optimizer.zero_grad()
-    names, batch = list(run.engine.parameters), torch.randn(4, 20)
-    before = [run.engine.residual(name).clone() for name in names]
-    own = torch.autograd.grad(run.ddp.module(batch).square().mean(), list(run.engine.parameters.values()))
-    hook = run.engine.parameters[names[0]].register_hook(lambda grad: grad.index_fill(0, torch.tensor([1]), torch.inf))
-    run.ddp(batch).square().mean().backward()
-    hook.remove()
-    run.skip(run.optimizer)
-    run.optimizer.step()
-    assert run.engine.skipped_steps == 1
-    own[0][1] = 0.0  # as if it had not come
-    for name, then, gradient in zip(names, before, own, strict=True):
-        assert torch.equal(run.engine.residual(name), then + gradient.flatten())
-    run.step()
-    assert (run.engine.step, run.engine.skipped_steps) == (2, 1)
-    assert bool(flat(run.ddp).isfinite().all())
-
-
 def test_after_a_skipped_step_gradients_are_zeros(one_rank: None) -> None:
     run = Run(FUSED["Adam"])
     run.step()
     run.step(skipped=True)
     assert all(p.grad is not None and not p.grad.any() for p in run.ddp.parameters())
-
-
-@pytest.mark.in_backward
-def test_where_the_host_knows_gradients_are_dropped(one_rank: None) -> None:
-    run = Run(FUSED["Adam"])
-    run.step()
-    run.step(skipped=True)
-    assert all(p.grad is None for p in run.ddp.parameters())
-
-
-@pytest.mark.in_backward
-def test_an_engine_that_ends_leaves_no_flag_behind(streams: Streams) -> None:
-    run = Run(FUSED["Adam"])
-    run.step()
-    (run.ddp(torch.randn(4, 20)).square().mean() * float("inf")).backward()
-    run.skip(run.optimizer)  # whose step never comes
-    assert hasattr(run.optimizer, "found_inf")
-    run.engine.close()
-    assert not hasattr(run.optimizer, "found_inf")
 
 
 def test_flushing_after_a_skipped_backward_leaves_the_skipped_step_out(one_rank: None) -> None:
@@ -329,18 +203,3 @@ def test_an_engine_that_another_one_has_replaced_takes_nothing_away(streams: Str
         before = flat(again)
         run.optimizer.step()
         assert not torch.equal(flat(again), before)
-
-
-@pytest.mark.in_backward
-def test_of_what_the_host_has_heard_it_is_told_without_waiting(streams: Streams) -> None:
-    run = Run(FUSED["Adam"])
-    run.step()
-    (run.ddp(torch.randn(4, 20)).square().mean() * float("inf")).backward()
-    waited = streams.host_waits
-    assert run.engine.router.known_counts[:3] == (1, 0, 0)
-    assert streams.host_waits == waited
-    assert (run.engine.skipped_steps, run.engine.router.known_counts.skipped) == (1, 0)  # until the next step begins
-    run.skip(run.optimizer)
-    run.optimizer.step()
-    run.step()
-    assert run.engine.router.known_counts[:2] == (1, 1)

@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from tests.covering import by_default
-from tests.paths import exchanging
 from tests.ranks import Ranks
 from tests.static_path import static_path
 
@@ -66,10 +65,9 @@ def train(
     steps: int = 12,
     micro: int = 1,
     synced: bool = False,
-    now: bool = True,
     more: str = "",
 ) -> Tensor:
-    """Train, with plain DDP if there are no settings, in backward unless `now`; return the weights."""
+    """Train, with plain DDP if there are no settings; return the weights."""
     model, batches = network(), Batches()
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=more == "views")
     halves = [list(model[0].parameters()), list(model[2].parameters())]  # type: ignore[index]
@@ -77,10 +75,7 @@ def train(
     optimizers = [optimizer_of(kind, part) for part in parts]
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0) if more == "scaler" else None
     if settings is not None:
-        with exchanging(now):
-            engine = ls.attach(ddp, **{**SPARSE, **settings})
-        if not now:
-            engine._show(optimizers)
+        ls.attach(ddp, **{**SPARSE, **settings})
     for _ in range(steps):
         for one in optimizers:
             one.zero_grad()
@@ -100,24 +95,15 @@ def train(
     return weights(model)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sparsifier", by_default(["union_top_k", "top_k", "exdyna"], 2))
-def test_one_backward_a_step_trains_as_the_exchange_in_backward(two_ranks: Ranks, kind: str, sparsifier: str) -> None:
-    settings = {"sparsifier": sparsifier}
-    before = two_ranks(train, kind, settings, 12, 1, False, False)
-    after = two_ranks(train, kind, settings)
-    assert all(torch.equal(x, before[0]) for x in (*before, *after))
-
-
 MORE = ["", "views", "clipped", "scaler", "two optimizers"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("more", MORE)
 def test_density_1_is_plain_ddp(two_ranks: Ranks, kind: str, more: str) -> None:
-    plain = two_ranks(train, kind, None, 12, 1, False, True, more)
+    plain = two_ranks(train, kind, None, 12, 1, False, more)
     assert all(
-        torch.equal(x, plain[0]) for x in (*plain, *two_ranks(train, kind, {"density": 1.0}, 12, 1, False, True, more))
+        torch.equal(x, plain[0]) for x in (*plain, *two_ranks(train, kind, {"density": 1.0}, 12, 1, False, more))
     )
 
 

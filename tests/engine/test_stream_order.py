@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from lightning_sparse.engine.executor import ExchangeStream
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -17,11 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.executor import ExchangeStream
 from lightning_sparse.engine.network import Going
 from lightning_sparse.methods.grouping import make_plan
 from tests.covering import by_default
-from tests.integrations.test_telling import Lines
 from tests.paths import in_steps
 from tests.streams import FakeStream, Streams
 
@@ -308,28 +306,6 @@ def test_a_step_of_adam_hardly_waits(streams: Streams, waits: tuple[int, int]) -
     assert (begun - before, streams.host_waits - begun) == waits
 
 
-@pytest.mark.in_backward
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [
-        (torch.optim.AdamW, "AdamW"),
-        (partial(torch.optim.SGD, lr=0.1), "SGD"),
-        (partial(torch.optim.AdamW, fused=True), ""),
-        (torch.optim.RMSprop, ""),  # which has no fused form
-    ],
-)
-def test_an_optimizer_that_makes_the_host_wait_is_named_once(
-    streams: Streams, make: Callable[..., torch.optim.Optimizer], name: str
-) -> None:
-    training = Training(memory="residual", watch=None)
-    training.optimizer = make(training.ddp.parameters())
-    with Lines() as lines:
-        training.steps(2)
-    told = [line for line in lines if "host waits for the device" in line]
-    assert len(told) == bool(name)
-    assert all(f" {name}(..., fused=True)" in line for line in told)
-
-
 def test_who_waits_for_the_device_hears_of_a_rank_that_has_failed(
     streams: Streams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,13 +364,6 @@ def test_a_backward_that_does_not_wait_for_shards_is_noticed(streams: Streams, m
     monkeypatch.setattr(ExchangeStream, "join", lambda self: None)
     sharded_replicas()
     assert streams.findings
-
-
-@pytest.mark.in_backward
-def test_a_flag_that_is_read_before_it_has_come_is_noticed(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.streams.FakeEvent.synchronize", lambda self: None)
-    a_skipped_step()
-    assert any("_local_scalar_dense" in finding for finding in streams.findings)
 
 
 class TestTheDetectorItself:

@@ -124,13 +124,6 @@ def test_ranks_that_have_bound_other_optimizers_are_told_in_backward(two_ranks: 
         assert "rank 0 ends a backward; rank 1 ends a backward, with other settings or groups than rank 0" in told
 
 
-@pytest.mark.in_backward
-def test_in_backward_they_are_told_of_their_memories(two_ranks: Ranks) -> None:
-    for told in two_ranks(optimizers_that_differ, True):
-        assert told.startswith("RuntimeError: The ranks disagree")
-        assert "memory for the optimizers (Residual" in told and "SecondMoment" in told
-
-
 def said(options: dict[str, Any], module: Any = None) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")

@@ -203,11 +203,6 @@ def in_turns() -> list[bool]:
     return clipped
 
 
-@pytest.mark.in_backward
-def test_a_step_without_averages_does_not_end_clipping(two_ranks: Ranks) -> None:
-    assert two_ranks(in_turns) == [[False, False, True, True, True, True]] * 2
-
-
 def goes_on_in_fabric(folder: str, precision: str, early: bool) -> None:
     """Four steps, then four more; and these again from a checkpoint, loaded before or after the module is set up."""
 

@@ -149,7 +149,7 @@ class Launch:
         executor: str = "inline",
     ) -> None:
         with socket.socket() as free:
-            free._show(("127.0.0.1", 0))
+            free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.logs = [folder / f"{name}-{rank}.log" for rank in range(RANKS)]
         where, options = str(folder / "ckpt"), (epochs, resume, behaviour, executor)

@@ -12,7 +12,6 @@ from lightning_fabric import Fabric
 from torch import Tensor, nn
 
 import lightning_sparse as ls
-from tests.streams import Streams, play
 from tests.trainers import EVERYTHING_SPARSE, flat, make_data, make_module, make_trainer
 
 SKIPPED = 3
@@ -85,24 +84,3 @@ def left_alone(not_launched: None) -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-@pytest.mark.in_backward
-@pytest.mark.usefixtures("left_alone")
-@pytest.mark.parametrize("run", [fit, with_fabric], ids=lambda run: run.__name__)
-def test_a_fused_optimizer_is_handed_the_flag(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_host, on_device = Seen(), Seen()
-    parameters, state, skips = run(on_host)
-    streams: Streams = play(monkeypatch)
-    with streams:
-        others = run(on_device)
-    assert on_host.gradients[SKIPPED] == "none"
-    assert on_device.gradients[SKIPPED] == "NaN"
-    assert set(on_host.gradients[:SKIPPED] + on_device.gradients[:SKIPPED] + on_device.gradients[SKIPPED + 1 :]) == {
-        "finite"
-    }
-    assert skips == others[2] == 1
-    # Second moments are formed by other functions there, whose roots may differ in the last bit.
-    torch.testing.assert_close(others[0], parameters, rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(others[1], state, rtol=1e-5, atol=1e-7)
-    assert not streams.findings

@@ -44,7 +44,7 @@ def test_two_nodes_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     with socket.socket() as free:
-        free._show(("127.0.0.1", 0))
+        free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     agents = [
         subprocess.Popen(

@@ -371,17 +371,6 @@ def test_ranks_may_save_at_different_moments_before_the_step(two_ranks: Ranks, t
     assert check_files(tmp_path / "apart.ckpt", 2) == 2
 
 
-@pytest.mark.in_backward
-@pytest.mark.parametrize(("first", "other"), in_turns(LATER, [*LATER[1:], *LATER[:1]]))
-def test_all_ranks_save_what_belongs_to_the_weights_of_rank_0(
-    two_ranks: Ranks, tmp_path: Path, first: str, other: str
-) -> None:
-    two_ranks(save_apart, first, other, str(tmp_path))
-    assert check_files(tmp_path / "apart.ckpt", 2) == 3
-    [saved, _] = saved_in(tmp_path / "apart.ckpt", 2)
-    assert bool(saved["pending"]) == (first in EXCHANGED)
-
-
 @dataclass(frozen=True)
 class SlowOnRank1(ls.memories.Residual):
     """Takes a while after all communication is over."""

@@ -134,27 +134,6 @@ def test_what_a_user_shows_to_the_engine_stays(two_ranks: Ranks) -> None:
     assert two_ranks(fit_by_hand, PACKAGES[0]) == [(True, [True] * 4, [])] * 2
 
 
-def clipped_and_replaced(package: str) -> tuple[int, ...]:
-    """How many optimizers' gradients are clipped by each rank before and after another one takes the place."""
-    module = changing(package, "adamw", lambda parameters: torch.optim.SGD(parameters, lr=0.05))
-    strategy, counts, kept = strategy_class(package)(**SPARSE), [], []
-
-    class Counting(type(module)):  # type: ignore[misc]
-        def on_train_epoch_end(self) -> None:
-            kept.append(self.trainer.optimizers)
-            counts.append(len(strategy.engine.router.clipping.limits))
-
-    module.__class__ = Counting
-    with warnings.catch_warnings(action="ignore"):
-        make_trainer(package, strategy=strategy, gradient_clip_val=0.1).fit(module, make_data())
-    return tuple(counts)
-
-
-@pytest.mark.in_backward
-def test_clipping_ends_with_the_optimizer_that_asked_for_it(two_ranks: Ranks) -> None:
-    assert two_ranks(clipped_and_replaced, PACKAGES[0]) == [(1, 0)] * 2
-
-
 def attach_and_step_by_another() -> list[str]:
     ddp = torch.nn.parallel.DistributedDataParallel(make_model())
     engine = ls.attach(ddp, **SPARSE)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 import lightning_sparse as ls
 from tests.covering import by_default
-from tests.engine.optimizers.test_momentum_rule import Training, plan_of
 from tests.integrations.test_adamw import SPARSE, clippings_of, with_optimizer
 from tests.integrations.test_fabric import close, make_fabric
 from tests.integrations.test_strategy import strategy_class
@@ -63,71 +62,6 @@ def test_what_waits_in_the_trainer_is_clipped(
         assert 0 < float(waits.mean(0).norm()) <= STEPS * LIMIT * 1.05
 
 
-@pytest.mark.in_backward
-@pytest.mark.parametrize(("kind", "algorithm"), [("momentum", "norm"), ("momentum", "value"), ("plain", "value")])
-def test_what_waits_in_the_trainer_was_clipped_from_the_first_step_on(
-    two_ranks: Ranks, kind: str, algorithm: str
-) -> None:
-    for rank, (waits, clippings, lines) in enumerate(two_ranks(fit, kind, algorithm, {})):
-        most = STEPS * LIMIT * 2**0.5 * (1 + 1e-5)
-        assert 0 < float(waits.norm() if algorithm == "norm" else waits.abs().max()) <= most
-        assert clippings == [(LIMIT, algorithm)]
-        assert len(lines) == 1 - rank
-
-
-@pytest.mark.in_backward
-@pytest.mark.parametrize(
-    ("kind", "options"), [("momentum", {"memory": "residual"}), ("momentum", {"density": 1.0}), ("plain", {})]
-)
-def test_averages_are_clipped_elsewhere(two_ranks: Ranks, kind: str, options: dict[str, Any]) -> None:
-    for waits, clippings, lines in two_ranks(fit, kind, "norm" if kind == "plain" else "value", options):
-        assert clippings == lines == []
-        assert float(waits.abs().max()) > 2 * STEPS * LIMIT or "density" in options
-
-
-def where_groups_change() -> list[bool]:
-    """Whether averages are left alone: sparse, dense, past the groups, sparse again."""
-    training = Training(memory=None)
-    sparse = training.engine.plan
-    plans: list[Any] = [sparse, plan_of(training.engine, "model", rules=ls.Rules(dense=["*"])), None, sparse]
-    found = []
-    assert not training.engine._binding.clip_in_place_of_averages(LIMIT, "norm", training.optimizer, known=True)
-    for number, plan in enumerate(plans):
-        if plan is not None:
-            training.engine.regroup(plan)
-        else:
-            assert training.engine._go_direct()
-        for step in (2 * number, 2 * number + 1):
-            training.step(step)
-            left_alone = training.engine._binding.clip_in_place_of_averages(LIMIT, "norm", training.optimizer)
-            assert clippings_of(training.engine) == [(LIMIT, "norm")]
-            found.append(left_alone)
-    for limit in (0.0, float("inf")):  # no more
-        training.engine._binding.clip_in_place_of_averages(limit, "norm", training.optimizer)
-        assert not clippings_of(training.engine)
-    training.engine.close()
-    return found
-
-
-@pytest.mark.in_backward
-def test_averages_are_clipped_while_all_is_dense(two_ranks: Ranks) -> None:
-    assert two_ranks(where_groups_change) == [[True, True, False, False, False, False, True, True]] * 2
-
-
-def chosen_by_the_user() -> tuple[bool, list[Any]]:
-    training = Training(memory="residual")
-    training.engine.clip_gradients(1.0, "norm", training.optimizer)
-    training.step(0)
-    left_alone = training.engine._binding.clip_in_place_of_averages(LIMIT, "norm", training.optimizer, known=True)
-    training.engine.close()
-    return left_alone, clippings_of(training.engine)
-
-
-@pytest.mark.in_backward
-def test_what_the_user_clips_is_left_as_it_is(two_ranks: Ranks) -> None:
-    assert two_ranks(chosen_by_the_user) == [(False, [(1.0, "norm")])] * 2
-
-
 def in_fabric(limit: dict[str, float]) -> tuple[list[float], list[float]]:
     """The largest value of each step's clipped gradients, and of what waits after it."""
     fabric = make_fabric("lightning_fabric", SPARSE)
@@ -152,13 +86,6 @@ def test_in_fabric_each_ranks_own_values_are_clipped(two_ranks: Ranks) -> None:
     for largest_values, waits in two_ranks(in_fabric, {"clip_val": LIMIT}):
         assert max(largest_values) == pytest.approx(LIMIT * 2**0.5)
         assert 0 < waits[-1] <= STEPS * LIMIT * 2**0.5 * (1 + 1e-5)
-
-
-@pytest.mark.in_backward
-def test_in_fabric_averages_are_clipped_because_the_first_step_would_not_be(two_ranks: Ranks) -> None:
-    for largest_averages, waits in two_ranks(in_fabric, {"clip_val": LIMIT}):
-        assert max(largest_averages) == pytest.approx(LIMIT)
-        assert waits[-1] > STEPS * LIMIT * 2**0.5
 
 
 def clip_nothing(module: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -147,26 +146,6 @@ def test_one_device_measures_nothing(
     assert ls.flush(engine, [optimizer]) == 0
     engine.close()
     assert "profiling" not in (said := capfd.readouterr().out) and "dense steps take" not in said
-
-
-@pytest.mark.in_backward
-@pytest.mark.parametrize("asked_at", [0, 2])
-def test_one_device_clips_as_many_do(one_rank: None, asked_at: int) -> None:
-    module = make_model()
-    ddp = DistributedDataParallel(module)
-    engine = ls.attach(ddp, **SETTINGS)
-    norms, direct = [], []
-    for step, batch in enumerate(batches(6)):
-        if step in (asked_at, 4):
-            engine.clip_gradients(1e-3 if step == asked_at else math.inf)
-        ddp(batch).square().mean().backward()
-        norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])))
-        direct.append(engine._direct)
-        module.zero_grad()
-    engine.close()
-    clipped = range(asked_at, 4)
-    assert [norm == pytest.approx(1e-3) for norm in norms] == [step in clipped for step in range(6)]
-    assert direct == [step not in clipped for step in range(6)]
 
 
 def test_one_device_checks_settings_as_many_do(one_rank: None) -> None:

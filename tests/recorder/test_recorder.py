@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import lightning_sparse as ls
-from tests.paths import exchanging
 from tests.recorder import __main__ as command
 from tests.recorder.compare import ALLOWED, Difference, differences
 from tests.recorder.compositions import AXES, Composition, chosen, name_of
@@ -130,20 +129,6 @@ def test_allowed_differences_are_few_and_small() -> None:
         entries = ([Entry(step, 0, "gradient of w", v.astype(np.float32), "float32")] for v in (x, value))
         [found] = differences(name, *entries)
         assert found.allowed == allowed
-
-
-@pytest.mark.parametrize("number", range(len(COMPOSITIONS)))
-def test_the_exchange_in_the_step_does_what_that_in_backward_does(recordings: list[Recording], number: int) -> None:
-    one, now = COMPOSITIONS[number], recordings[number]
-    with exchanging(False):
-        before = made(one)
-    found = compared(one, before, now)
-    assert {difference.allowed for difference in found} == {"words of the exchange in a step"}
-    assert {difference.what for difference in found} >= {EXCHANGES, "logged / traffic/sent_mb"}
-    for step, expected in (5, True), (9, False):  # behind the skipped step nothing is compared
-        changed = copy.deepcopy(now)
-        next(e for e in changed if e[:3] == (step, 1, "weight 0.weight")).value[0, 0] += 1
-        assert any(not difference.allowed for difference in compared(one, before, changed)) == expected
 
 
 def test_everything_that_registries_offer_is_recorded() -> None:

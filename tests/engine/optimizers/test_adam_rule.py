@@ -574,34 +574,6 @@ def test_an_engine_that_was_not_closed_takes_no_steps_of_a_later_one(two_ranks: 
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def two_limits() -> tuple[list[float], bool]:
-    """Two optimizers, of which one is clipped."""
-    module = model()
-    ddp = DistributedDataParallel(module)
-    engine = ls.attach(ddp, density=0.1, grouping="model")
-    first, second = (torch.optim.AdamW(module[i].parameters(), lr=0.01) for i in (0, 2))  # type: ignore[index]
-    engine._show([first, second])
-    engine.clip_gradients(1e-6, "norm", first)
-    for step in range(2):
-        for optimizer in (first, second):
-            optimizer.zero_grad()
-        loss_of(ddp, step, dist.get_rank()).backward()
-        for optimizer in (first, second):
-            optimizer.step()
-    residuals = [engine.residual(name) for name in ("0.weight", "2.weight")]
-    norms = [float(residual.norm()) for residual in residuals if residual is not None]
-    clipped = engine.router.clipping.acting == {"0.weight", "0.bias"}
-    assert [limit.clipping for limit in engine.router.clipping.limits.values()] == [(1e-6, "norm")]
-    return norms, clipped
-
-
-@pytest.mark.in_backward
-def test_optimizers_are_clipped_apart(two_ranks: Ranks) -> None:
-    for norms, clipped in two_ranks(two_limits):
-        assert clipped
-        assert norms[0] < 3e-6 < 1e-3 < norms[1]
-
-
 def regrouped() -> list[bool]:
     training = Training("ours", follow=False)
     plan = training.engine.plan

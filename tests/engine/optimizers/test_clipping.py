@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-
-import lightning_sparse as ls
 from lightning_sparse.engine.optimizers.clipping import Clipping
+
 from tests.engine.optimizers.test_adam_rule import Training, loss_of
-from tests.engine.optimizers.test_momentum_rule import plan_of
 from tests.ranks import Ranks
 
 
@@ -65,65 +63,3 @@ def test_a_state_says_what_the_next_step_clips(two_ranks: Ranks) -> None:
     everything = ["0.bias", "0.weight", "2.bias", "2.weight"]
     clipped = [{"limit": 0.5, "algorithm": "norm", "parameters": everything}]
     assert two_ranks(asked_within_a_step) == [[clipped] * 3] * 2
-
-
-def past_the_groups() -> list[tuple[bool, float]]:
-    """Return whether DDP averages by itself, and the length of averages: without a limit, with one, without again."""
-    training = Training(memory=None)
-    engine, found = training.engine, []
-    engine.regroup(plan_of(engine, "model", rules=ls.Rules(dense=["*"])))
-    loss_of(training.ddp, 0, training.rank).backward()  # residuals are empty then
-    for step, limit in enumerate((None, 1e-3, math.inf)):
-        if limit is not None:
-            engine.clip_gradients(limit)
-        engine._go_direct()
-        training.optimizer.zero_grad()
-        loss_of(training.ddp, step, training.rank).backward()
-        grads = [p.grad for p in training.ddp.parameters() if p.grad is not None]
-        found.append((engine._direct, float(torch.nn.utils.get_total_norm(grads))))
-    return found
-
-
-@pytest.mark.in_backward
-def test_what_the_user_clips_is_clipped_in_dense_steps(two_ranks: Ranks) -> None:
-    for before, clipped, after in two_ranks(past_the_groups):
-        assert before[0] and before[1] > 0.01
-        assert not clipped[0] and clipped[1] < 1.001 * math.sqrt(2) * 1e-3
-        assert after[0] and after[1] > 0.01
-
-
-def limits_of(engine: ls.Engine) -> list[tuple[float, list[str]]]:
-    """The limits of a step that has begun."""
-    acting = engine.router.clipping.begin_step(lambda: engine.router.sparsified)
-    return [(limit.clipping.limit, sorted(limit.names)) for limit in acting]
-
-
-def where_optimizers_change() -> list[list[tuple[float, list[str]]]]:
-    """Limits when an optimizer gets more parameters, when others take its place, and when these have limits."""
-    training = Training()
-    engine, parameters, found = training.engine, training.engine.parameters, []
-
-    def step() -> None:
-        loss_of(training.ddp, 0, training.rank).backward()
-        found.append(limits_of(engine))
-
-    first = torch.optim.AdamW([parameters["0.weight"]])
-    engine._show([first])
-    engine.clip_gradients(0.1, optimizer=first)
-    first.add_param_group({"params": [parameters["2.weight"]]})
-    step()
-    others = [torch.optim.AdamW([parameters[f"{layer}.weight"], parameters[f"{layer}.bias"]]) for layer in (0, 2)]
-    engine._show(others)
-    step()
-    for optimizer, limit in zip(others, (5.0, 6.0), strict=True):
-        engine.clip_gradients(limit, optimizer=optimizer)
-        step()
-    return found
-
-
-@pytest.mark.in_backward
-def test_a_limit_is_for_what_an_optimizer_holds_now(two_ranks: Ranks) -> None:
-    for added, replaced, one, both in two_ranks(where_optimizers_change):
-        assert added == replaced == [(0.1, ["0.weight", "2.weight"])]
-        assert one == [(0.1, ["2.weight"]), (5.0, ["0.bias", "0.weight"])]
-        assert both == [(5.0, ["0.bias", "0.weight"]), (6.0, ["2.bias", "2.weight"])]

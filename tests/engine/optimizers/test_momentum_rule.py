@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import warnings
 from typing import Any
 
@@ -356,15 +355,6 @@ def two_optimizers(make: Any) -> list[tuple[dict[str, Tensor], dict[str, Tensor]
         other.step()
     sparse = [p for p in training.module.parameters() if p.dim() == 2]
     return [(training.optimizer.state.get(p, {}), other.state.get(p, {})) for p in sparse]
-
-
-@pytest.mark.in_backward
-def test_two_optimizers_of_the_same_parameters_are_both_served(two_ranks: Ranks) -> None:
-    for result in two_ranks(two_optimizers, functools.partial(torch.optim.SGD, lr=0.02, momentum=0.9)):
-        for first, second in result:
-            assert torch.equal(first["waited"], second["waited"])
-            assert torch.equal(first["momentum_buffer"], second["momentum_buffer"])
-    assert two_ranks(two_optimizers, torch.optim.AdamW) == [[({}, {})] * 2] * 2
 
 
 def flushed_between_steps() -> list[tuple[Tensor, Tensor]]:

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
+from lightning_sparse.engine.delivery import Handed, Lengths, factors_of
 from torch import Tensor, nn
 
-from lightning_sparse.engine.delivery import Handed, Lengths, factors_of
 from lightning_sparse.ops.length import LengthChanges
 from lightning_sparse.ops.sampled import Sampler
 from tests.covering import by_default, covering, in_turns
@@ -278,33 +278,6 @@ def resumed() -> tuple[list[Tensor], list[Tensor]]:
 def test_a_resumed_run_knows_earlier_factors(two_ranks: Ranks) -> None:
     for whole, again in two_ranks(resumed):
         assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
-
-
-def kept_at_moments() -> list[dict[str, list[float]]]:
-    """Lengths of states: after a step, before the averages of the next one are applied, after that; and loaded ones."""
-    training = Training()
-    halve, engine = by(0.5), training.engine
-    training.step(0, halve)
-    after_first = engine.state_dict()["squares"]
-    training.optimizer.zero_grad()
-    training.ddp(torch.ones(5, WIDTH)).square().mean().backward()
-    before = engine.state_dict()["squares"]
-    halve(1, list(training.module.parameters()))
-    training.optimizer.step()
-    state = engine.state_dict()
-    if dist.get_rank() == 1:  # saved before the factor was known there
-        state = {**state, "squares": before}
-    again = Training()
-    again.engine.load_state_dict(state)
-    loaded = again.engine.state_dict()["squares"]
-    return [after_first, before, state["squares"], loaded]
-
-
-@pytest.mark.in_backward
-def test_a_state_has_the_lengths_of_applied_averages_and_those_of_rank_0_are_loaded(two_ranks: Ranks) -> None:
-    (after_first, before, after, loaded), (*_, elsewhere) = two_ranks(kept_at_moments)
-    assert after_first and after_first == before != after
-    assert loaded == elsewhere == after
 
 
 def fallen() -> tuple[LengthChanges, LengthChanges, list[str], list[dict[str, float]]]:

@@ -283,13 +283,6 @@ def check(ranks: Sequence[Sequence[Look]], memory: Any, off: float = 0.0) -> Non
             assert worst <= off * float(expected.abs().max()), (name, before[0].moment, after[0].moment, worst)
 
 
-def check_resized(before: Sequence[Look], after: Sequence[Look], memory: Any) -> None:
-    """Whether as much is there, in the mean over ranks, when another number of ranks has loaded a state."""
-    for name in kept_by(before):
-        expected = (total(before, name, memory) + given_back(before, name, memory)) / len(before)
-        assert torch.equal(total(after, name, memory) / len(after), expected), name
-
-
 def kept_by(looks: Sequence[Look]) -> list[str]:
     """Names of the parameters of which something may wait; of those that are always sent as a whole, nothing does."""
     return [name for name, vectors in looks[0].state["parameters"].items() if "residual" in vectors]

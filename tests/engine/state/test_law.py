@@ -18,8 +18,8 @@ from torch.optim import SGD
 import lightning_sparse as ls
 from lightning_sparse.methods.density.schedules import DensitySchedule
 from lightning_sparse.methods.grouping import make_plan
-from tests.covering import by_default, covering, in_one_test, in_turns
-from tests.engine.state.account import Case, Look, Training, check, check_resized
+from tests.covering import by_default, in_turns
+from tests.engine.state.account import Case, Look, Training
 from tests.ranks import Ranks
 from tests.sums import SPARSE, Sums
 
@@ -93,12 +93,6 @@ LEFT |= {"two exchanges of two optimizers", "unused in one group", "skipped seco
 CELLS = [(name, moment, MADE[number % len(MADE)]) for number, (name, moment) in enumerate(PAIRS)]
 
 
-def memory_of(case: Case) -> Any:
-    if "memory" in case.options:
-        return case.options["memory"]
-    return ls.memories.Residual() if case.optimizer is torch.optim.SGD else ls.memories.SecondMoment()
-
-
 def training_of(name: str, executor: str, view: bool) -> Training:
     case = CASES[name]
     options, ddp = {"executor": executor, **case.options}, {**case.ddp, "gradient_as_bucket_view": view}
@@ -121,23 +115,7 @@ def train(name: str, moment: str, executor: str, view: bool) -> list[list[Look]]
     return [first.close(), [saved, *other.close()]]
 
 
-@pytest.mark.in_backward
-@in_one_test("name, moment, made", covering(CELLS, together=1, thorough=LEFT), apart=0)
-def test_all_that_was_absorbed_is_in_a_state_and_in_those_who_load_it(
-    two_ranks: Ranks, name: str, moment: str, made: Any
-) -> None:
-    for ranks in zip(*two_ranks(train, name, moment, *made), strict=True):
-        check(ranks, memory_of(CASES[name]), CASES[name].off)
-
-
 # ---- Other numbers of ranks
-
-
-def train_once(name: str, moment: str, executor: str, view: bool) -> Look:
-    """The last look at a moment."""
-    training = training_of(name, executor, view)
-    training.run(CASES[name].steps - 1)
-    return latest(training.close(), moment)
 
 
 def go_on(name: str, seen: list[Look], executor: str, view: bool) -> list[Look]:
@@ -152,57 +130,10 @@ MERGED = ["residual", "union", "momentum masked", "low pass", "second moment", "
 MERGED += ["decay", "momentum", "two optimizers", "flushed", "skipped", "clipped by hand"]
 
 
-@pytest.mark.in_backward
-@in_one_test(
-    "name, moment",
-    covering(in_turns(MERGED, MOMENTS), together=1, thorough=MERGED[6:]),
-    apart=0,
-)
-def test_any_number_of_ranks_has_all_that_was_absorbed(
-    alone: Ranks, two_ranks: Ranks, three_ranks: Ranks, name: str, moment: str
-) -> None:
-    memory, seen = memory_of(CASES[name]), two_ranks(train_once, name, moment, *MADE[0])
-    for ranks in (alone, three_ranks):
-        after = ranks(go_on, name, seen, *MADE[1])
-        check_resized(seen, [looks[0] for looks in after], memory)
-        check(after, memory, ROUNDED)
-
-
 @pytest.fixture(scope="module")
 def alone() -> Iterator[Ranks]:
     with Ranks(1) as ranks:
         yield ranks
-
-
-def loaded_into_dense_groups() -> tuple[list[str], bool, float]:
-    """A state whose residuals are all in averages that wait, loaded where everything is dense."""
-    module = torch.nn.Linear(20, 20, bias=False)
-    torch.nn.init.ones_(module.weight)
-    batch = torch.full((4, 20), float(1 + dist.get_rank()))
-    states = []
-    for rules in (ls.Rules(dense_ndim=0, dense_numel=0), ls.Rules(dense=("*",))):
-        ddp = DistributedDataParallel(module)
-        engine = ls.attach(
-            ddp, sparsifier="union_top_k", density=0.1, rules=rules, memory=ls.memories.SecondMoment(), watch=None
-        )
-        if states:
-            notes = engine.load_state_dict(states[0])
-        else:
-            engine._flush_next_step()
-        module.weight.grad = None
-        ddp(batch).sum().backward()
-        states.append(engine.state_dict())
-        engine.close()
-    waits = bool(states[0]["pending"]) == (dist.get_rank() == 0)
-    return notes, waits, float(module.weight.grad.mean())
-
-
-@pytest.mark.in_backward
-def test_averages_that_wait_are_sent_by_dense_groups_too(two_ranks: Ranks) -> None:
-    for notes, waits, mean in two_ranks(loaded_into_dense_groups):
-        assert all("learned" in note for note in notes)
-        assert waits
-        assert mean == 2 * 4 * 1.5  # both backwards, each of four rows of 1 and 2
 
 
 # ---- Where gradients are exchanged when optimizers step

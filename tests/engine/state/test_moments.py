@@ -151,36 +151,6 @@ def test_parameters_that_no_optimizer_holds_are_not_waited_for(two_ranks: Ranks)
 # ---- Several threads, signals, ranks at different moments
 
 
-def look_from_a_thread(executor: str) -> tuple[list[dict[str, Tensor]], list[dict[str, Any]]]:
-    """Weights after each step, and states that another thread has taken at any moment."""
-    training, looks, busy = Training(executor=executor), [], threading.Event()
-    weights: list[dict[str, Tensor]] = [training.weights()]
-
-    def look() -> None:
-        generator = random.Random(0)
-        while len(looks) < 20 and busy.wait(10):
-            time.sleep(generator.uniform(0, 0.003))
-            looks.append(training.engine.state_dict())
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    while thread.is_alive():
-        busy.set()
-        training.backward()
-        training.optimizer.step()
-        weights.append(training.weights())
-    return weights, looks
-
-
-@pytest.mark.in_backward
-@pytest.mark.parametrize("executor", ["inline", "thread"])
-def test_another_thread_sees_what_the_weights_do_not_hold(alone: Ranks, executor: str) -> None:
-    [(weights, looks)] = alone(look_from_a_thread, executor)
-    for state in looks:
-        for name in weights[0]:  # the optimizer may have been in the middle of its step, past some parameters
-            check_sums({name: weights[state["step"] - (name in state["pending"])][name]}, [state])
-
-
 @pytest.fixture(scope="module")
 def alone() -> Any:
     with Ranks(1) as ranks:
@@ -367,33 +337,6 @@ class Slow(ls.memories.Residual):
         time.sleep(0.03)
 
 
-def ask_from_a_thread() -> list[Look]:
-    """For the state after an exchange that is about to end, and after it."""
-    training, looks = Training(memory=Slow(), executor="thread"), []
-
-    def ask() -> None:
-        looks.append((training.weights(), training.engine.state_dict(torch.tensor([3]))))
-
-    for _ in range(2):
-        training.backward()
-        training.optimizer.step()
-    thread = threading.Thread(target=ask)
-    training.when_backward_reaches("first", thread.start)
-    training.backward()
-    thread.join()
-    looks.append((training.weights(), training.engine.state_dict(torch.tensor([3]))))
-    return looks
-
-
-@pytest.mark.in_backward
-def test_a_state_is_waited_for(alone: Ranks) -> None:
-    [looks] = alone(ask_from_a_thread)
-    assert len(looks) == 2
-    for weights, state in looks:
-        check_sums(weights, [state], 3)
-        assert len(state["pending"]) == 4
-
-
 # ---- Errors
 
 
@@ -459,34 +402,3 @@ def test_after_an_error_there_is_a_state_unless_residuals_were_being_changed(alo
 
 
 # ---- What else changes what is remembered
-
-
-def flush_in_pieces() -> list[tuple[Look, int]]:
-    """States while residuals are emptied, and the number of steps they should be of."""
-    training = Training()
-    for _ in range(4):
-        training.backward()
-        training.optimizer.step()
-    looks = [(training.look(), 4)]
-    pending = training.engine._take_pending()
-    looks.append((training.look(), 4))
-    for name, p in training.module.named_parameters():
-        p.grad = pending[name]
-    training.optimizer.step()
-    looks.append((training.look(), 4))
-    assert not any(training.engine.residual(name).any() for name in pending)
-    ls.flush(training.engine, [training.optimizer])  # there is nothing left
-    training.backward()
-    looks.append((training.look(), 5))
-    training.optimizer.step()
-    looks.append((training.look(), 5))
-    return looks
-
-
-@pytest.mark.in_backward
-def test_what_residuals_held_is_pending_until_it_is_applied(two_ranks: Ranks) -> None:
-    seen = list(zip(*two_ranks(flush_in_pieces), strict=True))
-    for both in seen:
-        [steps] = {steps for _, steps in both}
-        check_sums(both[0][0][0], [state for (_, state), _ in both], steps)
-    assert [len(state["pending"]) for ((_, state), _), _ in seen] == [0, 4, 0, 4, 0]

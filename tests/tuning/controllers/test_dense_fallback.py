@@ -24,7 +24,6 @@ from lightning_sparse.tuning.controllers import dense_fallback as module
 from lightning_sparse.tuning.performance.cost import Line
 from tests.covering import by_default, covering
 from tests.integrations.test_fabric import FABRICS, SPARSE, Run, close
-from tests.paths import exchanging
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE
 from tests.tuning.controllers.models import Balance, batches, fix_costs, flat, grads, residuals, still, wrapped
@@ -463,27 +462,6 @@ def test_a_bad_number_in_the_first_dense_step_leaves_the_residual_to_the_next(tw
             torch.testing.assert_close(held, missing, rtol=0, atol=1e-13)
 
 
-def until_dense(kind: type[torch.optim.Optimizer], settings: dict[str, Any], in_steps: bool) -> list[Tensor]:
-    """Parameters after the steps of the first two turns."""
-    with exchanging(in_steps), rigged_training(LAYERS | {"sparsifier": "union_top_k"}) as (_, model, engine):
-        optimizer, seen = kind(model.parameters(), lr=0.01, **settings), []
-        engine._show([optimizer])
-        for batch in batches(2 * (SHORT["WARMUP"] + SHORT["STEPS"]) + 1):
-            optimizer.zero_grad()
-            model(batch).square().mean().backward()
-            optimizer.step()
-            seen.append(flat(model))
-        assert engine.totals.sent_bytes > 0 and engine.step == len(seen)
-    return seen
-
-
-@pytest.mark.parametrize(("kind", "settings"), [(torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9})])
-def test_turns_train_as_with_the_exchange_in_backward(two_ranks: Ranks, kind: Any, settings: dict[str, Any]) -> None:
-    before = two_ranks(until_dense, kind, settings, False)
-    for found in two_ranks(until_dense, kind, settings, True):
-        assert all(torch.equal(one, other) for one, other in zip(found, before[0], strict=True))
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("memory", [ls.memories.MomentumCorrection(0.5), ls.memories.AdamCorrection(0.5)], ids=repr)
 def test_memories_with_momentum_never_leave_ddp_alone(two_ranks: Ranks, memory: ls.memories.Memory) -> None:
@@ -563,21 +541,6 @@ def merged(rigged: tuple[float, float]) -> tuple[list[list[str]], list[str]]:
                 plans.append([group.name for group in engine.plan])
                 modes.append(clock.fallback.mode)
     return plans, modes
-
-
-@pytest.mark.in_backward
-def test_the_groups_of_a_profile_come_back(two_ranks: Ranks) -> None:
-    first, second = two_ranks(merged, (1.0, 2.0))
-    assert first == second
-    plans, modes = first
-    assert plans[:3] == [["model"]] * 3
-    assert plans[2] != plans[3]
-    assert all(plan == plans[3] for plan, mode in zip(plans[3:], modes[3:], strict=True) if mode == "sparse")
-    assert all(
-        name.startswith("dense.") for plan, mode in zip(plans, modes, strict=True) if mode == "dense" for name in plan
-    )
-    assert modes.index("dense") == 3 + SHORT["WARMUP"] + SHORT["STEPS"]
-    assert modes[-1] == "sparse"
 
 
 def saved_and_resumed(folder: str) -> tuple[list[list[str]], bool]:
