@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn import Embedding, EmbeddingBag, Module, Parameter, SyncBatchNorm
+from torch.nn import Embedding, EmbeddingBag, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.api.nodes import nodes_of
@@ -27,7 +27,7 @@ from lightning_sparse.engine.state.state import Shard
 from lightning_sparse.methods.grouping import Group, ParameterSize, Rules, dense_plan, make_plan
 from lightning_sparse.methods.grouping.groupings import CUDA_BUCKET_MB, LARGEST_GROUP, MIB
 from lightning_sparse.methods.sparsifiers import Everything
-from lightning_sparse.tuning.controllers import DenseFallback, Planner, StayDense
+from lightning_sparse.tuning.controllers import DenseFallback, StayDense
 from lightning_sparse.tuning.controllers.announcer import Announcer
 from lightning_sparse.tuning.controllers.watchdog import Watchdog
 from lightning_sparse.tuning.performance.profiler import delivery_mb
@@ -46,9 +46,6 @@ class AttachArguments(SparsificationConfig):
 
     scaler: torch.amp.GradScaler | None = None
     """Scaler of the loss, if there is one: residuals are then kept free of its scale."""
-    profile: dict[str, Any] | None = None
-    """The profile of an earlier run, see :attr:`~lightning_sparse.tuning.controllers.Planner.saved`; for groupings and
-    densities that need one, if model, settings and ranks are the same."""
     observers: Sequence[StepObserver] = ()
     """Further observers, see :meth:`.Engine.add_observer`."""
 
@@ -56,8 +53,6 @@ class AttachArguments(SparsificationConfig):
         super().__post_init__()
         fits = self.scaler is None or isinstance(self.scaler, torch.amp.GradScaler)
         expect(fits, "scaler", "a GradScaler or None", self.scaler)
-        fits = self.profile is None or isinstance(self.profile, dict)
-        expect(fits, "profile", "a dict, as an earlier run has saved it, or None", self.profile)
         fits = isinstance(self.observers, Sequence) and all(map(can_observe, self.observers))
         expect(fits, "observers", "a list of objects with before_step(engine) and close()", self.observers)
 
@@ -67,7 +62,7 @@ def attach(ddp: DistributedDataParallel, **keywords: Any) -> Engine:
     """Replace the gradient all-reduce of a ``DistributedDataParallel`` model. All ranks must call this.
 
     ``ddp`` is the wrapped model, before its first backward, without a communication hook of its own. All other
-    arguments are keywords: the settings of :class:`.SparsificationConfig`, and ``scaler``, ``profile``
+    arguments are keywords: the settings of :class:`.SparsificationConfig`, and ``scaler``
     and ``observers``.
 
     Nothing else changes in a training loop. Gradients are exchanged when an optimizer of torch steps parameters of the
@@ -92,7 +87,7 @@ def attach(ddp: DistributedDataParallel, **keywords: Any) -> Engine:
     with failing_together(TorchCollective(ddp.process_group), ddp.device):
         arguments = from_keywords(AttachArguments, keywords, "attach", NOT_HERE)
     config = SparsificationConfig.of(arguments)
-    engine = attach_config(ddp, config, arguments.scaler, arguments.profile, arguments.observers)
+    engine = attach_config(ddp, config, arguments.scaler, arguments.observers)
     engine.add_observer(Announcer())
     return engine
 
@@ -107,7 +102,6 @@ def attach_config(
     ddp: DistributedDataParallel,
     config: SparsificationConfig,
     scaler: torch.amp.GradScaler | None,
-    profile: dict[str, Any] | None,
     observers: Sequence[StepObserver],
     in_steps: bool | None = None,
 ) -> Engine:
@@ -115,9 +109,7 @@ def attach_config(
     ranks, device = TorchCollective(ddp.process_group), ddp.device
     nodes = nodes_of(config.node_size, ranks, device)
     config = replace(config, node_size=nodes.size)  # 1 is None
-    in_steps = IN_STEPS if in_steps is None else in_steps
-    # What asks for messages while backward goes on, or is planned by measuring it, exchanges in backward.
-    in_steps = in_steps and config.node_size is None and config.messages != "group" and not Planner.wanted(config)
+    in_steps = (IN_STEPS if in_steps is None else in_steps) and config.node_size is None
     alone = ranks.world_size in (1, nodes.size)
     with failing_together(ranks, device):
         _check_ddp(ddp)
@@ -131,7 +123,6 @@ def attach_config(
         stays_dense = alone and config.single_device == "dense"
         plan = dense_plan(sizes, cap) if stays_dense else plan
         in_parts = config.node_size is not None and not stays_dense
-        refuse_two_orders(ddp.module, config.executor, device)
         facts = {
             **facts_of(config, observers, plan),
             "bucket_cap_mb": (cap, delivery_mb(ddp)),
@@ -150,7 +141,7 @@ def attach_config(
             comm, within = nodes.connect(config)
             undo.callback(within.close)
         else:
-            comm = TorchCollective.over(ddp.process_group, config.timeout, device, config.executor == "thread")
+            comm = TorchCollective.over(ddp.process_group, config.timeout, device)
         undo.callback(comm.close)
         with failing_together(ranks, device, abort=partial(_abort, comm, within)):
             usage = bool(ddp.find_unused_parameters or ddp.static_graph)
@@ -164,12 +155,8 @@ def attach_config(
                 engine.loss_scale = partial(getattr, scaler, "_scale", None)  # public get_scale() waits for the device
             engine.add_observer(AllRanksDivide(ddp))
             look_on(engine, config, stays_dense)
-            planner = None
-            if Planner.wanted(config) and not stays_dense:
-                planner = Planner(ddp, engine, sizes, profile)
-                engine.add_observer(planner)
             if config.fallback and not stays_dense:
-                engine.add_observer(DenseFallback(sizes, cap, planner))
+                engine.add_observer(DenseFallback(sizes, cap))
             for observer in observers:
                 engine.add_observer(observer)
             register(ddp, engine)  # last: it cannot be undone
@@ -285,20 +272,3 @@ def warn_of_slow_groups(plan: Sequence[Group], device: torch.device) -> None:
             "torch take their place there, which are slower and need more memory.",
             stacklevel=4,
         )
-
-
-def refuse_two_orders(module: Module, executor: str, device: torch.device) -> None:
-    """Raise if the order of a thread's messages and of SyncBatchNorm's could differ between ranks.
-
-    Raises:
-        ValueError: naming the layer.
-    """
-    if executor != "thread" or device.type != "cuda":
-        return
-    for name, layer in named_modules(module):
-        if isinstance(layer, SyncBatchNorm):
-            raise ValueError(
-                f"Expected executor='inline' or 'auto' beside SyncBatchNorm ({name!r}) on CUDA, but got 'thread': its "
-                "messages and those of a communication thread would start in an order that differs between ranks, and "
-                "NCCL may then wait for ever."
-            )

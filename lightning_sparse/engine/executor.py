@@ -114,17 +114,12 @@ LOOK_SECONDS = 0.05
 
 
 class Threaded(Executor):
-    """Run jobs on one communication thread, while autograd continues.
-
-    Args:
-        device: of the gradients.
-    """
+    """Run jobs on one communication thread, while autograd continues; on CPUs."""
 
     threaded = True
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._device = device
         # Neither this queue nor the lock in drain() holds a lock of its own while a signal handler may run.
         self._jobs: queue.SimpleQueue[tuple[Job, bool] | None] = queue.SimpleQueue()
         """Jobs, and whether they run after an error, too."""
@@ -153,8 +148,6 @@ class Threaded(Executor):
         self._thread.join(timeout=10)
 
     def _work(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
         while (given := self._jobs.get()) is not None:
             job, always = given
             try:
@@ -164,10 +157,9 @@ class Threaded(Executor):
                 self.error = error
 
 
-def make_executor(chosen: str, device: torch.device, world_size: int, host_knows: bool) -> Executor:
-    """Make an executor by the setting's name; "auto": a thread if ranks have no streams and are more than one."""
-    threaded = chosen == "thread" or (chosen == "auto" and host_knows and world_size > 1)
-    return Threaded(device) if threaded else Executor()
+def make_executor(world_size: int, host_knows: bool) -> Executor:
+    """Make an executor: a thread if ranks have no streams and are more than one."""
+    return Threaded() if host_knows and world_size > 1 else Executor()
 
 
 class Hold:

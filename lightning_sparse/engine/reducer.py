@@ -2,9 +2,8 @@
 
 A source (:mod:`lightning_sparse.engine.sources`) hands over gradients by name of the parameter. The local work of a
 group, up to its first message, is done as soon as its last gradient has arrived. Its messages travel with those of the
-other groups of its *batch*, which is the step or the group alone: when the last group has come, those of a kind are
-sent as one. Where parameters may be left out of a backward, it must be known beforehand which these are: that is asked
-once for the whole batch, and all local work comes after it.
+other groups of the step: when the last group has come, those of a kind are sent as one. Where parameters may be left
+out of a backward, it must be known beforehand which these are: that is asked once, and all local work comes after it.
 
 When all groups have been exchanged, what they have sent leaves the residuals, unless a gradient of any of them was not
 finite on any rank. *When and where* groups run is up to an executor.
@@ -51,7 +50,7 @@ Deliver = Callable[[Mapping[str, Averages], Tensor], None]
 
 
 class Member(NamedTuple):
-    """A group of a batch, whose gradients are complete."""
+    """A group whose gradients are complete."""
 
     group: GroupReducer
     ctx: Context
@@ -115,16 +114,14 @@ class Reducer(Groups):
         # Ranks of a node, of which each may use other parameters, exchange the mean of their gradients.
         self._usage = Usage(parameters, comm, within if self.parts else None) if watch_usage else None
         self._looking = refuse_sparse_gradients(parameters, self.failing_together)
-        self._executor = make_executor(settings.executor, device, comm.world_size, self.on_stream.host_knows)
-        self.overlaps_backward = not self.on_stream.host_knows or self._executor.threaded
-        """True if exchanges go on beside backward: on a stream or a thread of their own."""
+        self._executor = make_executor(comm.world_size, self.on_stream.host_knows)
         self._begun = self._flushes = False
         self._held_up_before = 0.0
         """:attr:`held_up_seconds` when the step began."""
         self._limits: Sequence[Limit] = ()
-        """Of this step, see :meth:`.GradientClipping.begin_step`; gradients of a batch are clipped together."""
+        """Of this step, see :meth:`.GradientClipping.begin_step`."""
         self._members: list[Member] = []
-        """Of the next batch."""
+        """Of this step."""
         self._started: list[tuple[GroupReducer, Steps[None], Stamp]] = []
         """Groups whose local work is done, and the rest of their steps; touched by the executor only."""
         self._scale: Tensor | None = None
@@ -215,9 +212,11 @@ class Reducer(Groups):
             self.arrive(gradients)
             incomplete = [g.plan.name for g in self.groups if g.arrived and not g.complete]
             assert not incomplete, f"only some gradients of the groups {incomplete} have arrived"
-            if self.messages == "step":
-                # Where all is dense, there is one sum, and nothing that a header could travel with.
-                self._send(None if self._all_dense else self.header)
+            members, self._members = self._members, []
+            # Where all is dense, there is one sum, and nothing that a header could travel with.
+            header = None if self._all_dense else self.header
+            if members:
+                self._executor.submit(partial(self._exchange, members, header))
             if self._usage is not None:
                 self._usage.end_step()
             self._begun = False
@@ -296,7 +295,7 @@ class Reducer(Groups):
         return norm if self.within.world_size == 1 else self.within.all_reduce(norm.square()).sqrt()
 
     def _submit(self, group: GroupReducer) -> None:
-        """Let a group travel with the next batch, now that all its gradients are here."""
+        """Let a group travel with the others, now that all its gradients are here."""
         step, density = self._number, group.density(self._number)
         ctx = Context(step, density, self.comm.rank, self.comm.world_size, model_numel=self._model_numel)
         if group.memory.reads_parameters:
@@ -310,8 +309,6 @@ class Reducer(Groups):
         self._members.append(member)
         if not self._waits:
             self._executor.submit(partial(self._start, member))
-        if self.messages == "group":
-            self._send()
 
     def _exchanged(self, name: str) -> Tensor:
         """Return the coordinates of a parameter that this rank exchanges, with as many dimensions as it has."""
@@ -323,14 +320,8 @@ class Reducer(Groups):
 
     @property
     def _waits(self) -> bool:
-        """True if local work begins when the gradients of the whole batch are here."""
+        """True if local work begins when the gradients of all groups are here."""
         return self._usage is not None or bool(self._limits)
-
-    def _send(self, header: Header | None = None) -> None:
-        """Let the batch be exchanged, now or on the thread."""
-        members, self._members = self._members, []
-        if members:
-            self._executor.submit(partial(self._exchange, members, header))
 
     def _start(self, member: Member, unused: Set[str] = frozenset()) -> None:
         """Do the local work of a group."""
@@ -353,7 +344,7 @@ class Reducer(Groups):
             yield
 
     def _exchange(self, members: Sequence[Member], header: Header | None) -> None:
-        """Exchange a batch; with a header, if one is given."""
+        """Exchange the groups of a step; with a header, if one is given."""
         names = [repr(member.group.plan.name) for member in members]
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         where = f"in the exchange of group{'s' if len(names) > 1 else ''} {', '.join(names[:SHOWN])}{more}"
@@ -363,15 +354,15 @@ class Reducer(Groups):
                 self._clip(members, unused)
                 for member in members:
                     self._start(member, unused & member.group.spans.keys())
-            batch, self._started = self._started, []
+            groups, self._started = self._started, []
             resumed = Stamp.now(self.device)
-            steps: list[Steps[Any]] = [each for _, each, _ in batch]
+            steps: list[Steps[Any]] = [each for _, each, _ in groups]
             if header is None:
                 drive_together(steps, self.comm)
             else:  # first, so that its words come first
                 self._headers, *_ = drive_together([header.compare(self.device), *steps], self.comm)
                 self.shared_bytes += AllGather(self._headers[0]).bytes_sent(self.comm.world_size)
-        for group, _, paused in batch if len(batch) > 1 else ():
+        for group, _, paused in groups if len(groups) > 1 else ():
             group.note_pause(paused, resumed)
 
     def _ask(self, members: Sequence[Member]) -> Set[str]:
@@ -384,7 +375,7 @@ class Reducer(Groups):
         return unused
 
     def _clip(self, members: Sequence[Member], unused: Set[str]) -> None:
-        """Clip this rank's gradients of a batch together."""
+        """Clip this rank's gradients together."""
         for member in members if self._limits else ():
             member.wait_for_gradients()
         for clipping, names, _ in self._limits:

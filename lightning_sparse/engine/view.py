@@ -19,7 +19,7 @@ from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.sources.comm_hook import Entrance
 from lightning_sparse.engine.sources.within_a_node import WithinANode
-from lightning_sparse.methods.grouping import Group, Messages
+from lightning_sparse.methods.grouping import Group
 from lightning_sparse.ops.length import LengthChanges
 
 T = TypeVar("T")
@@ -112,11 +112,6 @@ class EngineView:
     def plan(self) -> list[Group]:
         """The groups, in the order in which backward should finish them; sizes are of what this rank exchanges."""
         return [group.plan for group in self.groups]
-
-    @property
-    def messages(self) -> Messages:
-        """Messages that travel together: those of each "group", or those of all groups of a "step"."""
-        return self.router.messages
 
     def summary(self) -> dict[str, float]:
         """Return the logged quantities of the latest step, see :data:`~lightning_sparse.engine.metrics.QUANTITIES`.

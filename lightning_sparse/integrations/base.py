@@ -29,7 +29,6 @@ from lightning_sparse.engine.optimizers.kinds import ids_of
 from lightning_sparse.engine.state.checkpoint import SideFiles, restore
 from lightning_sparse.engine.step import Stepper, clip_by_norm
 from lightning_sparse.methods.grouping.groupings import CUDA_BUCKET_MB, DDP_BUCKET_MB, MIB, Bucket
-from lightning_sparse.tuning.controllers import Planner
 
 CHECKPOINT_KEY = "lightning_sparse"
 """Key of this package's entry in checkpoints."""
@@ -174,14 +173,13 @@ class SparseStrategy:
 
     @contextmanager
     def _small_deliveries(self, model: Any) -> Iterator[None]:
-        """Make DDP's buckets small within the block, if exchanges can overlap with backward.
+        """Make DDP's buckets small within the block.
 
         On CUDA, groups that are cut by bucket are processed in DDP's buckets, which are then equal to them.
         """
         given = self._ddp_kwargs
-        beside = self.config.executor != "inline" or self.root_device.type == "cuda"
         # A fallback to dense exchanges DDP's buckets: large ones are faster then.
-        if beside and self.config.bucket_cap_mb is None and not self.config.fallback:
+        if self.config.bucket_cap_mb is None and not self.config.fallback:
             size = sum(p.nbytes for p in model.parameters() if p.requires_grad) / MIB
             cap = min(DDP_BUCKET_MB, max(1.0, size / DELIVERIES))
             if self._default_bucket_mb == CUDA_BUCKET_MB and isinstance(self.config.grouping, Bucket):
@@ -192,10 +190,10 @@ class SparseStrategy:
         finally:
             self._ddp_kwargs = given
 
-    def _attach(self, ddp: Any, precision: Any, profile: dict[str, Any] | None) -> Engine:
+    def _attach(self, ddp: Any, precision: Any) -> Engine:
         cap = self.config.bucket_cap_mb or self._default_bucket_mb
         config = replace(self.config, bucket_cap_mb=cap, timeout=self._timeout)
-        return attach_config(ddp, config, getattr(precision, "scaler", None), profile, self.observers)
+        return attach_config(ddp, config, getattr(precision, "scaler", None), self.observers)
 
     def _clips_locally(self, optimizer: Any, limit: Any, algorithm: str, known: bool = False) -> bool:
         """Let an engine clip each rank's gradients from the next step on, if that is better than clipping averages.
@@ -290,17 +288,6 @@ def readable(entry: Any) -> dict[str, Any] | None:
         return entry
     found = reprlib.repr(entry["totals"] if isinstance(entry, dict) else entry)
     return {"residuals": f"its entry {CHECKPOINT_KEY!r} is damaged, and has {found} where numbers by name were saved"}
-
-
-def planner_of(engine: Engine | None) -> Planner | None:
-    """Return the planner of an engine, if it has one."""
-    return next((one for one in (engine.observers if engine else ()) if isinstance(one, Planner)), None)
-
-
-def profile_of(engine: Engine | None) -> dict[str, Any] | None:
-    """Return the measured :class:`.Profile` for groups and densities, or None."""
-    planner = planner_of(engine)
-    return None if planner is None else planner.saved
 
 
 def takes_over(strategy: Kind) -> Kind:

@@ -48,7 +48,7 @@ def measured(
         shared = cost(density, "all_gather", "all_reduce")
         methods.append(method("shared_top_k", density, shared))
     buckets = generator.choice([(2.0**16, 2.0**18), (1e9, 1e9), (0.0, 0.0)])
-    profile = Profile("", times[::-1], 4e-3, network, [methods[0].cost], overlap, buckets)
+    profile = Profile(times[::-1], 4e-3, network, [methods[0].cost], overlap, buckets)
     return Measured(sizes, profile, methods)
 
 

@@ -137,7 +137,7 @@ def test_where_messages_travel_together_groups_are_merged_by_what_they_do_themse
     sizes = [ParameterSize(f"{name}.p", 100, 4, "float32.cpu") for name in ("a", "b")]
     one = method("top_k", 0.1, GroupCost(0.1, curve, NOTHING, Line(7, 0.001)))
     for overlap in ("none", "comm"):
-        seen = Measured(sizes, Profile("", layers, 0.0, ALONE, [one.cost], overlap, (0, 0)), [])
+        seen = Measured(sizes, Profile(layers, 0.0, ALONE, [one.cost], overlap, (0, 0)), [])
         assert seen.step_seconds(one, "optimal_merge", "step") == (pytest.approx(20 + 2 * 1 + 7.2), 2)
         assert seen.step_seconds(one, "model", "step") == (pytest.approx(20 + 4 + 7.2), 1)
         assert seen.step_seconds(one, "layer", "step")[0] == seen.step_seconds(one, "optimal_merge", "step")[0]

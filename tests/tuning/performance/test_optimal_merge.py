@@ -41,7 +41,7 @@ APART, TOGETHER = Line(1e-9, 1.0), Line(1e9, 1e-9)
 
 def profile_of(layers: list[LayerTime], *exchanges: Line, buckets: tuple[float, float] = (0.0, 0.0)) -> Profile:
     costs = [GroupCost((1 + i) / 10, Line(0, 0), Line(0, 0), exchange) for i, exchange in enumerate(exchanges)]
-    return Profile("", layers, 0.0, ring(2, 0, 1e9), costs, "comm", buckets)
+    return Profile(layers, 0.0, ring(2, 0, 1e9), costs, "comm", buckets)
 
 
 def test_before_there_is_a_profile_all_is_one_group() -> None:

@@ -58,7 +58,7 @@ def profile(
     buckets: tuple[float, float] = (0.0, 0.0),
 ) -> Profile:
     layers = [LayerTime(f"m{i}", (f"m{i}.p",), *pair) for i, pair in enumerate(zip(numels, backward, strict=True))]
-    return Profile("", layers, rest, ring(2, 0, 1e9), costs, overlap, buckets)
+    return Profile(layers, rest, ring(2, 0, 1e9), costs, overlap, buckets)
 
 
 def merge(measured: Profile, density: float, rule: Any = "optimal") -> list[list[int]]:
