@@ -33,7 +33,7 @@ from lightning_sparse.methods.grouping.groupings import CUDA_BUCKET_MB, DDP_BUCK
 CHECKPOINT_KEY = "lightning_sparse"
 """Key of this package's entry in checkpoints."""
 DELIVERIES = 32
-"""DDP's buckets of a large model if exchanges overlap with backward: more of them cost more calls."""
+"""DDP's buckets of a large model: more of them cost more calls."""
 TWINS = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
 """The two packages for which each strategy exists."""
 BY_LIGHTNING = ("module", "device_ids")

@@ -335,9 +335,7 @@ def ways_to_be_refused() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "CPUOffloadPolicy", lambda: ls.attach_hsdp(built(offload_policy=CPUOffloadPolicy(pin_memory=False)), mesh)
     yield "of this replica", lambda: ls.attach_hsdp(built(mesh=mesh["replicate"]), mesh)
     yield "bfloat16", lambda: ls.attach_hsdp(built(), mesh, scaler=torch.amp.GradScaler("cpu"))
-    yield "profile", lambda: ls.attach_hsdp(built(), mesh, grouping="optimal_merge")
     yield "fallback", lambda: ls.attach_hsdp(built(), mesh, fallback=True)
-    yield "messages", lambda: ls.attach_hsdp(built(), mesh, messages="group")
     yield "density", lambda: ls.attach_hsdp(built(), mesh, densty=0.1)
     few = grid(1, 4)
     yield (

@@ -6,7 +6,6 @@ import dataclasses
 import time
 from collections import Counter
 from datetime import timedelta
-from itertools import product
 from typing import Any, ClassVar
 
 import pytest
@@ -23,8 +22,7 @@ from lightning_sparse.engine.network import TorchCollective, drive_ranks
 from lightning_sparse.engine.skip import Decision, Header, digest_of
 from lightning_sparse.engine.state.record import Counts
 from lightning_sparse.methods.exchanges import GatherPairs
-from tests.covering import covering, in_turns
-from tests.engine.test_engine import balance, batches, poisoned, train, unused, wrapped
+from tests.engine.test_engine import batches, wrapped
 from tests.engines import exchange
 from tests.gpu.models import Branches
 from tests.gpu.training import LAYOUTS
@@ -32,7 +30,6 @@ from tests.ranks import Ranks, error_of
 from tests.streams import Streams
 from tests.trainers import EVERYTHING_SPARSE
 
-BOTH = ("group", "step")
 MANY = {"grouping": "layer", "rules": ls.Rules(dense_ndim=2, dense_numel=0)}
 """Four groups, and the biases as dense ones."""
 
@@ -81,19 +78,11 @@ TALKS: list[tuple[str, dict[str, Any], dict[str, int], int]] = [
 ]
 
 
-@pytest.mark.parametrize(("case", "executor"), covering(in_turns(range(len(TALKS)), ["inline", "thread"]), together=1))
-def test_a_step_talks_as_often_as_one_group(two_ranks: Ranks, case: int, executor: str) -> None:
+@pytest.mark.parametrize("case", range(len(TALKS)))
+def test_a_step_talks_as_often_as_one_group(two_ranks: Ranks, case: int) -> None:
     layout, options, expected, groups = TALKS[case]
-    for seen in two_ranks(collectives, layout, {"density": 0.05, "executor": executor, **options}):
+    for seen in two_ranks(collectives, layout, {"density": 0.05, **options}):
         assert seen == (expected, groups)
-
-
-@pytest.mark.in_backward
-def test_groups_that_travel_by_themselves_talk_for_each(two_ranks: Ranks) -> None:
-    options = {"density": 0.05, "messages": "group", **MANY}
-    for seen, groups in two_ranks(collectives, "find_unused", options):
-        assert groups == 5
-        assert seen == {BYTES: 5, INTS: 4 * 3, FLOATS: 2}
 
 
 EVENTS: list[str] = []
@@ -115,7 +104,7 @@ class Noting(ls.sparsifiers.Sparsifier):
 
 def events(settings: dict[str, Any]) -> list[str]:
     """When groups select, when a message is sent, and when the last gradient of backward comes."""
-    options = {"sparsifier": Noting(), "density": 0.05, "grouping": "layer", "executor": "inline"}
+    options = {"sparsifier": Noting(), "density": 0.05, "grouping": "layer"}
     ddp = DistributedDataParallel(Branches(), bucket_cap_mb=0.01, **settings)
     ls.attach(ddp, rules=EVERYTHING_SPARSE, **options)
     ddp.module.trunk.weight.register_post_accumulate_grad_hook(lambda _: EVENTS.append("trunk"))
@@ -145,123 +134,6 @@ def test_local_work_begins_as_gradients_come_where_all_parameters_are_used(two_r
         assert seen[:2] == ["trunk", "gather uint8"]
         assert seen[-1] == "gather int32"
         assert sorted(seen[2:-1]) == ["select 1260", "select 305", "select 3660", "select 3660"]
-
-
-# ---- The same bits
-
-
-@pytest.mark.in_backward
-@pytest.mark.parametrize(
-    ("sparsifier", "executor"),
-    in_turns([name for name, _ in ls.sparsifiers.SPARSIFIERS.items()], ["inline", "thread"]),
-)
-def test_messages_that_travel_together_bring_the_same_bits(two_ranks: Ranks, sparsifier: str, executor: str) -> None:
-    options = {"sparsifier": sparsifier, "density": 0.05, "executor": executor, **MANY}
-    [first, second] = (two_ranks(train, "small_buckets", {**options, "messages": messages}, 1, 4) for messages in BOTH)
-    assert all(torch.equal(parameters, first[0][0]) for parameters, _ in (*first, *second))
-
-
-MEMORIES: list[ls.memories.Memory] = [
-    ls.memories.Residual(decay=0.9),
-    ls.memories.NoMemory(),
-    ls.memories.LowPass(0.3),
-    ls.memories.MomentumCorrection(0.5),
-    ls.memories.AdamCorrection(beta1=0.5),
-    ls.memories.ClipByNorm(0.1),
-    ls.memories.WeightDecay(1e-2),
-]
-
-
-@pytest.mark.in_backward
-@pytest.mark.parametrize(("memory", "dtype"), in_turns(MEMORIES, [torch.float32, torch.bfloat16, torch.float64]))
-def test_memories_keep_the_same_bits_while_groups_wait_for_each_other(
-    two_ranks: Ranks, memory: ls.memories.Memory, dtype: torch.dtype
-) -> None:
-    """What a memory forms when gradients come in is needed until messages have come back."""
-    options = {"memory": memory, "density": 0.05, **MANY}
-    [first, second] = (two_ranks(remembering, dtype, {**options, "messages": messages}) for messages in BOTH)
-    for separate, joined in zip(first, second, strict=True):
-        assert all(map(torch.equal, separate, joined))
-
-
-def remembering(dtype: torch.dtype, options: dict[str, Any]) -> list[Tensor]:
-    """Parameters, and all that is remembered, after some steps."""
-    ddp, engine = wrapped("small_buckets", dtype, **options)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    for batch in batches(5, dtype):
-        ddp(batch).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    vectors = [v.clone() for group in engine.groups for v in group.memory.vectors(group.state.memory).values()]
-    return [*(p.detach().clone() for p in ddp.parameters()), *vectors]
-
-
-@pytest.mark.in_backward
-@pytest.mark.parametrize("exchange", ["gather_pairs", "reduce_union", "packed_union", "tree", "balanced"])
-def test_exchanges_that_travel_together_bring_the_same_bits(three_ranks: Ranks, exchange: str) -> None:
-    """Integers that are summed, and floats that each rank adds up by itself; other sums may differ in the last bits."""
-    options = {"sparsifier": "top_k", "exchange": exchange, "density": 0.05, "grouping": "layer"}
-    [first, second] = (three_ranks(train, "default", {**options, "messages": messages}, 1, 4) for messages in BOTH)
-    assert all(torch.equal(parameters, second[0][0]) for parameters, _ in second)
-    if exchange != "reduce_union":
-        assert torch.equal(first[0][0], second[0][0])
-    else:
-        torch.testing.assert_close(first[0][0], second[0][0], rtol=0, atol=1e-6)
-
-
-@pytest.mark.in_backward
-def test_the_default_brings_the_same_bits_on_four_ranks() -> None:
-    with Ranks(4) as ranks:
-        options = {"density": 0.05, "grouping": "layer"}
-        [first, second] = (ranks(train, "default", {**options, "messages": messages}) for messages in BOTH)
-    assert all(torch.equal(parameters, first[0][0]) for parameters, _ in (*first, *second))
-
-
-@pytest.mark.in_backward
-@pytest.mark.parametrize(
-    ("sparsifier", "layout"), in_turns(["top_k", "exdyna", "everything"], ["small_buckets", "find_unused"])
-)
-def test_density_1_is_plain_ddp_however_messages_travel(two_ranks: Ranks, sparsifier: str, layout: str) -> None:
-    plain = two_ranks(train, layout, {})[0][0]
-    for messages in BOTH:
-        options = {"sparsifier": sparsifier, "density": 1.0, "grouping": "layer", "messages": messages}
-        for parameters, _ in two_ranks(train, layout, options):
-            assert torch.equal(parameters, plain), messages
-
-
-# ---- What has to hold where groups travel by themselves, too; where they travel together, other tests see to it
-
-
-@pytest.mark.in_backward
-def test_no_gradient_is_lost_when_groups_travel_by_themselves(two_ranks: Ranks) -> None:
-    options = {"sparsifier": "exdyna", "density": 0.05, "grouping": "layer", "messages": "group", "dense": ["head.*"]}
-    for found, given in two_ranks(balance, "small_buckets", options):
-        torch.testing.assert_close(found, given, rtol=0, atol=1e-13)
-
-
-@pytest.mark.in_backward
-@pytest.mark.parametrize("executor", ["thread", "inline"])
-def test_unused_parameters_are_the_same_to_groups_that_travel_by_themselves(two_ranks: Ranks, executor: str) -> None:
-    for first, second in zip(*(two_ranks(unused, executor, messages) for messages in BOTH), strict=True):
-        for step, (zero, left, trunk) in first.items():
-            assert zero == second[step][0]
-            assert torch.equal(left, second[step][1])
-            assert torch.equal(trunk, second[step][2])
-
-
-@pytest.mark.in_backward
-@pytest.mark.parametrize("messages", BOTH)
-def test_a_bad_number_in_one_of_many_groups_voids_the_step(two_ranks: Ranks, messages: str) -> None:
-    for options in ({"sparsifier": "union_top_k"}, {"sparsifier": "top_k", "exchange": "tree"}):
-        many = {**options, "grouping": "layer", "messages": messages}
-        answers = two_ranks(poisoned, "thread", float("nan"), many, "head")
-        for grads, residuals, left, own in answers:
-            assert grads[0].isfinite().all()
-            assert left.isnan().all() and grads[1].isnan().all()
-            assert grads[2].isfinite().all()
-            assert torch.equal(residuals[1], residuals[0] + own.where(own.isfinite(), 0.0))
-        assert [bool(own.isfinite().all()) for *_, own in answers] == [True, False]
-        assert all(own.isfinite().any() for *_, own in answers)
 
 
 # ---- Errors
@@ -312,9 +184,9 @@ def test_an_error_names_its_group_and_ends_the_step_on_all_ranks(before: bool) -
 
 
 @pytest.mark.in_backward
-@pytest.mark.parametrize(("messages", "executor", "before"), [*product(BOTH, ["inline", "thread"], [True, False])])
-def test_an_error_in_backward_names_its_group(messages: str, executor: str, before: bool) -> None:
-    check_failing({"messages": messages, "executor": executor}, before)
+@pytest.mark.parametrize("before", [True, False])
+def test_an_error_in_backward_names_its_group(before: bool) -> None:
+    check_failing({}, before)
 
 
 class OneRankFails(ls.density.Constant):
@@ -380,10 +252,10 @@ def test_nobody_waits_for_a_rank_that_fails_beside_its_exchange(where: str) -> N
 
 
 @pytest.mark.in_backward
-@pytest.mark.parametrize(("where", "messages"), in_turns(list(FAILING), BOTH))
-def test_nobody_waits_in_backward_for_a_rank_that_fails_beside_its_exchange(where: str, messages: str) -> None:
+@pytest.mark.parametrize("where", FAILING)
+def test_nobody_waits_in_backward_for_a_rank_that_fails_beside_its_exchange(where: str) -> None:
     settings, _, place = FAILING[where]
-    check_failing_locally(where, place, {"executor": "thread", "messages": messages, **settings})
+    check_failing_locally(where, place, settings)
 
 
 def drifting(what: str, options: dict[str, Any]) -> tuple[str, int, bool]:
@@ -435,10 +307,10 @@ DRIFTED = {
 
 
 @pytest.mark.in_backward
-@pytest.mark.parametrize(("what", "executor"), [*product(DRIFTED, ["inline", "thread"])])
-def test_ranks_that_have_drifted_apart_are_told_before_anything_counts(what: str, executor: str) -> None:
+@pytest.mark.parametrize("what", DRIFTED)
+def test_ranks_that_have_drifted_apart_are_told_before_anything_counts(what: str) -> None:
     with Ranks(2) as ranks:
-        answers = ranks(drifting, what, {"executor": executor, "grouping": "layer"})
+        answers = ranks(drifting, what, {"grouping": "layer"})
     for (message, step, kept), expected in zip(answers, (1, 7 if what == "step" else 1), strict=True):
         assert "The ranks have drifted apart: rank 1 and rank 0" in message
         assert DRIFTED[what] in message

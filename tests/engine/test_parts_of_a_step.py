@@ -54,13 +54,9 @@ def flushing_within_a_step(options: dict[str, Any]) -> list[list[bool]]:
 
 
 @pytest.mark.in_backward
-@pytest.mark.parametrize("executor", ["inline", "thread"])
-@pytest.mark.parametrize("messages", ["group", "step"])
-def test_a_flush_that_is_asked_for_within_a_step_means_the_next_one(
-    two_ranks: Ranks, messages: str, executor: str
-) -> None:
+def test_a_flush_that_is_asked_for_within_a_step_means_the_next_one(two_ranks: Ranks) -> None:
     expected = [[True] * 2, [True] * 2, [False] * 2, [True] * 2]
-    assert two_ranks(flushing_within_a_step, {"messages": messages, "executor": executor}) == [expected] * 2
+    assert two_ranks(flushing_within_a_step, {}) == [expected] * 2
 
 
 def asking_within_a_step(options: dict[str, Any]) -> tuple[list[str], bool]:
@@ -80,9 +76,8 @@ def asking_within_a_step(options: dict[str, Any]) -> tuple[list[str], bool]:
 
 
 @pytest.mark.in_backward
-@pytest.mark.parametrize("messages", ["group", "step"])
-def test_what_asks_other_ranks_is_refused_within_a_step(two_ranks: Ranks, messages: str) -> None:
-    for said, fine in two_ranks(asking_within_a_step, {"messages": messages, "executor": "thread"}):
+def test_what_asks_other_ranks_is_refused_within_a_step(two_ranks: Ranks) -> None:
+    for said, fine in two_ranks(asking_within_a_step, {}):
         assert len(said) == 4  # in the first step, DDP hands over all gradients at the end
         assert all("between two steps, not within a backward" in one for one in said)
         assert fine

@@ -47,7 +47,7 @@ class Run:
     def __init__(self, make: Make, skip: str | None = "ignore_skipped", **options: Any) -> None:
         torch.manual_seed(0)
         self.ddp = DistributedDataParallel(nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20)))
-        alone = {"single_device": "sparse", "executor": "inline", "watch": None}
+        alone = {"single_device": "sparse", "watch": None}
         self.engine = ls.attach(self.ddp, density=0.1, rules=EVERYTHING_SPARSE, **alone, **options)
         self.optimizer = make(list(self.ddp.parameters()))
         by_itself = skip is None or in_steps()

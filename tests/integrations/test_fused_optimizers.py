@@ -16,7 +16,7 @@ from tests.streams import Streams, play
 from tests.trainers import EVERYTHING_SPARSE, flat, make_data, make_module, make_trainer
 
 SKIPPED = 3
-OPTIONS: dict[str, Any] = {"watch": None, "density": 0.1, "rules": EVERYTHING_SPARSE, "executor": "inline"}
+OPTIONS: dict[str, Any] = {"watch": None, "density": 0.1, "rules": EVERYTHING_SPARSE}
 OPTIONS["single_device"] = "sparse"
 
 

@@ -151,9 +151,9 @@ def test_parameters_that_no_optimizer_holds_are_not_waited_for(two_ranks: Ranks)
 # ---- Several threads, signals, ranks at different moments
 
 
-def look_from_a_thread(executor: str) -> tuple[list[dict[str, Tensor]], list[dict[str, Any]]]:
+def look_from_a_thread() -> tuple[list[dict[str, Tensor]], list[dict[str, Any]]]:
     """Weights after each step, and states that another thread has taken at any moment."""
-    training, looks, busy = Training(executor=executor), [], threading.Event()
+    training, looks, busy = Training(), [], threading.Event()
     weights: list[dict[str, Tensor]] = [training.weights()]
 
     def look() -> None:
@@ -173,9 +173,8 @@ def look_from_a_thread(executor: str) -> tuple[list[dict[str, Tensor]], list[dic
 
 
 @pytest.mark.in_backward
-@pytest.mark.parametrize("executor", ["inline", "thread"])
-def test_another_thread_sees_what_the_weights_do_not_hold(alone: Ranks, executor: str) -> None:
-    [(weights, looks)] = alone(look_from_a_thread, executor)
+def test_another_thread_sees_what_the_weights_do_not_hold(alone: Ranks) -> None:
+    [(weights, looks)] = alone(look_from_a_thread)
     for state in looks:
         for name in weights[0]:  # the optimizer may have been in the middle of its step, past some parameters
             check_sums({name: weights[state["step"] - (name in state["pending"])][name]}, [state])
@@ -369,7 +368,7 @@ class Slow(ls.memories.Residual):
 
 def ask_from_a_thread() -> list[Look]:
     """For the state after an exchange that is about to end, and after it."""
-    training, looks = Training(memory=Slow(), executor="thread"), []
+    training, looks = Training(memory=Slow()), []
 
     def ask() -> None:
         looks.append((training.weights(), training.engine.state_dict(torch.tensor([3]))))
@@ -386,12 +385,13 @@ def ask_from_a_thread() -> list[Look]:
 
 
 @pytest.mark.in_backward
-def test_a_state_is_waited_for(alone: Ranks) -> None:
-    [looks] = alone(ask_from_a_thread)
+def test_a_state_is_waited_for(two_ranks: Ranks) -> None:
+    looks = [*zip(*two_ranks(ask_from_a_thread), strict=True)]
     assert len(looks) == 2
-    for weights, state in looks:
-        check_sums(weights, [state], 3)
-        assert len(state["pending"]) == 4
+    for ranks in looks:
+        states = [state for _, state in ranks]
+        check_sums(ranks[0][0], states, 3)
+        assert len(states[0]["pending"]) == 4
 
 
 # ---- Errors
