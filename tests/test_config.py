@@ -211,7 +211,7 @@ def use(ddp: DistributedDataParallel) -> None:
         ls.attach(ddp, new_setting=value)
         ls.SparseDDPStrategy(new_setting=value)
         ls.FabricSparseDDPStrategy(new_setting=value)
-    ls.SparseDDPStrategy().config.density.final  # what is kept is no float
+    ls.SparseDDPStrategy().config.density(0)  # what is kept is no float
     ls.attach(ddp, new_seting=0.25)
     ls.SparseDDPStrategy(new_setting="half")
 """

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_sparse as ls
 from lightning_sparse.core.messages import AllGather, together
 from lightning_sparse.engine import executor as executors
-from lightning_sparse.engine import network
+from lightning_sparse.engine import network, reducer
 from lightning_sparse.engine.network import TorchCollective, drive_ranks
 from lightning_sparse.engine.skip import Decision, Header, digest_of
 from lightning_sparse.engine.state.record import Counts
@@ -106,7 +106,9 @@ def events(settings: dict[str, Any]) -> list[str]:
     """When groups select, when a message is sent, and when the last gradient of backward comes."""
     options = {"sparsifier": Noting(), "density": 0.05, "grouping": "layer"}
     ddp = DistributedDataParallel(Branches(), bucket_cap_mb=0.01, **settings)
-    ls.attach(ddp, rules=EVERYTHING_SPARSE, **options)
+    with pytest.MonkeyPatch.context() as patch:  # on a thread, the order would be another one in each run
+        patch.setattr(reducer, "make_executor", lambda *_: executors.Executor())
+        ls.attach(ddp, rules=EVERYTHING_SPARSE, **options)
     ddp.module.trunk.weight.register_post_accumulate_grad_hook(lambda _: EVENTS.append("trunk"))
     gather = TorchCollective.all_gather
 

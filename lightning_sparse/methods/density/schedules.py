@@ -54,10 +54,6 @@ def count(density: float, numel: int) -> int:
     return max(1, min(numel, math.floor(density * numel * (1 + 1e-12))))
 
 
-LAST_STEP = 2**31
-"""A step beyond the end of any warm-up."""
-
-
 class DensitySchedule(Settings, ABC):
     """Target density as a function of the step; a frozen dataclass of its settings."""
 
@@ -67,11 +63,6 @@ class DensitySchedule(Settings, ABC):
 
     needs_profile = False
     """True if densities come from a profile of a step; refused as a setting of training."""
-
-    @property
-    def final(self) -> float:
-        """Density after warm-ups."""
-        return self(LAST_STEP)
 
 
 @dataclass(frozen=True)

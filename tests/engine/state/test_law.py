@@ -159,9 +159,9 @@ MERGED += ["decay", "momentum", "two optimizers", "flushed", "skipped", "clipped
 def test_any_number_of_ranks_has_all_that_was_absorbed(
     alone: Ranks, two_ranks: Ranks, three_ranks: Ranks, name: str, moment: str
 ) -> None:
-    memory, seen = memory_of(CASES[name]), two_ranks(train_once, name, moment, *MADE[0])
+    memory, seen = memory_of(CASES[name]), two_ranks(train_once, name, moment, False)
     for ranks in (alone, three_ranks):
-        after = ranks(go_on, name, seen, *MADE[1])
+        after = ranks(go_on, name, seen, True)
         check_resized(seen, [looks[0] for looks in after], memory)
         check(after, memory, ROUNDED)
 

@@ -131,9 +131,11 @@ def drifting(
     return seen
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("where", PATHS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_ranks_that_drift_apart_are_noticed_at_the_second_step(two_ranks: Ranks, path: str, dtype: torch.dtype) -> None:
+def test_ranks_that_drift_apart_are_noticed_at_the_second_step(
+    two_ranks: Ranks, where: str, dtype: torch.dtype
+) -> None:
     message = one_warning(two_ranks(drifting, negate, 1, 7, {"dtype": dtype}))
     assert "at step 1: 2 of 3 parameters" in message
     assert "first is 'b', by up to 0.25; rank(s) [1] differ" in message
@@ -151,8 +153,8 @@ def growing(factor: float) -> list[str]:
     return watched(options, (40, 1.0), (25, {"a": 1.0, "b": factor, "c": 1.0}))
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_a_residual_that_grows_is_noticed(two_ranks: Ranks, path: str) -> None:
+@pytest.mark.parametrize("where", PATHS)
+def test_a_residual_that_grows_is_noticed(two_ranks: Ranks, where: str) -> None:
     message = one_warning(two_ranks(growing, 100.0))
     assert "the residual of group 'b' has the norm" in message
     assert "and had" in message
@@ -187,9 +189,9 @@ def test_a_residual_may_fill(two_ranks: Ranks, density: Any, stretches: tuple[in
         assert norms[1] > 2 * norms[0]  # far more than the factor that is allowed later
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("where", PATHS)
 @pytest.mark.parametrize("sparsifier", ["top_k", "union_top_k"])
-def test_a_parameter_that_gets_nothing_is_noticed(two_ranks: Ranks, sparsifier: str, path: str) -> None:
+def test_a_parameter_that_gets_nothing_is_noticed(two_ranks: Ranks, sparsifier: str, where: str) -> None:
     options = {"sparsifier": sparsifier}
     # c is zero throughout: nothing is withheld from it.
     message = one_warning(two_ranks(watched, options, (35, {"a": 1.0, "b": 1e-9, "c": 0.0})))
@@ -233,8 +235,8 @@ def selecting(sparsifier: ls.sparsifiers.Sparsifier, scale: float, memory: Any =
     return watched({"sparsifier": sparsifier, "memory": memory}, (30, scale))
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_a_threshold_that_nothing_reaches_is_noticed(two_ranks: Ranks, path: str) -> None:
+@pytest.mark.parametrize("where", PATHS)
+def test_a_threshold_that_nothing_reaches_is_noticed(two_ranks: Ranks, where: str) -> None:
     message = one_warning(two_ranks(selecting, ls.sparsifiers.HardThreshold(1e9), 1.0))
     assert "at step 10: nothing was selected in group 'bucket0' at 3 checks in a row" in message
     assert "180 coordinates are wanted; the threshold is 1e+09" in message
@@ -244,8 +246,8 @@ def test_nothing_is_selected_where_there_is_nothing(two_ranks: Ranks) -> None:
     assert two_ranks(selecting, ls.sparsifiers.HardThreshold(1e9), 0.0) == [[], []]
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_far_more_than_the_density_is_noticed(two_ranks: Ranks, path: str) -> None:
+@pytest.mark.parametrize("where", PATHS)
+def test_far_more_than_the_density_is_noticed(two_ranks: Ranks, where: str) -> None:
     message = one_warning(two_ranks(selecting, ls.sparsifiers.HardThreshold(1e-3), 1.0))
     assert "at step 10: in group 'bucket0', 1" in message  # 1798 of 1800, or so
     assert "selected by a single rank, where a density of 0.1 stands for 180;" in message
@@ -253,8 +255,8 @@ def test_far_more_than_the_density_is_noticed(two_ranks: Ranks, path: str) -> No
     assert "selected by all ranks together, where a density of 0.1 stands for 180;" in message
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_far_less_than_the_density_is_noticed(two_ranks: Ranks, path: str) -> None:
+@pytest.mark.parametrize("where", PATHS)
+def test_far_less_than_the_density_is_noticed(two_ranks: Ranks, where: str) -> None:
     # What is not sent is nearly forgotten, so that about 1 % of the coordinates reach the threshold at every step.
     message = one_warning(
         two_ranks(selecting, ls.sparsifiers.HardThreshold(2.5), 1.0, ls.memories.Residual(decay=0.01))
