@@ -13,7 +13,6 @@ from machine import in_words
 from rich.console import Console
 from rich.table import Table
 
-GROUPINGS = ("layer", "bucket", "merge_below", "model", "optimal_merge")
 ALONE = ("compute", "noop")
 """Variants that exchange nothing and train each rank by itself."""
 MOST_OVER_COMPUTE, MOST_OVER_DENSE = 1.2, 1.03
@@ -69,65 +68,6 @@ class Rounds:
 
 
 Row = dict[str, Any]
-
-
-def overlap_rows(result: Result) -> list[Row]:
-    """A row for inline and a row for thread of each sparsifier and grouping."""
-    rows = []
-    for grouping in dict.fromkeys(r["grouping"] for r in result["records"]):
-        rounds = Rounds(result, grouping=grouping)
-        rows += [
-            {"variant": f"{name} (beside {grouping})", "step ms": rounds.median(name, "step_ms")}
-            for name in ("compute", "dense")
-        ]
-        for thread in (name for name in rounds.sparse if name.endswith("thread")):
-            inline = thread.removesuffix("thread") + "inline"
-            for name in (inline, thread):
-                row = described(rounds, name)
-                if name == thread:
-                    row |= {
-                        "step / inline": rounds.steps(thread, inline),
-                        "exposed / inline's": rounds.ratio(thread, ("exposed_ms",), inline, ("exposed_ms",)),
-                        "exposed / own sum": rounds.ratio(
-                            thread, ("exposed_ms",), thread, ("select_ms", "exchange_ms")
-                        ),
-                    }
-                rows.append(row)
-    return rows
-
-
-def plans_rows(result: Result) -> list[Row]:
-    rounds = Rounds(result)
-    if not rounds.sparse:
-        return []
-    best = min((n for n in rounds.sparse if n != "optimal_merge"), key=lambda name: rounds.median(name, "step_ms"))
-    rows: list[Row] = [{"variant": name, "step ms": rounds.median(name, "step_ms")} for name in ("compute", "dense")]
-    for name in sorted(rounds.sparse, key=GROUPINGS.index):
-        row = described(rounds, name)
-        row["step / best fixed"] = "best" if name == best else rounds.steps(name, best)
-        rows.append(row)
-    return rows
-
-
-def messages_rows(result: Result) -> list[Row]:
-    rounds = Rounds(result)
-    rows: list[Row] = [{"variant": name, "step ms": rounds.median(name, "step_ms")} for name in ("compute", "dense")]
-    for name in rounds.sparse:
-        row = described(rounds, name)
-        grouping, messages = name.split()
-        if messages == "step" and (by_group := f"{grouping} group") in rounds.sparse:
-            row["step / group's"] = rounds.steps(name, by_group)
-        rows.append(row)
-    return rows
-
-
-def described(rounds: Rounds, name: str) -> Row:
-    return {
-        "variant": name,
-        "groups": rounds.result["groups"][name],
-        **{f"{quantity[:-3]} ms": rounds.median(name, quantity) for quantity in TIMES},
-        "step / dense": rounds.steps(name, "dense"),
-    }
 
 
 def advice_rows(result: Result) -> list[Row]:
@@ -235,9 +175,6 @@ ROWS: dict[str, Callable[[Result], list[Row]]] = {
     "hooks": hooks_rows,
     "regions": regions_rows,
     "nodes": nodes_rows,
-    "overlap": overlap_rows,
-    "plans": plans_rows,
-    "messages": messages_rows,
     "advice": advice_rows,
 }
 

@@ -16,28 +16,20 @@ Parts, each for every model and rate:
   as a step.
 - nodes: several ranks in each namespace (`--node-size`), which is a node: bytes are those on the node's cable. Flat
   exchanges between all ranks, the same with `node_size`, Top-k, plain DDP and PowerSGD.
-- overlap: every sparsifier with buckets of 25 MiB and with layers merged below 8192 coordinates, executors inline and
-  thread. How much of the time for selection and exchange does backward still wait for?
-- plans: one sparsifier on the communication thread with different groupings: layer, bucket, merge_below, model, and
-  optimal_merge, which measures for some steps and regroups by itself.
-- messages: those of all groups of a step together, and those of each group by themselves (`messages`), for UnionTopK by
-  bucket and by layer.
 - advice: `ls.advise` predicts step times of some sparsifiers; then they are measured with three groupings.
 
 All parts also measure `dense` (plain DDP, which overlaps its all-reduce with backward) and `compute` (`no_sync`, no
-exchange at all). All variants of a model, rate and part (of overlap: of a grouping, too) run in the same processes and
-take turns of some steps, in an order that is reversed from round to round; a variant is made for its turn and is gone
-after it (not in the part hooks), so that each has the machine's memory for itself. All ranks start a step together; a
-step's time is the slowest rank's; `select_ms`, `exchange_ms` and `exposed_ms` are the library's, means over ranks.
+exchange at all). All variants of a model, rate and part run in the same processes and take turns of some steps, in an
+order that is reversed from round to round; a variant is made for its turn and is gone after it (not in the part hooks),
+so that each has the machine's memory for itself. All ranks start a step together; a step's time is the slowest rank's;
+`select_ms`, `exchange_ms` and `exposed_ms` are the library's, means over ranks.
 `dense` is slow and takes part in some rounds only (in hooks: in all, with fewer steps below 1 Gbit/s); other rounds are
 paired with the nearest of these. Ratios are medians of paired rounds, with quartiles, below 1 is faster.
 
-Held fixed: model, batch, SGD, one compute thread per rank; messages of each group travel by themselves, but in the part
-messages, and in the part advice, where they travel as predicted. DDP's buckets are of 25 MiB after a first one of
-1 MiB; as a group cannot start before DDP hands over the buckets that hold it, `--plan-bucket-mb` makes them smaller for
-the plans other than bucket. The latency of the virtual cables is far below a real network's, unless `--rtt` adds a
-round trip: cables then lead through a program that delays each frame (`delay_line.py`). The ranks share the cores of
-one machine, with that program, too.
+Held fixed: model, batch, optimizer, one compute thread per rank. DDP's buckets are of 25 MiB after a first one of
+1 MiB, and those of sparse variants as the strategy sets them. The latency of the virtual cables is far below a real
+network's, unless `--rtt` adds a round trip: cables then lead through a program that delays each frame
+(`delay_line.py`). The ranks share the cores of one machine, with that program, too.
 
 What the part hooks compares, and where it favours whom:
 
@@ -49,7 +41,7 @@ What the part hooks compares, and where it favours whom:
 - PowerSGD is registered as its documentation says (error feedback, warm start), but compresses from its third step on,
   not from the 1000th. It is given one bucket, because gloo needs one order of messages on all ranks: it begins when
   backward has ended, which favours all others where backward leaves room for an exchange.
-- `sparse_ddp` has what the strategy sets: small deliveries, a communication thread, watchdogs, skipping of steps.
+- `sparse_ddp` has what the strategy sets: small deliveries, watchdogs, skipping of steps.
   Its fallback has compared both before it is timed. In its first 64 steps UnionTopK names twice as many picks as it
   may need, and goes on to do so for as long again: bytes "when steady" are those after step 136, beyond what is timed.
 - Lightning itself uses no hook of DDP on CPUs: there, a user's choice is between `dense` and `sparse`.
@@ -63,8 +55,7 @@ the end whatever happens. Results are kept in the folder `--out` after every rou
     sudo python benchmarks/shaped_links.py --parts hooks --ranks 8 --variants compute dense "powersgd 1" "sparse 0.01"
     sudo python benchmarks/shaped_links.py --parts regions --models lstm --mbit 1000 --rtt 50 --steps 8
     sudo python benchmarks/shaped_links.py --parts nodes --node-size 2 --models lstm vgg --mbit 100 1000 --rounds 10
-    sudo python benchmarks/shaped_links.py --parts plans --models vgg --mbit 100 --rounds 20 --csv plans.csv
-    sudo python benchmarks/shaped_links.py --ranks 2 --parts overlap --models mlp --mbit 100 1000 10000
+    sudo python benchmarks/shaped_links.py --parts advice --models vgg --mbit 100 --csv advice.csv
     python benchmarks/shaped_links.py --tables --out shaped_links
 """
 
@@ -109,14 +100,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rtt", type=float, default=0.0, help="milliseconds that a round trip takes longer (0)")
     parser.add_argument("--variants", nargs="+", choices=named, metavar="NAME", help=f"of hooks: {', '.join(named)}")
     parser.add_argument("--sparsifiers", nargs="+", default=["top_k", "exdyna", "shared_top_k", "union_top_k"])
-    parser.add_argument("--sparsifier", default="top_k", help="of the plans (default: top_k)")
     parser.add_argument("--density", type=float, default=0.01, help="(default: 0.01)")
     parser.add_argument("--batch-size", type=int, help="rows per rank (default: the model's own, see models14m.py)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of every variant, at least 2 (default: 3)")
     parser.add_argument("--steps", type=int, default=4, help="per turn, besides 2 to warm up (default: 4)")
     parser.add_argument("--dense-every", type=int, default=2, help="dense takes part in one of so many (default: 2)")
-    parser.add_argument("--profile-steps", type=int, default=20, help="of optimal_merge, not timed (default: 20)")
-    parser.add_argument("--plan-bucket-mb", type=float, default=25, help="DDP's, not of the plan bucket (default: 25)")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for one model, rate and part (1800)")
     parser.add_argument("--out", type=Path, default=Path("shaped_links"), help="folder of results")
     parser.add_argument("--csv", type=Path, help="file for the rows of all tables")

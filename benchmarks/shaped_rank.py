@@ -15,7 +15,7 @@ import torch.distributed as dist
 from links import interface_bytes
 from machine import about
 from models14m import MODELS
-from paired import GROUPINGS, TIMES, Result
+from paired import TIMES, Result
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -23,8 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_sparse as ls
 from lightning_sparse.tuning.controllers import DenseFallback
 
-EXECUTORS = ("inline", "thread")
-MESSAGES = ("group", "step")
 DENSITIES = (0.01, 0.001)
 """Of the default, beside DDP's hooks."""
 STEADY = 136
@@ -46,10 +44,8 @@ class Spec(NamedTuple):
     name: str
     sparsifier: str | None = None
     grouping: str = "bucket"
-    executor: str = "inline"
     bucket_cap_mb: float = 25
     warm_up: int = 2  # DDP rebuilds its buckets after the first iteration
-    messages: Literal["auto", "step", "group"] = "group"
     density: float | None = None  # of all parameters, small ones, too; None: the command line's
     hook: Literal["noop", "fp16", "powersgd"] | None = None  # of DDP
     rank: int = 1  # of PowerSGD
@@ -93,8 +89,6 @@ class Variant:
                 sparsifier=spec.sparsifier,
                 density=spec.density or job["density"],
                 grouping=spec.grouping,
-                messages=spec.messages,
-                executor=spec.executor,
                 rules=ls.Rules(dense_ndim=0, dense_numel=0),  # as the predictions that are compared assume
                 watch=None,
                 bucket_cap_mb=25,
@@ -218,44 +212,9 @@ def is_dense_round(round_: int, job: Job) -> bool:
 PLAIN = [Spec("compute", warm_up=1), Spec("dense", warm_up=1)]
 
 
-def measure_overlap(job: Job, result: Result, keep: Callable[[], None]) -> None:
-    for grouping in ("bucket", "merge_below"):
-        specs = [
-            Spec(f"{sparsifier} {grouping} {executor}", sparsifier, grouping, executor)
-            for sparsifier in job["sparsifiers"]
-            for executor in EXECUTORS
-        ]
-        take_turns(job, [*PLAIN, *specs], result, keep, grouping=grouping)
-
-
-def measure_plans(job: Job, result: Result, keep: Callable[[], None]) -> None:
-    specs = [
-        Spec(
-            grouping,
-            job["sparsifier"],
-            grouping,
-            "thread",
-            25 if grouping == "bucket" else job["plan_bucket_mb"],
-            job["profile_steps"] if grouping == "optimal_merge" else 2,
-        )
-        for grouping in GROUPINGS
-    ]
-    take_turns(job, [*PLAIN, *specs], result, keep)
-
-
 def small_buckets(result: Result) -> float:
-    """MiB of DDP's buckets, as the strategy sets them where exchanges go on beside backward: up to 32 of them."""
+    """MiB of DDP's buckets, as the strategy sets them: up to 32 of them."""
     return max(1.0, result["parameters"] * 4 / (1 << 20) / 32)
-
-
-def measure_messages(job: Job, result: Result, keep: Callable[[], None]) -> None:
-    small = small_buckets(result)
-    specs = [
-        Spec(f"{grouping} {messages}", "union_top_k", grouping, "thread", small, messages=messages)
-        for grouping in ("bucket", "layer")
-        for messages in MESSAGES
-    ]
-    take_turns(job, [*PLAIN, *specs], result, keep)
 
 
 def measure_advice(job: Job, result: Result, keep: Callable[[], None]) -> None:
@@ -298,9 +257,7 @@ def measure_advice(job: Job, result: Result, keep: Callable[[], None]) -> None:
         },
     }
     small = small_buckets(result)
-    specs = [
-        Spec(f"{p.method} {p.grouping}", p.method, p.grouping, "thread", small, messages=p.messages) for p in predicted
-    ]
+    specs = [Spec(f"{p.method} {p.grouping}", p.method, p.grouping, small) for p in predicted]
     take_turns(job, [*PLAIN, *specs], result, keep)
 
 
@@ -455,9 +412,6 @@ MEASURE: dict[str, Callable[[Job, Result, Callable[[], None]], None]] = {
     "hooks": measure_hooks,
     "regions": measure_regions,
     "nodes": measure_nodes,
-    "overlap": measure_overlap,
-    "plans": measure_plans,
-    "messages": measure_messages,
     "advice": measure_advice,
 }
 

@@ -1,6 +1,6 @@
 """Draw the README's figure: step times over limited links, from a table that `shaped_links.py --csv` wrote.
 
-docs/step_time.csv holds what is drawn there. To measure again, and draw (parts hooks or messages):
+docs/step_time.csv holds what is drawn there. To measure again, and draw:
 
 sudo python benchmarks/shaped_links.py --parts hooks --models lstm vgg gpt --mbit 100 1000 --csv docs/step_time.csv
 python benchmarks/step_time_figure.py --table docs/step_time.csv --figure docs/step_time.svg
@@ -23,7 +23,6 @@ VARIANTS = {
     "fp16": ("DDP's fp16 hook", OTHERS, ""),
     "powersgd 1": ("PowerSGD, rank 1", OTHERS, ""),
     "sparse 0.01": SPARSE,
-    "bucket step": SPARSE,
     "compute": ("no exchange at all", PALE, "//"),
 }
 """Name, colour and hatch by variant; names at the bars tell them apart."""
@@ -76,9 +75,9 @@ def main(table: Path, figure: Path) -> None:
         figure: SVG or PNG.
     """
     with table.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["part"] in ("hooks", "messages")]
+        rows = [row for row in csv.DictReader(file) if row["part"] == "hooks"]
     if not any(row["variant"] in VARIANTS for row in rows):
-        raise SystemExit(f"{table} holds nothing of the parts hooks and messages: {', '.join(VARIANTS)}")
+        raise SystemExit(f"{table} holds nothing of the part hooks: {', '.join(VARIANTS)}")
     draw(rows, figure)
 
 

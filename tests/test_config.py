@@ -50,26 +50,21 @@ def test_a_config_can_be_made_from_another_one() -> None:
         config.density = 0.5  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("given", [{}, {"messages": "auto"}], ids=str)
-def test_what_travels_together_is_left_open_only_where_a_profile_decides(given: dict[str, Any]) -> None:
-    decided: list[tuple[str, dict[str, Any]]] = [
-        ("step", {"grouping": "layer"}),
-        ("auto", {"grouping": ls.tuning.OptimalMerge()}),
-        ("group", {"density": ls.tuning.HiddenDensity()}),
-        ("group", {"grouping": ls.tuning.OptimalMerge("published")}),
-        ("group", {"grouping": ls.tuning.OptimalMerge(), "density": ls.tuning.HiddenDensity()}),
-    ]
-    for expected, options in decided:
-        assert ls.engine.config.SparsificationConfig(**options, **given).messages == expected
-        for chosen in ("step", "group"):
-            assert ls.engine.config.SparsificationConfig(**options, messages=chosen).messages == chosen
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"executor": "tread"}, "one of 'auto', 'inline', 'thread', but got 'tread'. Did you mean 'thread'?"),
-        ({"messages": "steps"}, "one of 'auto', 'step', 'group', but got 'steps'. Did you mean 'step'?"),
+        ({"single_device": "spars"}, "to be 'dense' or 'sparse', but got 'spars'. Did you mean 'sparse'?"),
+        (
+            {"grouping": "optimal_merge"},
+            "Expected grouping to be one such as MergeBelow(8192), but got OptimalMerge(rule='optimal'), which hides "
+            "messages behind backward, while gradients are exchanged after it, in optimizer.step(): use "
+            "grouping=MergeBelow(8192).",
+        ),
+        (
+            {"density": ls.tuning.HiddenDensity()},
+            "Expected density to be one such as 0.01, but got HiddenDensity(floor=0.001, cap=0.1), which hides "
+            "messages behind backward, while gradients are exchanged after it, in optimizer.step(): use density=0.01.",
+        ),
         ({"fallback": "dense"}, "Expected fallback to be True or False, but got 'dense'."),
         ({"lr_aware": 1}, "Expected lr_aware to be True or False, but got 1."),
         (
@@ -141,7 +136,7 @@ def test_settings_are_plain_values_for_loggers() -> None:
     assert json.loads(json.dumps(plain)) == plain
     assert plain["density"] == {"class": "Warmup", "start": 0.25, "end": 0.01, "steps": 100}
     assert plain["memory"] == {"class": "ClipByNorm", "max_norm": 1.0, "memory": {"class": "Residual", "decay": 0.5}}
-    assert (plain["timeout"], plain["executor"], plain["lr_aware"], plain["fallback"]) == (60.0, "auto", False, False)
+    assert (plain["timeout"], plain["lr_aware"], plain["fallback"]) == (60.0, False, False)
     assert (plain["sparsifier"]["class"], plain["sparsifier"]["alpha"]) == ("ExDyna", ls.sparsifiers.ExDyna().alpha)
     assert (plain["dense"], plain["rules"]["dense"], plain["rules"]["densities"]) == (
         ["*.bias"],
@@ -216,7 +211,7 @@ def use(ddp: DistributedDataParallel) -> None:
         ls.attach(ddp, new_setting=value)
         ls.SparseDDPStrategy(new_setting=value)
         ls.FabricSparseDDPStrategy(new_setting=value)
-    ls.SparseDDPStrategy().config.density.final  # what is kept is no float
+    ls.SparseDDPStrategy().config.density(0)  # what is kept is no float
     ls.attach(ddp, new_seting=0.25)
     ls.SparseDDPStrategy(new_setting="half")
 """

@@ -82,7 +82,7 @@ def model() -> nn.Module:
 def training(**options: Any) -> tuple:
     """One rank, through all that an engine can be asked for."""
     ddp = DistributedDataParallel(model(), find_unused_parameters=True)
-    chosen = {"density": 0.05, "watch": ls.Watch(every=1), "executor": "inline", "single_device": "sparse"}
+    chosen = {"density": 0.05, "watch": ls.Watch(every=1), "single_device": "sparse"}
     engine = ls.attach(ddp, **chosen | options)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     engine._show([optimizer])

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn import Embedding, EmbeddingBag, Module, Parameter, SyncBatchNorm
+from torch.nn import Embedding, EmbeddingBag, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.core.checks import expect
@@ -27,7 +27,7 @@ from lightning_sparse.methods.grouping.groupings import CUDA_BUCKET_MB, LARGEST_
 from lightning_sparse.methods.sparsifiers import Everything
 from lightning_sparse.nodes.grid import nodes_of
 from lightning_sparse.nodes.parts import Parts
-from lightning_sparse.tuning.controllers import DenseFallback, Planner, StayDense
+from lightning_sparse.tuning.controllers import DenseFallback, StayDense
 from lightning_sparse.tuning.controllers.announcer import Announcer
 from lightning_sparse.tuning.controllers.watchdog import Watchdog
 from lightning_sparse.tuning.performance.profiler import delivery_mb
@@ -42,16 +42,11 @@ NOT_HERE = f" The strategies for Lightning alone know {', '.join(n for n in _str
 class AttachArguments(SparsificationConfig):
     """Arguments of :func:`attach`: the settings, and values that strategies get from Lightning."""
 
-    profile: dict[str, Any] | None = None
-    """The profile of an earlier run, see :attr:`~lightning_sparse.tuning.controllers.Planner.saved`; for groupings and
-    densities that need one, if model, settings and ranks are the same."""
     observers: Sequence[StepObserver] = ()
     """Further observers, see :meth:`.Engine.add_observer`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        fits = self.profile is None or isinstance(self.profile, dict)
-        expect(fits, "profile", "a dict, as an earlier run has saved it, or None", self.profile)
         fits = isinstance(self.observers, Sequence) and all(map(can_observe, self.observers))
         expect(fits, "observers", "a list of objects with before_step(engine) and close()", self.observers)
 
@@ -61,7 +56,7 @@ def attach(ddp: DistributedDataParallel, **keywords: Any) -> Engine:
     """Replace the gradient all-reduce of a ``DistributedDataParallel`` model. All ranks must call this.
 
     ``ddp`` is the wrapped model, before its first backward, without a communication hook of its own. All other
-    arguments are keywords: the settings of :class:`.SparsificationConfig`, and ``profile`` and ``observers``.
+    arguments are keywords: the settings of :class:`.SparsificationConfig`, and ``observers``.
 
     Nothing else changes in a training loop. Gradients are exchanged when an optimizer of torch steps parameters of the
     model: ``.grad`` is this rank's own before, and whatever is done to it counts. Steps with gradients that are not
@@ -82,7 +77,7 @@ def attach(ddp: DistributedDataParallel, **keywords: Any) -> Engine:
     with failing_together(TorchCollective(ddp.process_group), ddp.device):
         arguments = from_keywords(AttachArguments, keywords, "attach", NOT_HERE)
     config = SparsificationConfig.of(arguments)
-    engine = attach_config(ddp, config, arguments.profile, arguments.observers)
+    engine = attach_config(ddp, config, arguments.observers)
     engine.add_observer(Announcer())
     return engine
 
@@ -96,7 +91,6 @@ def wrapped(model: Any) -> DistributedDataParallel | None:
 def attach_config(
     ddp: DistributedDataParallel,
     config: SparsificationConfig,
-    profile: dict[str, Any] | None,
     observers: Sequence[StepObserver],
 ) -> Engine:
     """Do the work of :func:`attach` with checked settings."""
@@ -116,7 +110,6 @@ def attach_config(
         stays_dense = alone and config.single_device == "dense"
         plan = dense_plan(sizes, cap) if stays_dense else plan
         in_parts = config.node_size is not None and not stays_dense
-        refuse_two_orders(ddp.module, config.executor, device)
         facts = {
             **facts_of(config, observers, plan),
             "bucket_cap_mb": (cap, delivery_mb(ddp)),
@@ -135,7 +128,7 @@ def attach_config(
             undo.callback(within.close)
             share = Parts({name: p.numel() for name, p in (*parameters.items(), *frozen.items()) if p.numel()}, within)
         else:
-            comm = TorchCollective.over(ddp.process_group, config.timeout, device, config.executor == "thread")
+            comm = TorchCollective.over(ddp.process_group, config.timeout, device)
         undo.callback(comm.close)
         with failing_together(ranks, device, abort=partial(_abort, comm, None if share is None else share.within)):
             usage = bool(ddp.find_unused_parameters or ddp.static_graph)
@@ -145,12 +138,8 @@ def attach_config(
             undo.callback(engine.close)
             engine.add_observer(AllRanksDivide(ddp))
             look_on(engine, config, stays_dense)
-            planner = None
-            if Planner.wanted(config) and not stays_dense:
-                planner = Planner(ddp, engine, sizes, profile)
-                engine.add_observer(planner)
             if config.fallback and not stays_dense:
-                engine.add_observer(DenseFallback(sizes, cap, planner))
+                engine.add_observer(DenseFallback(sizes, cap))
             for observer in observers:
                 engine.add_observer(observer)
             register(ddp, engine)  # last: it cannot be undone
@@ -266,20 +255,3 @@ def warn_of_slow_groups(plan: Sequence[Group], device: torch.device) -> None:
             "torch take their place there, which are slower and need more memory.",
             stacklevel=4,
         )
-
-
-def refuse_two_orders(module: Module, executor: str, device: torch.device) -> None:
-    """Raise if the order of a thread's messages and of SyncBatchNorm's could differ between ranks.
-
-    Raises:
-        ValueError: naming the layer.
-    """
-    if executor != "thread" or device.type != "cuda":
-        return
-    for name, layer in named_modules(module):
-        if isinstance(layer, SyncBatchNorm):
-            raise ValueError(
-                f"Expected executor='inline' or 'auto' beside SyncBatchNorm ({name!r}) on CUDA, but got 'thread': its "
-                "messages and those of a communication thread would start in an order that differs between ranks, and "
-                "NCCL may then wait for ever."
-            )

@@ -298,10 +298,10 @@ class SparsificationConfig(Settings):
         GatherPairs()
         >>> config.as_dict()["density"], config.as_dict()["sparsifier"]
         (0.05, {'class': 'TopK'})
-        >>> SparsificationConfig(executor="tread")
+        >>> SparsificationConfig(single_device="spars")
         Traceback (most recent call last):
         ...
-        ValueError: Expected executor to be one of 'auto', 'inline', 'thread', but got 'tread'. Did you mean 'thread'?
+        ValueError: Expected single_device to be 'dense' or 'sparse', but got 'spars'. Did you mean 'sparse'?
     """
 
     sparsifier: Resolved[Sparsifier | str, Sparsifier] = Resolved("union_top_k", SPARSIFIERS.resolve)
@@ -323,24 +323,14 @@ class SparsificationConfig(Settings):
     place. The setting stays None; :attr:`Engine.settings` has the exchange in use."""
     grouping: Resolved[Grouping | str, Grouping] = Resolved("bucket", GROUPINGS.resolve)
     """Which gradients are selected from together: "layer", "bucket" (about ``bucket_cap_mb`` each), "model", or an
-    instance such as ``MergeBelow(8192)``, which merges small layers, or ``OptimalMerge()``, which measures the first
-    steps and merges layers so that a step ends soonest."""
-    messages: Literal["auto", "step", "group"] = "auto"
-    """Messages that travel together: "step" joins those of all groups, so that a step takes two or three collectives
-    however many groups there are; "group" exchanges in backward, and sends those of each group as soon as its own
-    gradients are here; "auto" is "step" with most settings, "group" with
-    ``HiddenDensity`` and ``OptimalMerge("published")``, and with ``OptimalMerge()`` the one that a profile of the
-    first steps predicts to be better."""
+    instance such as ``MergeBelow(8192)``, which merges small layers. Messages of all groups travel together, so that a
+    step takes two or three collectives however many groups there are."""
     dense: Sequence[str] = ()
     """Shell-style patterns of parameter names that stay dense, such as ``["*.bias"]``, next to those of ``rules``; each
     has to match."""
     rules: Resolved[Rules | None, Rules] = Resolved(None, as_rules)
     """Which parameters stay dense, and which have densities of their own; None: the default ones, which keep parameters
     with fewer than 2 dimensions or fewer than 256 coordinates dense, see :class:`~lightning_sparse.Rules`."""
-    executor: Literal["auto", "inline", "thread"] = "auto"
-    """Where gradients are exchanged in backward (sharded models, nodes, ``messages="group"``, planned groups): "inline"
-    exchanges inside the hook (on CUDA on a stream of its own), "thread" on a communication thread while backward goes
-    on; "auto" is "thread" between ranks on CPUs, else "inline"."""
     node_size: int | Literal["auto"] | None = None
     """Number of ranks of a node, whose links are fast: gradients are averaged densely within a node and exchanged
     sparsely between nodes, by each rank a part of them, see docs/nodes.md. "auto": ranks of a host, by its name; None
@@ -359,8 +349,8 @@ class SparsificationConfig(Settings):
     unsuited optimizers, see :class:`~lightning_sparse.Watch`; None: no warnings."""
     bucket_cap_mb: float | None = None
     """Size in MiB of groups that are cut by bucket, above 0. None: the size of DDP's buckets in ``attach``, 25 (DDP's
-    default) in strategies; on CUDA without a fallback at least 100. Strategies also make DDP's own buckets smaller if
-    exchanges run beside backward, unless this setting or ``fallback`` is given."""
+    default) in strategies; on CUDA without a fallback at least 100. Strategies also make DDP's own buckets smaller,
+    unless this setting or ``fallback`` is given."""
     timeout: timedelta | None = None
     """Time that ranks wait for each other before they end with an error. None: that of Lightning in strategies, of the
     model's process group in ``attach``. Inside hooks on CUDA, exchanges go through DDP's group, with its timeout."""
@@ -373,12 +363,12 @@ class SparsificationConfig(Settings):
         vars(self)["rules"] = replace(self.rules, dense=tuple(dict.fromkeys(patterns)))
         for name, hint in hints_of(type(self)).items():  # type: ignore[arg-type]
             _check_choice(name, getattr(self, name), hint)
-        by_group = [name for name in ("grouping", "density") if getattr(self, name).separate_messages]
-        if self.messages == "auto":
-            if by_group:
-                vars(self)["messages"] = "group"
-            elif not (self.grouping.needs_profile or self.density.needs_profile):
-                vars(self)["messages"] = "step"
+        for name, instead in (("grouping", "MergeBelow(8192)"), ("density", "0.01")):
+            if (given := getattr(self, name)).needs_profile:
+                raise ValueError(
+                    f"Expected {name} to be one such as {instead}, but got {given!r}, which hides messages behind "
+                    f"backward, while gradients are exchanged after it, in optimizer.step(): use {name}={instead}."
+                )
         self._check_nodes()
         watch, size, timeout = self.watch, self.bucket_cap_mb, self.timeout
         fits = watch is None or isinstance(watch, Watch)
@@ -401,9 +391,6 @@ class SparsificationConfig(Settings):
         fits = size == "auto" or (is_integer(size) and int(size) >= 1)
         expect(fits, "node_size", "'auto', an integer from 1 on or None", size)
         expect(not self.fallback, "fallback", "False with node_size: DDP's own steps are not timed", self.fallback)
-        for name in ("grouping", "density"):
-            chosen = getattr(self, name)
-            expect(not chosen.needs_profile, name, "one without a profile of the first steps with node_size", chosen)
 
     @property
     def memory_in_use(self) -> Memory:

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol, get_args
+from typing import Any, Protocol
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -27,7 +27,7 @@ from lightning_sparse.engine.state.schema import renamed
 from lightning_sparse.engine.state.state import EngineState
 from lightning_sparse.engine.step import Stepper, clip_by_norm
 from lightning_sparse.engine.view import CopiedEngine, EngineView
-from lightning_sparse.methods.grouping import Group, Messages
+from lightning_sparse.methods.grouping import Group
 from lightning_sparse.methods.memory import NoMemory
 from lightning_sparse.ops import static_shapes
 from lightning_sparse.ops.on_cuda import on_cuda
@@ -155,10 +155,10 @@ class Engine(EngineView):
         dense = all(group.plan.dense for group in self.groups)
         if not (simple and dense and all(self._all_gather_object(all(group.sent for group in self.groups)))):
             return False
-        self.router.regroup(self.plan, self.messages, direct=True, for_good=for_good)
+        self.router.regroup(self.plan, direct=True, for_good=for_good)
         return True
 
-    def regroup(self, plan: Sequence[Group], messages: Messages | None = None) -> None:
+    def regroup(self, plan: Sequence[Group]) -> None:
         """Cut the parameters into other groups, from the next step on; collective, between two steps.
 
         Residuals and momenta belong to parameters and move with them: none is lost. States of sparsifiers, such as
@@ -168,11 +168,10 @@ class Engine(EngineView):
         Args:
             plan: groups of the same parameters, see :func:`~lightning_sparse.methods.grouping.make_plan`; whole ones,
                 also where this engine has parts of them.
-            messages: which messages travel together from then on, "step" or "group"; None: as before.
 
         Raises:
             ValueError: on all ranks, if these are no groups or not the parameters of this engine, each once, if names
-                of groups repeat, if a rank has nothing of a group, or for other ``messages``.
+                of groups repeat, or if a rank has nothing of a group.
             RuntimeError: within a backward; on all ranks, if their plans differ.
 
         Example:
@@ -192,16 +191,14 @@ class Engine(EngineView):
             >>> dist.destroy_process_group()
         """
         self._check_between_steps("Groups can only be changed")
-        chosen = self.messages if messages is None else messages
         groups = list(plan) if isinstance(plan, Iterable) else plan
-        facts = {"settings": self.settings, "groups": groups, "messages": chosen}
+        facts = {"settings": self.settings, "groups": groups}
         for network in self.networks:  # one after the other: what differs in one network is an error for all of them
             with self._failing_together():
                 check_equal_on_ranks(facts, network, self.device)
-        expect(chosen in get_args(Messages), "messages", "'group', 'step' or None", messages)
         check_covers(groups, self.router.parameters)
         parts = self._parts_of(groups)
-        self.router.regroup(parts, chosen)
+        self.router.regroup(parts)
         if self.optimizers:
             self._binding.suit(self.optimizers)
 

@@ -119,23 +119,21 @@ class TorchCollective:
         group: dist.ProcessGroup | None,
         timeout: timedelta | None,
         device: torch.device,
-        threaded: bool,
         beside: Sequence[Sequence[int]] = (),
     ) -> TorchCollective:
         """Return a collective over the ranks of DDP's group. All its ranks must call this.
 
         NCCL does not promise progress if kernels of two groups wait at the same time. Messages that are sent inside
-        hooks on CUDA therefore use the given group, in one order with those of SyncBatchNorm and of DDP itself. A
-        thread has no such order, and gets a group of its own, as do exchanges between CPUs.
+        hooks on CUDA therefore use the given group, in one order with those of SyncBatchNorm and of DDP itself.
+        Exchanges between CPUs, on a thread of their own, get a group of their own.
 
         Args:
             group: DDP's group.
             timeout: timeout of a new group.
             device: device of the gradients.
-            threaded: True if messages come from a thread of their own.
             beside: see :meth:`of_its_own`.
         """
-        shared = device.type == "cuda" and not threaded and dist.is_initialized() and dist.get_backend(group) != "gloo"
+        shared = device.type == "cuda" and dist.is_initialized() and dist.get_backend(group) != "gloo"
         if not shared:
             return cls.of_its_own(group, timeout, beside=beside)
         made = cls(group)

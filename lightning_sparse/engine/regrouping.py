@@ -24,7 +24,7 @@ from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.share import Share
 from lightning_sparse.engine.state.record import Counts, Record
 from lightning_sparse.engine.stream import ExchangeStream
-from lightning_sparse.methods.grouping import Group, Messages
+from lightning_sparse.methods.grouping import Group
 from lightning_sparse.methods.memory import Memory
 
 
@@ -56,8 +56,6 @@ class Groups:
         """Number of times that groups took the place of others."""
         self.direct = False
         """True if buckets are averaged just as DDP does, past the groups."""
-        self.messages: Messages = "group" if settings.messages == "group" else "step"
-        """Messages that travel together: those of each "group" or of a "step"."""
         self.settings = settings
         self.rates = LearningRates(self.names)
         self.record = Record(self.names)
@@ -130,12 +128,11 @@ class Groups:
         self._digest_of_names = digest_of(self.settings, [(group.plan.name, list(group.spans)) for group in groups])
         self._all_dense = all(group.sparsifier.agreement is Agreement.EVERYTHING for group in groups)
 
-    def regroup(self, plan: Sequence[Group], messages: Messages, direct: bool = False, for_good: bool = False) -> None:
+    def regroup(self, plan: Sequence[Group], direct: bool = False, for_good: bool = False) -> None:
         """Go on with other groups of the same parameters, and what is remembered of these; between two steps.
 
         Args:
             plan: the groups.
-            messages: what travels together.
             direct: average buckets past the groups, which keep nothing then but what is remembered.
             for_good: of groups in which nothing waits, forget what else is remembered where the new ones have no use
                 for it.
@@ -152,12 +149,12 @@ class Groups:
                     running.state = running.state._replace(memory=None)
                 groups.append(running)
         self.adopt(groups, self.record.counts)
-        self.messages, self.direct = messages, direct
+        self.direct = direct
 
     def remember_by(self, settings: SparsificationConfig) -> None:
         """Go on with settings that differ in memory and exchange; between two steps."""
         self.settings = settings
-        self.regroup([group.plan for group in self.groups], self.messages)
+        self.regroup([group.plan for group in self.groups])
 
     def adapt(self, memory: Memory) -> None:
         """Go on with a memory of the same kind that has other settings, in a step that has just begun."""

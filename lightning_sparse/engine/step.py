@@ -37,7 +37,7 @@ from lightning_sparse.engine.regrouping import Groups
 from lightning_sparse.engine.share import Share
 from lightning_sparse.engine.signals import SAVING, Hold, held
 from lightning_sparse.engine.state.record import Counts
-from lightning_sparse.methods.grouping import Group, Messages
+from lightning_sparse.methods.grouping import Group
 from lightning_sparse.methods.memory import NoMemory
 from lightning_sparse.ops import all_finite, static_shapes
 from lightning_sparse.ops.sketch import sketch
@@ -95,11 +95,6 @@ class Stepper(Groups):
         watch_usage: note which parameters took part in a backward. Needed where a backward may leave some out.
         share: what this rank exchanges of each gradient; None: all that it has. Closed with this.
     """
-
-    overlaps_backward = False
-    """Exchanges come after backward."""
-    held_up_seconds = 0.0
-    """Nothing is done in backward that it would wait for, but an agreement."""
 
     def __init__(
         self,
@@ -582,7 +577,7 @@ class Stepper(Groups):
         self._waits = set(names & self.parameters.keys())
         self._sparse_before = bool(self._waits)
 
-    def regroup(self, plan: Sequence[Group], messages: Messages, direct: bool = False, for_good: bool = False) -> None:
+    def regroup(self, plan: Sequence[Group], direct: bool = False, for_good: bool = False) -> None:
         """See :meth:`.Groups.regroup`; gradients that DDP has not averaged are exchanged before it does so.
 
         Who asks for that asks again in the next step.
@@ -590,7 +585,7 @@ class Stepper(Groups):
         if direct and self._starts:
             self._turns_direct = True
         else:
-            super().regroup(plan, messages, direct, for_good)
+            super().regroup(plan, direct, for_good)
 
     def _are_finite(self, names: Collection[str]) -> bool:
         """Return whether gradients are finite now, if they were not in backward: users may have mended them."""
@@ -669,7 +664,7 @@ class Stepper(Groups):
                 for number, part in enumerate((inside, outside))
             ]
         if len(plan) > len(self.groups):
-            self.regroup(plan, self.messages)
+            self.regroup(plan)
 
     @contextmanager
     def failing_together(self, where: str) -> Iterator[None]:

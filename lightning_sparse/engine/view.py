@@ -17,7 +17,7 @@ from lightning_sparse.engine.agreement import failing_together
 from lightning_sparse.engine.metrics import Step, Totals, dense_statistics, summarize
 from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.step import Stepper
-from lightning_sparse.methods.grouping import Group, Messages
+from lightning_sparse.methods.grouping import Group
 from lightning_sparse.ops.length import LengthChanges
 
 T = TypeVar("T")
@@ -103,11 +103,6 @@ class EngineView:
     def plan(self) -> list[Group]:
         """The groups, in the order in which backward should finish them; sizes are of what this rank exchanges."""
         return [group.plan for group in self.groups]
-
-    @property
-    def messages(self) -> Messages:
-        """Messages that travel together: those of each "group", or those of all groups of a "step"."""
-        return self.router.messages
 
     def summary(self) -> dict[str, float]:
         """Return the logged quantities of the latest step, see :data:`~lightning_sparse.engine.metrics.QUANTITIES`.

@@ -20,7 +20,6 @@ from lightning_sparse.api.attach import (
     AttachArguments,
     facts_of,
     look_on,
-    refuse_two_orders,
     trained_and_frozen,
     warn_if_nothing_is_left,
     warn_of_slow_groups,
@@ -35,7 +34,6 @@ from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.share import Place, Share
 from lightning_sparse.hsdp.source import ShardSource
 from lightning_sparse.methods.grouping import DDP_BUCKET_MB, ParameterSize, dense_plan, make_plan
-from lightning_sparse.tuning.controllers import Planner
 from lightning_sparse.tuning.controllers.announcer import Announcer
 
 _sources: weakref.WeakKeyDictionary[Module, weakref.ref[ShardSource]] = weakref.WeakKeyDictionary()
@@ -57,8 +55,7 @@ class Networks(NamedTuple):
         found = [each for row in TorchCollective(self.within).all_gather_object(found, device) for each in row]
         columns, rows = (sorted({tuple(ranks) for ranks in each}) for each in zip(*found, strict=True))
         comm = TorchCollective.of_its_own(self.between, config.timeout, beside=columns)
-        threaded = config.executor == "thread"
-        return comm, TorchCollective.over(self.within, config.timeout, device, threaded, beside=rows)
+        return comm, TorchCollective.over(self.within, config.timeout, device, beside=rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +70,6 @@ class HSDPArguments(AttachArguments):
                 "Train in bfloat16, which needs no loss scale."
             )
         refuse_without_ddp(self)
-        expect(self.profile is None, "profile", "None, since nothing is profiled without DDP's buckets", self.profile)
 
 
 def refuse_without_ddp(config: SparsificationConfig) -> None:
@@ -82,16 +78,9 @@ def refuse_without_ddp(config: SparsificationConfig) -> None:
     Raises:
         ValueError: naming the setting.
     """
-    if Planner.wanted(config):
-        asks = "grouping" if config.grouping.needs_profile else "density"
-        raise ValueError(
-            f"Expected a {asks} without a profile of the first steps, but got {getattr(config, asks)!r}: all gradients "
-            "of a sharded model come at the end of backward, so that there is nothing to overlap with."
-        )
     expect(not config.fallback, "fallback", "False for a sharded model", config.fallback)
     nodes = config.node_size
     expect(nodes is None, "node_size", "None for a sharded model, whose replicas are what nodes would be", nodes)
-    expect(config.messages != "group", "messages", "'step' or 'auto' for a sharded model", config.messages)
 
 
 @with_keywords_of(HSDPArguments)
@@ -166,7 +155,6 @@ def attach_hsdp_config(
         plan = make_plan(sizes, config.grouping, config.rules, cap * parts.world_size, frozen=frozen)
         stays_dense = replicas.world_size == 1 and config.single_device == "dense"
         plan = dense_plan(sizes, cap * parts.world_size) if stays_dense else plan
-        refuse_two_orders(model, config.executor, device)
     facts = facts_of(config, observers, plan)
     with failing_together(replicas, device):
         check_equal_on_ranks(facts, parts, device)

@@ -82,7 +82,7 @@ class Accelerated:
             left = self._close()
             self._take_place(ddp)
             scaler = getattr(self.accelerator, "scaler", None)
-            self.engine = attach_config(ddp, SparsificationConfig.of(self.config), scaler, None, (), in_steps=False)
+            self.engine = attach_config(ddp, SparsificationConfig.of(self.config), scaler, (), in_steps=False)
             self.engine.add_observer(Announcer())
             self._ddp, self._optimizers = ddp, []
             self._redirect_clipping()

@@ -27,12 +27,9 @@ from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.state.checkpoint import SideFiles, restore
 from lightning_sparse.engine.step import Stepper, clip_by_norm
 from lightning_sparse.methods.grouping.groupings import CUDA_BUCKET_MB, DDP_BUCKET_MB
-from lightning_sparse.tuning.controllers import Planner
 
 CHECKPOINT_KEY = "lightning_sparse"
 """Key of this package's entry in checkpoints."""
-
-"""DDP's buckets of a large model if exchanges overlap with backward: more of them cost more calls."""
 TWINS = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
 """The two packages for which each strategy exists."""
 BY_LIGHTNING = ("module", "device_ids")
@@ -170,10 +167,10 @@ class SparseStrategy:
         on_cuda = self.root_device.type == "cuda"
         return CUDA_BUCKET_MB if on_cuda and not self.config.fallback else DDP_BUCKET_MB
 
-    def _attach(self, ddp: Any, profile: dict[str, Any] | None) -> Engine:
+    def _attach(self, ddp: Any) -> Engine:
         cap = self.config.bucket_cap_mb or self._default_bucket_mb
         config = replace(self.config, bucket_cap_mb=cap, timeout=self._timeout)
-        return attach_config(ddp, config, profile, self.observers)
+        return attach_config(ddp, config, self.observers)
 
     @property
     def _steppers(self) -> list[Stepper]:
@@ -234,17 +231,6 @@ def readable(entry: Any) -> dict[str, Any] | None:
         return entry
     found = reprlib.repr(entry["totals"] if isinstance(entry, dict) else entry)
     return {"residuals": f"its entry {CHECKPOINT_KEY!r} is damaged, and has {found} where numbers by name were saved"}
-
-
-def planner_of(engine: Engine | None) -> Planner | None:
-    """Return the planner of an engine, if it has one."""
-    return next((one for one in (engine.observers if engine else ()) if isinstance(one, Planner)), None)
-
-
-def profile_of(engine: Engine | None) -> dict[str, Any] | None:
-    """Return the measured :class:`.Profile` for groups and densities, or None."""
-    planner = planner_of(engine)
-    return None if planner is None else planner.saved
 
 
 def takes_over(strategy: Kind) -> Kind:

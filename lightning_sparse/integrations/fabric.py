@@ -25,14 +25,7 @@ from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.hooks import uninterrupted
 from lightning_sparse.engine.optimizers.kinds import ids_of, stepping
 from lightning_sparse.engine.state.checkpoint import side_directory
-from lightning_sparse.integrations.base import (
-    CHECKPOINT_KEY,
-    SparseStrategy,
-    StrategyArguments,
-    planner_of,
-    profile_of,
-    readable,
-)
+from lightning_sparse.integrations.base import CHECKPOINT_KEY, SparseStrategy, StrategyArguments, readable
 from lightning_sparse.integrations.earlier import Left, go_on
 from lightning_sparse.tuning.controllers.announcer import Announcer
 
@@ -89,12 +82,12 @@ class SparseFabricMixin(SparseStrategy, ParallelStrategy):
         """Return the engine of a module, given plain or wrapped by DDP."""
         return next((engine for ddp, engine in self._wrapped if module in (ddp, ddp.module)), None)
 
-    def _end_before(self, module: Module) -> tuple[Left | None, dict[str, Any] | None, Totals]:
-        """Close the engine that a module had before; return its state, its profile and its totals."""
+    def _end_before(self, module: Module) -> tuple[Left | None, Totals]:
+        """Close the engine that a module had before; return its state and its totals."""
         before = self.engine_of(module)
         if before is None:
-            return None, None, Totals()
-        left = Left.by(before), profile_of(before), before.totals
+            return None, Totals()
+        left = Left.by(before), before.totals
         before.close()
         self._wrapped = [(wrapped, engine) for wrapped, engine in self._wrapped if engine is not before]
         return left
@@ -216,13 +209,11 @@ class FabricSparseDDPMixin(SparseFabricMixin, DDPStrategy):
 
     def setup_module(self, module: Module) -> Any:
         """Wrap a module as Fabric does, and attach an engine; at a second set-up it continues from the one before."""
-        left, profile, totals = self._end_before(module)
+        left, totals = self._end_before(module)
         loaded = self._waiting.pop(module, None)
-        if loaded is not None:
-            profile = (loaded[1] or {}).get("profile")
         self._check_model(module)
         ddp = super().setup_module(module)
-        engine = self._attach(ddp, profile)
+        engine = self._attach(ddp)
         self._start(ddp, engine, totals)
         if loaded is not None:
             self._restore(engine, *loaded)
@@ -247,9 +238,7 @@ class FabricSparseDDPMixin(SparseFabricMixin, DDPStrategy):
         own: dict[str, dict[str, Any]] = {}
         with ExitStack() as stack:
             for key, engine in modules.items():
-                profile = profile_of(engine)
-                own[key] = {} if profile is None else {"profile": profile}
-                own[key]["totals"] = self._mean_over_ranks(engine.totals.state_dict())
+                own[key] = {"totals": self._mean_over_ranks(engine.totals.state_dict())}
                 if self.config.save_residuals:
                     place = _place(path, key, len(modules))
                     beside = self._side_files.beside(place, engine, write, TorchCollective())
@@ -279,8 +268,6 @@ class FabricSparseDDPMixin(SparseFabricMixin, DDPStrategy):
             if engine is None:
                 self._waiting[state[key]] = place, found
                 continue
-            if planner := planner_of(engine):
-                planner.resume((found or {}).get("profile"), engine)
             self._restore(engine, place, found)
         return rest
 

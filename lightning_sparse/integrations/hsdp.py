@@ -225,7 +225,7 @@ class SparseHSDPMixin(HSDPStrategy, SparseTrainerMixin, TrainerBase):
         """Set up as Lightning does; then attach the engine, if there is something to train."""
         super().setup(trainer)
         if trainer.state.fn == "fit":
-            self._begin(lambda _: self._attach_shards(self.model, self.precision_plugin))
+            self._begin(lambda: self._attach_shards(self.model, self.precision_plugin))
             assert self.engine is not None
             self._follow_optimizers(self.engine)
 
@@ -316,7 +316,7 @@ class FabricSparseHSDPMixin(HSDPStrategy, SparseFabricMixin, FabricBase):
 
     def setup_module(self, module: Module) -> Any:
         """Shard a module as it is told to, and attach an engine, which continues from the module's engine before."""
-        left, _, totals = self._end_before(module)
+        left, totals = self._end_before(module)
         sharded = super().setup_module(module)
         engine = self._attach_shards(sharded, self.precision)
         self._start(sharded, engine, totals)

@@ -57,15 +57,15 @@ class Shadow:
         self._comm, self._parameters = comm, dict(parameters)
         self._device = next(iter(self._parameters.values())).device
         sizes = [ParameterSize.of(name, p) for name, p in self._parameters.items()]
-        grouping = "bucket" if settings.grouping.needs_profile else settings.grouping
-        plan = make_plan(sizes, grouping, settings.rules, settings.bucket_cap_mb or DDP_BUCKET_MB, frozen=frozen)
+        cap = settings.bucket_cap_mb or DDP_BUCKET_MB
+        plan = make_plan(sizes, settings.grouping, settings.rules, cap, frozen=frozen)
         self._methods: dict[str, tuple[SparsificationConfig, list[GroupReducer]]] = {}
         for given in sparsifiers:
             one = SPARSIFIERS.resolve(given)
             name = SPARSIFIERS.name_of(one)
             if name in self._methods:
                 raise ValueError(f"Expected sparsifiers with different names, but got {name!r} twice.")
-            config = replace(settings, sparsifier=one, exchange=None, memory="residual", grouping=grouping)
+            config = replace(settings, sparsifier=one, exchange=None, memory="residual")
             first = Context(0, config.density(0), comm.rank, comm.world_size)
             groups = [GroupReducer(group, self._parameters, config, first, flush=False) for group in plan]
             self._methods[name] = config, groups

@@ -104,7 +104,6 @@ def settings_of(engine: Engine, config: SparsificationConfig) -> dict[str, Any]:
         **config.as_dict(),
         **{name: registry.name_of(getattr(now, name)) for name, registry in registries.items()},
         **{f"{name}_settings": plain[name] for name in registries},
-        "messages": engine.messages,
         "ranks": engine.world_size,
         "version": __version__,
         "parameters": sum(group.numel for group in engine.plan),

@@ -20,7 +20,7 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.engine.config import keywords_of
 from lightning_sparse.engine.network import BATCHES, LostRankError, TorchCollective, is_loss
 from lightning_sparse.engine.optimizers.hooks import uninterrupted
-from lightning_sparse.integrations.base import CHECKPOINT_KEY, SparseStrategy, StrategyArguments, profile_of, readable
+from lightning_sparse.integrations.base import CHECKPOINT_KEY, SparseStrategy, StrategyArguments, readable
 from lightning_sparse.integrations.earlier import Left, checksums, go_on
 from lightning_sparse.integrations.telling import Telling
 
@@ -65,7 +65,6 @@ class SparseTrainerMixin(SparseStrategy, ParallelStrategy):
 
     def _choose(self, *given: Any) -> dict[str, Any]:
         """Check and keep the settings; begin without an engine."""
-        self._profile: dict[str, Any] | None = None
         self._resume: tuple[Any, dict[str, Any] | None] | None = None
         self._earlier: tuple[Engine, dict[str, int]] | None = None
         """Engine of the fit before, and checksums of its weights."""
@@ -76,20 +75,18 @@ class SparseTrainerMixin(SparseStrategy, ParallelStrategy):
         """Open during fit; counts such as ``step`` can still be read afterwards."""
         return super()._choose(*given)
 
-    def _begin(self, attach: Callable[[dict[str, Any] | None], Engine]) -> None:
+    def _begin(self, attach: Callable[[], Engine]) -> None:
         """Attach an engine, which continues where the one of an earlier fit has ended.
 
         Args:
-            attach: returns it, given the profile of an earlier run.
+            attach: returns it.
         """
-        profile = self._profile or self.profile  # from a checkpoint, or from an earlier fit
         left, self._left = self._left, None
         if self._earlier is not None and self._earlier[0].step and self._resume is None:  # checkpoints take precedence
             left = Left.by(*self._earlier)
         self._close_engine()
         self.engine = self._earlier = None  # frees their buffers
-        self.engine = attach(profile)
-        self._profile = None
+        self.engine = attach()
         self._telling.follow(self.engine, self._trainer)
         go_on(self.engine, left)
 
@@ -159,11 +156,6 @@ class SparseTrainerMixin(SparseStrategy, ParallelStrategy):
         plugin: Any = self.precision_plugin
         clip(plugin.main_params(optimizer), clip_val)
 
-    @property
-    def profile(self) -> dict[str, Any] | None:
-        """The measured :class:`.Profile`, for groups and densities; or None."""
-        return profile_of(self.engine)
-
     def teardown(self) -> None:
         """Close the engine, then everything else."""
         at_work = self._open_engine
@@ -172,7 +164,7 @@ class SparseTrainerMixin(SparseStrategy, ParallelStrategy):
             vars(self.precision_plugin).pop(name, None)
         if at_work is not None:
             self._earlier = at_work, checksums(at_work)
-        self._resume = self._profile = None
+        self._resume = None
         super().teardown()
 
     def _close_engine(self) -> None:
@@ -247,14 +239,13 @@ class SparseDDPMixin(SparseTrainerMixin, DDPStrategy):
 
     def _register_ddp_hooks(self) -> None:
         """Attach the engine. Lightning calls this after it wrapped the model; its version does nothing on a CPU."""
-        self._begin(lambda profile: self._attach(self.model, profile))
+        self._begin(lambda: self._attach(self.model))
         self._continue()
 
     def _continue(self) -> None:
         """Load totals and residuals of the checkpoint that was loaded last into the engine, once."""
         resume, self._resume = self._resume, None
         if resume is not None and (engine := self._open_engine):
-            self._profile = None  # of a checkpoint that is loaded within fit
             self._restore(engine, *resume)
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
@@ -344,20 +335,19 @@ class SparseDDPMixin(SparseTrainerMixin, DDPStrategy):
         self._follow_optimizers(self.engine)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load a checkpoint as Lightning does, and keep its path for residuals, its entry and its profile."""
+        """Load a checkpoint as Lightning does, and keep its path for residuals, and its entry."""
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         own = readable(checkpoint.get(CHECKPOINT_KEY))
         residuals = None if own is None else own.get("residuals")
         # The checkpoint's current value: side files must match it.
         if own and isinstance(residuals, dict) and "global_step" in residuals:
             own = {**own, "residuals": {**residuals, "global_step": checkpoint.get("global_step")}}
-        self._profile = None if own is None else own.get("profile")
         self._resume = checkpoint_path, own
         return checkpoint
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save a checkpoint as Lightning does, with the profile in it, and every rank's residuals beside it."""
-        own = {} if self.profile is None else {"profile": self.profile}
+        """Save a checkpoint as Lightning does, and every rank's residuals beside it."""
+        own: dict[str, Any] = {}
         with self._residuals_beside(checkpoint, filepath, storage_options) as marker:
             if marker is not None:
                 own["residuals"] = marker

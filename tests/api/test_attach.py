@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from lightning_sparse.api.attach import refuse_two_orders, warn_of_slow_groups
+from lightning_sparse.api.attach import warn_of_slow_groups
 from lightning_sparse.engine import failing_together
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.methods.grouping import ParameterSize, make_plan
@@ -100,16 +100,6 @@ def test_an_observer_that_is_done_is_not_called_again_and_closed_at_the_end(one_
     assert not any(one.closed for one in observers)
     engine.close()
     assert [(one.calls, one.closed) for one in observers] == [(2, True), (1, True), (4, True)]
-
-
-def told_of_a_profile() -> str:
-    return told(DistributedDataParallel(nn.Linear(3, 3)), profile=on_rank(1, 3, None))
-
-
-def test_what_is_no_profile_is_refused(two_ranks: Ranks) -> None:
-    sentence = "ValueError: Expected profile to be a dict, as an earlier run has saved it, or None, but got 3."
-    for said in two_ranks(told_of_a_profile):
-        assert said.endswith(sentence)
 
 
 def told_of_wrong_arguments() -> list[str]:
@@ -464,15 +454,14 @@ def test_a_failing_attach_leaves_nothing_open(two_ranks: Ranks, kind: str) -> No
         assert not grew(counts), counts  # what other tests have left may go meanwhile
 
 
-def after_closing(executor: str) -> str:
+def after_closing() -> str:
     ddp = DistributedDataParallel(Spare(), find_unused_parameters=True)
-    ls.attach(ddp, **SPARSE, executor=executor).close()
+    ls.attach(ddp, **SPARSE).close()
     return error_of(lambda: ddp(torch.ones(2, 60)).sum().backward())
 
 
-@pytest.mark.parametrize("executor", ["inline", "thread"])
-def test_a_backward_after_closing_says_so(two_ranks: Ranks, executor: str) -> None:
-    for said in two_ranks(after_closing, executor):
+def test_a_backward_after_closing_says_so(two_ranks: Ranks) -> None:
+    for said in two_ranks(after_closing):
         assert said.startswith("RuntimeError: The engine is closed.")
 
 
@@ -491,33 +480,21 @@ class Functional(nn.Module):
         return self.head(nn.functional.embedding(index, self.table, sparse=sparse))
 
 
-def looked_up(sparse_on: list[int], executor: str) -> str:
+def looked_up(sparse_on: list[int]) -> str:
     ddp = DistributedDataParallel(Functional())
-    ls.attach(ddp, **SPARSE, executor=executor)
+    ls.attach(ddp, **SPARSE)
     return error_of(lambda: ddp(torch.arange(8), dist.get_rank() in sparse_on).sum().backward())
 
 
-@pytest.mark.parametrize("executor", ["inline", "thread"])
-def test_functional_sparse_gradients_are_named(two_ranks: Ranks, executor: str) -> None:
+def test_functional_sparse_gradients_are_named(two_ranks: Ranks) -> None:
     for sparse_on in ([0, 1], [1]):
-        first, second = two_ranks(looked_up, sparse_on, executor)
+        first, second = two_ranks(looked_up, sparse_on)
         assert second.startswith("RuntimeError: The gradient of 'table' is a sparse tensor")
         assert "Set sparse=False" in second
         assert first == second if 0 in sparse_on else "lost another rank" in first
 
 
 # CUDA
-
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-
-
-def test_a_thread_beside_sync_batchnorm_on_cuda_is_refused() -> None:
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
-    with pytest.raises(ValueError, match=r"beside SyncBatchNorm \('1'\) on CUDA, but got 'thread'"):
-        refuse_two_orders(model, "thread", CUDA)
-    for executor, device in (("inline", CUDA), ("auto", CUDA), ("thread", CPU)):
-        refuse_two_orders(model, executor, device)
-    refuse_two_orders(nn.BatchNorm1d(4), "thread", CUDA)
 
 
 def test_a_model_on_several_devices_is_refused(one_rank: None) -> None:

@@ -98,7 +98,6 @@ OPTIONS: list[dict[str, Any]] = [
     {},
     {"sparsifier": "exdyna"},
     {"grouping": "layer", "sparsifier": "union_top_k"},
-    {"executor": "inline"},
 ]
 
 

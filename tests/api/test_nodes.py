@@ -250,9 +250,7 @@ def unused(options: dict[str, Any]) -> list[dict[str, Tensor | None]]:
     return found
 
 
-@pytest.mark.parametrize(
-    "options", by_default([{}, {"grouping": "layer", "messages": "group"}, {"grouping": "layer"}], 2)
-)
+@pytest.mark.parametrize("options", [{}, {"grouping": "layer"}])
 def test_parameters_that_some_ranks_or_none_use(four_ranks: Ranks, options: dict[str, Any]) -> None:
     if "grouping" in options:
         options = {**options, "rules": ls.Rules(dense=["few"], dense_ndim=0, dense_numel=0)}
@@ -366,8 +364,6 @@ def refused(size: Any, hosts: list[str] | None, options: dict[str, Any]) -> str:
         (4, None, {"grouping": "layer"}, "has none of group 'few'. Choose a coarser grouping"),
         ("nodes", None, {}, "but got 'nodes'"),
         (2, None, {"fallback": True}, "Expected fallback to be False with node_size"),
-        (2, None, {"grouping": ls.tuning.OptimalMerge()}, "Expected grouping to be one without a profile"),
-        (2, None, {"density": ls.tuning.HiddenDensity()}, "Expected density to be one without a profile"),
     ],
 )
 def test_what_cannot_be_nodes_is_refused_on_all_ranks(

@@ -79,8 +79,7 @@ def test_parts_are_exchanged_as_simulated(
 
 SETTINGS: list[dict[str, Any]] = [
     {"density": 1.0},
-    {"messages": "group", "sparsifier": "top_k"},
-    {"executor": "inline"},
+    {"sparsifier": "top_k"},
     {"density": ls.Warmup(1.0, 0.05, 3)},
 ]
 

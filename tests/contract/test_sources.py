@@ -106,7 +106,7 @@ SOURCES: dict[str, Any] = {"in DDP": InDDP, "at the end": AtTheEnd}
 
 
 def network() -> TorchCollective:
-    return TorchCollective.over(dist.group.WORLD, None, torch.device("cpu"), False)
+    return TorchCollective.over(dist.group.WORLD, None, torch.device("cpu"))
 
 
 class Look(NamedTuple):

@@ -47,12 +47,12 @@ def gradient(model: Any, batch: Tensor, engine: Engine | None = None) -> Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-def copies(way: str, executor: str, ddp: dict[str, Any]) -> tuple[list[bool], str]:
+def copies(way: str, ddp: dict[str, Any]) -> tuple[list[bool], str]:
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(20, 20), **ddp)
     batch = torch.randn(4, 20, generator=torch.Generator().manual_seed(dist.get_rank()))
     plain = gradient(DistributedDataParallel(copy.deepcopy(model.module)), batch)
-    engine = ls.attach(model, **SPARSE, executor=executor)
+    engine = ls.attach(model, **SPARSE)
     gradient(model, batch, engine)
     residual = engine.residual("weight").clone()
     other = WAYS[way](model)
@@ -61,7 +61,7 @@ def copies(way: str, executor: str, ddp: dict[str, Any]) -> tuple[list[bool], st
         torch.equal(gradient(other, batch), plain),  # as DDP does by itself
         torch.equal(engine.residual("weight"), residual),
     ]
-    engine_of_other = ls.attach(other, **SPARSE, executor=executor)
+    engine_of_other = ls.attach(other, **SPARSE)
     sparse = gradient(other, batch, engine_of_other)
     found += [0 < int(sparse.count_nonzero()) < sparse.numel() // 2, engine_of_other.step == 1]
     gradient(model, batch, engine)
@@ -77,17 +77,17 @@ def copies(way: str, executor: str, ddp: dict[str, Any]) -> tuple[list[bool], st
     return found, said
 
 
-@pytest.mark.parametrize(("way", "executor"), covering(in_turns(list(WAYS), ["inline", "thread"]), together=1))
-def test_a_copied_model_averages_densely_until_an_engine_is_attached(two_ranks: Ranks, way: str, executor: str) -> None:
-    for found, said in two_ranks(copies, way, executor, {"find_unused_parameters": executor == "thread"}):
+@pytest.mark.parametrize(("way", "unused"), covering(in_turns(list(WAYS), [False, True]), together=1))
+def test_a_copied_model_averages_densely_until_an_engine_is_attached(two_ranks: Ranks, way: str, unused: bool) -> None:
+    for found, said in two_ranks(copies, way, {"find_unused_parameters": unused}):
         assert found == [True] * 6
         assert said.startswith("This is a copy of an engine: it exchanges nothing")
         assert "lightning_sparse.attach()" in said
 
 
-def profiled() -> float:
+def with_a_fallback() -> float:
     model = DistributedDataParallel(nn.Linear(20, 20))
-    ls.attach(model, **SPARSE, grouping=ls.tuning.OptimalMerge(), scaler=torch.amp.GradScaler("cpu"), fallback=True)
+    ls.attach(model, **SPARSE, scaler=torch.amp.GradScaler("cpu"), fallback=True)
     batch = torch.ones(2, 20)
     gradient(model, batch)
     gradient(saved_and_loaded(model), batch)
@@ -95,6 +95,6 @@ def profiled() -> float:
     return float(model.module.weight.grad.sum())
 
 
-def test_a_model_is_copied_while_it_is_profiled(two_ranks: Ranks) -> None:
-    first, second = two_ranks(profiled)
+def test_a_model_is_copied_while_steps_are_timed(two_ranks: Ranks) -> None:
+    first, second = two_ranks(with_a_fallback)
     assert first == second

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_sparse as ls
 from lightning_sparse.engine import Engine
 from lightning_sparse.methods.grouping import Group, ParameterSize, make_plan
-from tests.covering import by_default, covering, in_turns
+from tests.covering import by_default, covering
 from tests.engines import exchange
 from tests.gpu.models import Branches
 from tests.gpu.training import LAYOUTS
@@ -70,7 +70,6 @@ def train(layout: str, options: dict[str, Any], accumulate: int = 1, steps: int 
 
 
 GROUPINGS: list[Any] = ["bucket", "layer", "model", ls.grouping.MergeBelow(3000)]
-EXECUTORS = ["inline", "thread"]
 
 
 @functools.cache
@@ -82,30 +81,26 @@ def plainly(ranks: Ranks, layout: str) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("layout", "sparsifier", "grouping", "executor"),
+    ("layout", "sparsifier", "grouping"),
     covering(
         product(
             LAYOUTS,
             ["top_k", "shared_top_k", "striped_top_k", "micro", "exdyna", "everything"],
             GROUPINGS,
-            EXECUTORS,
         ),
         together=1,
-        seen_as=lambda layout, sparsifier, grouping, executor: (layout, (grouping, executor), sparsifier),
     ),
 )
-def test_density_1_trains_like_plain_ddp(
-    two_ranks: Ranks, layout: str, sparsifier: str, grouping: Any, executor: str
-) -> None:
+def test_density_1_trains_like_plain_ddp(two_ranks: Ranks, layout: str, sparsifier: str, grouping: Any) -> None:
     # Bit for bit: with two ranks a sum has one order, and halving is exact before it (DDP) and after it (here).
-    options = {"sparsifier": sparsifier, "density": 1.0, "grouping": grouping, "executor": executor}
+    options = {"sparsifier": sparsifier, "density": 1.0, "grouping": grouping}
     for sparse, exchanged in two_ranks(train, layout, options):
         assert torch.equal(sparse, plainly(two_ranks, layout))
         assert exchanged == 6
 
 
 def test_density_1_trains_like_plain_ddp_on_three_ranks(three_ranks: Ranks) -> None:
-    options = {"sparsifier": "exdyna", "density": 1.0, "executor": "thread"}
+    options = {"sparsifier": "exdyna", "density": 1.0}
     plain, sparse = three_ranks(train, "default", {}), three_ranks(train, "default", options)
     # A sum of three terms depends on their order, and thirds are rounded: a few units in the last place per step, on
     # parameters of size up to 0.3.
@@ -124,14 +119,12 @@ def test_accumulated_gradients_are_exchanged_once(two_ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "pair", "executor"),
-    covering(product(LAYOUTS, PAIRS, EXECUTORS), together=1),
+    ("layout", "pair"),
+    covering(product(LAYOUTS, PAIRS), together=1),
 )
-def test_ranks_stay_equal_at_low_density(
-    three_ranks: Ranks, layout: str, pair: tuple[str, str | None], executor: str
-) -> None:
+def test_ranks_stay_equal_at_low_density(three_ranks: Ranks, layout: str, pair: tuple[str, str | None]) -> None:
     sparsifier, exchange = pair
-    options = {"sparsifier": sparsifier, "exchange": exchange, "density": 0.02, "executor": executor}
+    options = {"sparsifier": sparsifier, "exchange": exchange, "density": 0.02}
     results = [parameters for parameters, _ in three_ranks(train, layout, options)]
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
@@ -239,12 +232,9 @@ def test_groups_that_change_train_like_plain_ddp_at_full_density(two_ranks: Rank
             assert torch.equal(parameters, plain)
 
 
-@pytest.mark.parametrize(
-    ("sparsifier", "executor"),
-    by_default(covering(in_turns(["top_k", "union_top_k", "exdyna", "sidco_e"], ["inline", "thread"]), together=1), 2),
-)
-def test_no_residual_is_lost_when_groups_change(two_ranks: Ranks, sparsifier: str, executor: str) -> None:
-    results = two_ranks(balance_with_changing_groups, {"sparsifier": sparsifier, "density": 0.05, "executor": executor})
+@pytest.mark.parametrize("sparsifier", by_default(["top_k", "union_top_k", "exdyna", "sidco_e"], 2))
+def test_no_residual_is_lost_when_groups_change(two_ranks: Ranks, sparsifier: str) -> None:
+    results = two_ranks(balance_with_changing_groups, {"sparsifier": sparsifier, "density": 0.05})
     for steps in results:
         for before, after, missing in steps:
             assert torch.equal(after, before)
@@ -293,9 +283,6 @@ def bad_plans() -> list[str]:
     for nothing in (3, "layer", [3]):
         with pytest.raises(ValueError, match=r"^Expected plan to be a list of groups, as make_plan\(\) gives it"):
             engine.regroup(nothing)  # type: ignore[arg-type]
-    for unknown in (3, "steps", ""):
-        with pytest.raises(ValueError, match=r"^Expected messages to be 'group', 'step' or None, but got"):
-            engine.regroup(engine.plan, unknown)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="The ranks disagree"):
         engine.regroup(3 if dist.get_rank() else engine.plan)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="The ranks disagree") as disagreement:
@@ -366,11 +353,10 @@ def test_no_gradient_is_lost_across_changing_buckets(
         torch.testing.assert_close(found, given, rtol=0, atol=1e-13)
 
 
-def unused(executor: str, messages: str = "step") -> dict[str, Any]:
+def unused() -> dict[str, Any]:
     """Two steps with both branches, one with the right branch only, one where rank 0 goes left and rank 1 right."""
     rank = dist.get_rank()
-    options = {"grouping": "layer", "executor": executor, "messages": messages}
-    ddp, engine = wrapped("find_unused", sparsifier="top_k", density=0.05, **options)
+    ddp, engine = wrapped("find_unused", sparsifier="top_k", density=0.05, grouping="layer")
     seen = {}
     for step, use in enumerate(["both", "both", "right", ("left", "right")[rank]]):
         ddp.zero_grad()
@@ -384,9 +370,8 @@ def unused(executor: str, messages: str = "step") -> dict[str, Any]:
     return seen
 
 
-@pytest.mark.parametrize("executor", ["inline", "thread"])
-def test_residual_of_a_parameter_that_no_rank_used_is_kept(two_ranks: Ranks, executor: str) -> None:
-    for seen in two_ranks(unused, executor):
+def test_residual_of_a_parameter_that_no_rank_used_is_kept(two_ranks: Ranks) -> None:
+    for seen in two_ranks(unused):
         assert not seen[1][0]
         assert seen[1][1].count_nonzero() > 0
         assert seen[2][0], "nothing was applied"
@@ -450,14 +435,14 @@ def test_an_old_average_is_neither_sent_again_nor_changed(two_ranks: Ranks) -> N
 
 
 def poisoned(
-    executor: str, bad: float, options: dict[str, Any], layer: str | None = None
+    bad: float, options: dict[str, Any], layer: str | None = None
 ) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
     """Three steps at fixed parameters; in the second one rank 1 has a bad number in its input, or in one gradient.
 
     Returns:
         Averages and residuals after each step; what backward leaves in the second one, and this rank's own gradient.
     """
-    ddp, engine = wrapped("default", executor=executor, density=0.05, **options)
+    ddp, engine = wrapped("default", density=0.05, **options)
     grads, residuals, left, own = [], [], torch.empty(0), torch.empty(0)
     for step, batch in enumerate(batches(3)):
         hook = None
@@ -482,16 +467,14 @@ def poisoned(
     return grads, residuals, left, own
 
 
-@pytest.mark.parametrize(
-    ("executor", "bad"), covering(in_turns(["inline", "thread"], [float("nan"), float("inf")]), together=1)
-)
-def test_a_bad_number_on_one_rank_voids_the_step_on_all(two_ranks: Ranks, executor: str, bad: float) -> None:
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_number_on_one_rank_voids_the_step_on_all(two_ranks: Ranks, bad: float) -> None:
     for options in (
         {"sparsifier": "top_k"},
         {"sparsifier": "exdyna"},
         {"sparsifier": ls.sparsifiers.HardThreshold(1e-3)},
     ):
-        for grads, residuals, left, _ in two_ranks(poisoned, executor, bad, options):
+        for grads, residuals, left, _ in two_ranks(poisoned, bad, options):
             assert grads[0].isfinite().all()
             assert left.isnan().all()
             assert not grads[1].any()
@@ -545,8 +528,8 @@ class Refusing(ls.sparsifiers.Sparsifier):
         return "Refusing()"
 
 
-def failing(executor: str) -> str:
-    ddp, _ = wrapped("small_buckets", sparsifier=Refusing(), executor=executor)
+def failing() -> str:
+    ddp, _ = wrapped("small_buckets", sparsifier=Refusing())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     for batch in batches(2):
         ddp(batch).square().mean().backward()
@@ -559,8 +542,7 @@ def failing(executor: str) -> str:
 
 def test_an_error_in_a_sparsifier_comes_out_of_the_step() -> None:
     with Ranks(2) as ranks:  # of its own: connections are closed by an error
-        for executor in EXECUTORS:
-            assert ranks(failing, executor) == ["second selection"] * 2
+        assert ranks(failing) == ["second selection"] * 2
 
 
 def test_a_job_that_fails_on_a_rank_fails_the_test() -> None:
@@ -574,7 +556,7 @@ def divide() -> float:
 
 
 def summaries() -> tuple[dict[str, float], dict[str, dict[str, float]], dict[str, float], float]:
-    ddp, engine = wrapped("default", sparsifier="top_k", density=0.05, grouping="layer", executor="thread")
+    ddp, engine = wrapped("default", sparsifier="top_k", density=0.05, grouping="layer")
     empty = engine.summary()
     for batch in batches(3):
         ddp(batch).square().mean().backward()

@@ -90,7 +90,7 @@ def costs(dtype: torch.dtype, grouping: str | None, adam: bool = False, profiled
     attached, engine, told = 0.0, None, 0.0
     if grouping is not None:
         unattached = held()
-        engine = ls.attach(ddp, grouping=grouping, executor="inline", density=0.01)
+        engine = ls.attach(ddp, grouping=grouping, density=0.01)
         if optimizer is not None:
             engine._show([optimizer])
         attached = held() - unattached
@@ -141,7 +141,7 @@ def test_adamw_costs_hardly_more_than_behind_ddp(two_ranks: Ranks) -> None:
 def around_a_step() -> tuple[float, float]:
     """Bytes a coordinate before and after the optimizer's step, with averages of all coordinates."""
     ddp = DistributedDataParallel(model(torch.float32), gradient_as_bucket_view=True)
-    engine = ls.attach(ddp, executor="inline", density=1.0)
+    engine = ls.attach(ddp, density=1.0)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-4)
     engine._show(optimizer)
     before = after = 0.0

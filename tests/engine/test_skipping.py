@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.paths import in_steps
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import lightning_sparse as ls
 from tests.covering import by_default
-from tests.paths import in_steps
 from tests.streams import Streams
 from tests.trainers import EVERYTHING_SPARSE, flat
 
@@ -46,7 +46,7 @@ class Run:
     def __init__(self, make: Make, skip: str | None = "ignore_skipped", **options: Any) -> None:
         torch.manual_seed(0)
         self.ddp = DistributedDataParallel(nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20)))
-        alone = {"single_device": "sparse", "executor": "inline", "watch": None}
+        alone = {"single_device": "sparse", "watch": None}
         self.engine = ls.attach(self.ddp, density=0.1, rules=EVERYTHING_SPARSE, **alone, **options)
         self.optimizer = make(list(self.ddp.parameters()))
         by_itself = skip is None or in_steps()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning_sparse.engine.executor import ExchangeStream
+from tests.paths import in_steps
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -20,7 +21,6 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.engine.network import Going
 from lightning_sparse.methods.grouping import make_plan
 from tests.covering import by_default
-from tests.paths import in_steps
 from tests.streams import FakeStream, Streams
 
 SPARSE = ls.Rules(dense_ndim=0, dense_numel=0)
@@ -44,7 +44,7 @@ class Training:
     def __init__(self, ddp: dict[str, Any] | None = None, momentum: float = 0.0, **options: Any) -> None:
         torch.manual_seed(0)
         self.ddp = DistributedDataParallel(Branches(), **(ddp or {}))
-        chosen = {"density": 0.05, "grouping": "layer", "rules": SPARSE, "executor": "inline"}
+        chosen = {"density": 0.05, "grouping": "layer", "rules": SPARSE}
         self.engine = ls.attach(self.ddp, single_device="sparse", **chosen | options)
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.1, momentum=momentum)
         self.engine._show([self.optimizer])
@@ -65,7 +65,7 @@ class Training:
 
 
 class Regrouping:
-    """Changes groups within the first hook of a step, as a planner does."""
+    """Changes groups within the first hook of a step."""
 
     def __init__(self, *groupings: str) -> None:
         self.left = list(groupings)
@@ -149,8 +149,8 @@ def clipped_gradients() -> None:
         training.steps(3)
 
 
-def messages_by_group() -> None:
-    training = Training(messages="group", memory=ls.memories.SecondMoment())
+def skipped_second_moments() -> None:
+    training = Training(memory=ls.memories.SecondMoment())
     for scale in (1.0, float("inf"), 1.0):
         training.step(scale=scale)
 
@@ -254,7 +254,7 @@ RUNS: list[Callable[[], None]] = [
     steps_of_adam,
     sharded_replicas,
     clipped_gradients,
-    messages_by_group,
+    skipped_second_moments,
     several_buckets_of_a_group,
     loss_scale,
     regroup_in_the_first_hook,

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from tests.covering import covering, in_turns
 from tests.engines import exchange
 from tests.ranks import Ranks
 
@@ -32,7 +31,7 @@ class Twins(nn.Module):
 
 
 def train(
-    memory: ls.memories.Memory, both: list[bool], executor: str, spoilt: int | None = None
+    memory: ls.memories.Memory, both: list[bool], spoilt: int | None = None
 ) -> tuple[list[tuple[int, int]], Any, Any, Tensor]:
     """Picks in each layer at each step; the state before the last step and after it; the last average.
 
@@ -42,7 +41,7 @@ def train(
     ddp = DistributedDataParallel(Twins(), find_unused_parameters=True)
     rules = ls.Rules(dense_ndim=0, dense_numel=0)
     options = {"sparsifier": "top_k", "exchange": "reduce_union", "density": 0.1, "grouping": "model", "rules": rules}
-    engine = ls.attach(ddp, **options, memory=memory, executor=executor, watch=None)
+    engine = ls.attach(ddp, **options, memory=memory, watch=None)
     picks, before, after = [], {}, {}
     for step, uses_both in enumerate(both):
         ddp.zero_grad()
@@ -59,23 +58,15 @@ def train(
 
 
 @pytest.mark.parametrize(
-    ("memory", "executor"),
-    covering(
-        in_turns(
-            [
-                ls.memories.WeightDecay(0.1),
-                ls.memories.ClipByNorm(1e6, ls.memories.WeightDecay(0.1)),
-                ls.memories.WeightDecay(0.1, ls.memories.ClipByNorm(1e6)),
-            ],
-            ["inline", "thread"],
-        ),
-        together=1,
-    ),
+    "memory",
+    [
+        ls.memories.WeightDecay(0.1),
+        ls.memories.ClipByNorm(1e6, ls.memories.WeightDecay(0.1)),
+        ls.memories.WeightDecay(0.1, ls.memories.ClipByNorm(1e6)),
+    ],
 )
-def test_the_decay_of_an_unused_parameter_takes_no_picks(
-    two_ranks: Ranks, memory: ls.memories.Memory, executor: str
-) -> None:
-    for picks, *_ in two_ranks(train, memory, [False] * 3, executor):
+def test_the_decay_of_an_unused_parameter_takes_no_picks(two_ranks: Ranks, memory: ls.memories.Memory) -> None:
+    for picks, *_ in two_ranks(train, memory, [False] * 3):
         assert picks == [(80, 0)] * 3
 
 
@@ -91,7 +82,7 @@ MEMORIES = [
 
 @pytest.mark.parametrize("memory", MEMORIES, ids=repr)
 def test_what_is_remembered_of_an_unused_parameter_stays(two_ranks: Ranks, memory: ls.memories.Memory) -> None:
-    for picks, before, after, _ in two_ranks(train, memory, [True, True, False], "inline"):
+    for picks, before, after, _ in two_ranks(train, memory, [True, True, False]):
         assert picks[-1] == (80, 0)
         for name, vector in before["parameters"]["other.weight"].items():
             assert vector.any(), name
@@ -101,7 +92,7 @@ def test_what_is_remembered_of_an_unused_parameter_stays(two_ranks: Ranks, memor
 
 @pytest.mark.parametrize("memory", MEMORIES, ids=repr)
 def test_in_a_skipped_step_it_stays_too(two_ranks: Ranks, memory: ls.memories.Memory) -> None:
-    for _, before, after, average in two_ranks(train, memory, [True, True, False], "thread", 2):
+    for _, before, after, average in two_ranks(train, memory, [True, True, False], 2):
         assert not average.any()
         for layer in ("other.weight", "used.weight"):  # of a backward that is not finite nothing is absorbed
             for name, vector in before["parameters"][layer].items():
@@ -110,7 +101,7 @@ def test_in_a_skipped_step_it_stays_too(two_ranks: Ranks, memory: ls.memories.Me
 
 def clipped(decay: float) -> Tensor:
     memory = ls.memories.WeightDecay(decay, ls.memories.ClipByNorm(0.01)) if decay else ls.memories.ClipByNorm(0.01)
-    return train(memory, [False], "inline")[-1]
+    return train(memory, [False])[-1]
 
 
 def test_the_decay_of_an_unused_parameter_does_not_make_a_norm_longer(two_ranks: Ranks) -> None:

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from tests.paths import in_steps
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,7 +17,6 @@ from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.messages import Steps
 from lightning_sparse.engine.pipeline import GroupReducer
 from tests.covering import by_default, covering
-from tests.paths import in_steps
 from tests.ranks import Ranks
 
 SKIPPED, UNUSED = 2, 3
@@ -67,7 +67,7 @@ def train(
     """The most runs in which a group lies; averages and what is remembered after each step."""
     torch.manual_seed(0)
     ddp = DistributedDataParallel(Tower().to(dtype), find_unused_parameters=unused, bucket_cap_mb=0.01)
-    engine = ls.attach(ddp, **{"density": 0.05, **options}, watch=None, executor="inline")
+    engine = ls.attach(ddp, **{"density": 0.05, **options}, watch=None)
     if scale is not None:  # which is asked for in backward alone
         engine.loss_scale = lambda: torch.tensor(scale)
     parameters, seen = list(ddp.parameters()), []

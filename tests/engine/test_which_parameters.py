@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.engine import Engine
-from tests.covering import by_default, covering, in_turns
+from tests.covering import by_default
 from tests.engines import exchange
 from tests.ranks import Ranks, error_of
 
@@ -35,10 +35,10 @@ def gradients(ddp: DistributedDataParallel, batch: Tensor, engine: Engine | None
     return {name: p.grad.clone() for name, p in ddp.module.named_parameters() if p.grad is not None}
 
 
-def side_by_side(rules: ls.Rules | None, grouping: str, executor: str) -> Any:
+def side_by_side(rules: ls.Rules | None, grouping: str) -> Any:
     """Averages by name of plain DDP and of ours in each of some steps, at DDP's parameters; and the groups."""
     plain, ours = DistributedDataParallel(model()), DistributedDataParallel(model())
-    engine = ls.attach(ours, sparsifier="exdyna", density=0.05, rules=rules, grouping=grouping, executor=executor)
+    engine = ls.attach(ours, sparsifier="exdyna", density=0.05, rules=rules, grouping=grouping)
     generator = torch.Generator().manual_seed(dist.get_rank())
     seen = []
     for _ in range(5):
@@ -50,12 +50,8 @@ def side_by_side(rules: ls.Rules | None, grouping: str, executor: str) -> Any:
     return seen, plan
 
 
-@pytest.mark.parametrize(
-    ("grouping", "executor"), by_default(covering(in_turns(["layer", "model"], ["inline", "thread"]), together=1))
-)
-def test_small_parameters_are_averaged_as_ddp_does_and_the_others_are_sparse(
-    two_ranks: Ranks, grouping: str, executor: str
-) -> None:
+@pytest.mark.parametrize("grouping", by_default(["layer", "model"]))
+def test_small_parameters_are_averaged_as_ddp_does_and_the_others_are_sparse(two_ranks: Ranks, grouping: str) -> None:
     for rules, densities in (
         (None, {"0.weight": 0.05, "2.weight": 0.05}),
         (ls.Rules(densities={"2.*": 0.25}), {"0.weight": 0.05, "2": 0.25}),
@@ -64,7 +60,7 @@ def test_small_parameters_are_averaged_as_ddp_does_and_the_others_are_sparse(
             {"2.weight": 0.05, "4.bias": 0.05, "4.weight": 0.5, "2.bias": 1.0},
         ),
     ):
-        for steps, plan in two_ranks(side_by_side, rules, grouping, executor):
+        for steps, plan in two_ranks(side_by_side, rules, grouping):
             sparse = [group for group in plan if not group.dense]
             names = [[p.name for p in group.parameters] for group in sparse]
             wanted = {name for given in densities for name in model().state_dict() if name.startswith(given)}

@@ -124,7 +124,7 @@ def same(a: Any, b: Any) -> bool:
 def goes_on(options: dict[str, Any], folder: str, package: str = "pytorch_lightning", **other: Any) -> bool:
     """Two epochs in one go, then the last one again from the checkpoint after the first; whether there is memory."""
     every = saver(package, dirpath=folder, filename="{epoch}", save_top_k=-1)
-    steps = 6 if isinstance(options.get("grouping"), ls.tuning.OptimalMerge) else 3  # a profile takes four
+    steps = 3
     other["samples"] = 2 * 8 * steps
     whole = Fit(options, 2, None, [every], package, **other)
     again = Fit(options | {"strict_resume": True}, 2, f"{folder}/epoch=0.ckpt", (), package, **other)
@@ -153,12 +153,10 @@ PLANS: list[dict[str, Any]] = [
     {"memory": ls.memories.ClipByNorm(0.1)},
     {"memory": ls.memories.NoMemory()},
     {"density": ls.Warmup(0.5, 0.05, steps=12)},
-    {"executor": "thread"},
-    {"executor": "inline"},
+    {},
     {"find_unused_parameters": True},
     {"static_graph": True},
     {"lr_aware": True},
-    {"grouping": ls.tuning.OptimalMerge(warmup=1, steps=2)},
 ]
 
 

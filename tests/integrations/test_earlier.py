@@ -79,7 +79,7 @@ def test_a_second_fit_sends_what_the_first_one_has_not(two_ranks: Ranks, package
 def fit_after_an_interruption(package: str, hook: str) -> tuple[Tensor, Tensor, Tensor, int]:
     """Way of the weights, residual, gradient of a step, and exchanges, where an error in a hook has ended a fit."""
     module = with_integers(package)
-    strategy = strategy_of(package, {**SPARSE, "sparsifier": "top_k", "executor": "inline"})
+    strategy = strategy_of(package, {**SPARSE, "sparsifier": "top_k"})
     trainer = make_trainer(package, strategy=strategy, max_epochs=1)
 
     def interrupt(*_: Any) -> None:

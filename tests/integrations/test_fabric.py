@@ -370,11 +370,10 @@ def test_a_run_goes_on_bit_for_bit(two_ranks: Ranks, tmp_path: Path, package: st
         {"sparsifier": "exdyna"},
         {"memory": ls.memories.MomentumCorrection(0.5)},
         {"lr_aware": True},
-        {"grouping": ls.tuning.OptimalMerge(warmup=1, steps=2)},  # nothing has to be measured again
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_what_sparsifiers_memories_and_profiles_hold_goes_on_too(
+def test_what_sparsifiers_and_memories_hold_goes_on_too(
     two_ranks: Ranks, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     two_ranks(goes_on, FABRICS[0], {**SPARSE, **options}, 1, str(tmp_path), False)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.paths import in_steps
 from torch import Tensor
 
 from tests.covering import covering, in_turns
 from tests.integrations.test_fabric import FABRICS, make_fabric
-from tests.paths import in_steps
 from tests.ranks import Ranks
 from tests.sums import SPARSE, Sums, check_sums
 
@@ -20,9 +20,9 @@ Look = tuple[dict[str, Tensor], dict[str, Any]]
 
 
 class Run:
-    def __init__(self, package: str, executor: str) -> None:
+    def __init__(self, package: str) -> None:
         # Small buckets, so that groups run at different times of backward.
-        self.fabric = make_fabric(package, {**SPARSE, "executor": executor, "bucket_cap_mb": 0.0005}, 1024.0)
+        self.fabric = make_fabric(package, {**SPARSE, "bucket_cap_mb": 0.0005}, 1024.0)
         module = Sums()
         self.parameters = dict(module.named_parameters())
         self.model, self.optimizer = self.fabric.setup(module, torch.optim.SGD(module.parameters(), lr=1.0))
@@ -45,9 +45,9 @@ class Run:
         self.fabric.strategy.engine.close()
 
 
-def go_on(package: str, executor: str, path: str, within: bool) -> list[Look]:
+def go_on(package: str, path: str, within: bool) -> list[Look]:
     """What is seen after a checkpoint was loaded, and after two more steps."""
-    run = Run(package, executor)
+    run = Run(package)
 
     def save(*_: Any) -> None:
         run.fabric.save(path, run.state)
@@ -62,7 +62,7 @@ def go_on(package: str, executor: str, path: str, within: bool) -> list[Look]:
         run.backward()
         save()
     run.close()
-    run = Run(package, executor)
+    run = Run(package)
     run.fabric.load(path, run.state)
     looks = [run.look()]
     for _ in range(2):
@@ -73,19 +73,16 @@ def go_on(package: str, executor: str, path: str, within: bool) -> list[Look]:
 
 
 @pytest.mark.parametrize(
-    ("within", "executor", "package"),
+    ("within", "package"),
     [
-        *covering(
-            [(*cell, package) for cell, package in in_turns(in_turns([True, False], ["inline", "thread"]), FABRICS)],
-            together=1,
-        ),
-        pytest.param(False, "inline", FABRICS[0], marks=pytest.mark.in_backward),
+        *covering(in_turns([True, False], FABRICS), together=1),
+        pytest.param(False, FABRICS[0], marks=pytest.mark.in_backward),
     ],
 )
 def test_what_fabric_loads_from_within_a_step_is_all_that_was_absorbed(
-    two_ranks: Ranks, tmp_path: Path, package: str, executor: str, within: bool
+    two_ranks: Ranks, tmp_path: Path, package: str, within: bool
 ) -> None:
-    loaded, later = zip(*two_ranks(go_on, package, executor, str(tmp_path / "x.ckpt"), within), strict=True)
+    loaded, later = zip(*two_ranks(go_on, package, str(tmp_path / "x.ckpt"), within), strict=True)
     states = [torch.load(file)["state"] for file in sorted((tmp_path / "x.ckpt.sparse").iterdir())]
     step = 4 if not within and not in_steps() else 3
     check_sums(loaded[0][0], states, step)

@@ -35,7 +35,6 @@ def run_rank(
     epochs: int,
     resume: str | None,
     behaviour: str,
-    executor: str,
 ) -> None:
     """A process of its own, as torchrun would start it."""
     os.environ |= {
@@ -51,14 +50,14 @@ def run_rank(
     os.dup2(sink, 2)
     torch.set_num_threads(1)
     try:
-        fit(folder, epochs, resume, behaviour, executor)
+        fit(folder, epochs, resume, behaviour)
     except BaseException:
         traceback.print_exc()
         os._exit(1)
     os._exit(0)
 
 
-def fit(folder: str, epochs: int, resume: str | None, behaviour: str, executor: str) -> None:
+def fit(folder: str, epochs: int, resume: str | None, behaviour: str) -> None:
     from pytorch_lightning import Callback
     from pytorch_lightning.callbacks import ModelCheckpoint
     from pytorch_lightning.plugins.io import TorchCheckpointIO
@@ -116,7 +115,6 @@ def fit(folder: str, epochs: int, resume: str | None, behaviour: str, executor: 
         sparsifier="top_k",
         density=0.05,
         rules=ls.Rules(dense_ndim=0, dense_numel=0),
-        executor=executor,
         strict_resume=True,
         timeout=timedelta(seconds=100 if behaviour == "fewer batches" else TIMEOUT),
     )
@@ -146,13 +144,12 @@ class Launch:
         epochs: int = 1000,
         resume: str | None = None,
         behaviour: str = "",
-        executor: str = "inline",
     ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.logs = [folder / f"{name}-{rank}.log" for rank in range(RANKS)]
-        where, options = str(folder / "ckpt"), (epochs, resume, behaviour, executor)
+        where, options = str(folder / "ckpt"), (epochs, resume, behaviour)
         self.processes = [
             forked().Process(target=run_rank, args=(rank, port, where, str(log), *options), daemon=True)
             for rank, log in enumerate(self.logs)
@@ -230,8 +227,7 @@ def test_survivors_of_a_rank_that_is_killed_at_any_moment_end_and_training_resum
     launch: Any, tmp_path: Path, seed: int
 ) -> None:
     generator = random.Random(seed)
-    options = {"executor": generator.choice(["inline", "thread"])}
-    run = launch(f"killed{seed}", **options)
+    run = launch(f"killed{seed}")
     run.wait_for("step 4\n")
     time.sleep(generator.uniform(0, 0.6))
     victim = generator.randrange(RANKS)
@@ -239,7 +235,7 @@ def test_survivors_of_a_rank_that_is_killed_at_any_moment_end_and_training_resum
     survivors = [rank for rank in range(RANKS) if rank != victim]
     run.join(survivors, TIMEOUT + 20)
     check_errors(run, survivors)
-    check_resume(launch, tmp_path, **options)
+    check_resume(launch, tmp_path)
 
 
 def kill(run: Launch, victims: list[int]) -> None:
@@ -256,7 +252,7 @@ def test_killed_around_any_save_and_in_setup_the_last_checkpoint_goes_on_exactly
     """Kill -9 of one rank or of all around a save, then while the next run reads what is there; then go on exactly."""
     generator = random.Random(seed)
     everyone = list(range(RANKS))
-    first = launch(f"saves{seed}", behaviour="slow saves", executor=generator.choice(["inline", "thread"]))
+    first = launch(f"saves{seed}", behaviour="slow saves")
     first.wait_for("saving last", seconds=60)  # of the first checkpoint; others follow every 3 steps
     first.wait_for(f"step {3 * generator.randint(1, 3) + 2}\n")
     time.sleep(generator.uniform(0, 0.2))

@@ -15,7 +15,7 @@ import lightning_sparse as ls
 from tests.trainers import EVERYTHING_SPARSE, flat, make_data, make_module, make_trainer
 
 SKIPPED = 3
-OPTIONS: dict[str, Any] = {"watch": None, "density": 0.1, "rules": EVERYTHING_SPARSE, "executor": "inline"}
+OPTIONS: dict[str, Any] = {"watch": None, "density": 0.1, "rules": EVERYTHING_SPARSE}
 OPTIONS["single_device"] = "sparse"
 
 

@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.paths import in_steps
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 import lightning_sparse as ls
-from tests.covering import by_default, covering, in_turns
+from tests.covering import by_default, covering
 from tests.integrations.test_checkpoints import saver, strategy_of
-from tests.paths import in_steps
 from tests.ranks import Ranks
 from tests.sums import SPARSE, Sums, check_files, saved_in
 from tests.trainers import PACKAGES, make_trainer
@@ -125,22 +125,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("settings", "executor", "n"),
+    ("settings", "n"),
     [
-        *by_default(
-            covering(
-                ((*pair, n) for n in (2, 1) for pair in in_turns(list(SETTINGS), ["inline", "thread"])),
-                together=1,
-            ),
-            1,
-        ),
-        pytest.param("default", "thread", 2, marks=pytest.mark.in_backward),
+        *by_default(covering(((one, n) for n in (2, 1) for one in SETTINGS), together=1), 1),
+        pytest.param("default", 2, marks=pytest.mark.in_backward),
     ],
 )
 def test_what_is_saved_in_a_hook_holds_what_was_absorbed_and_so_do_those_who_load_it(
-    alone: Ranks, two_ranks: Ranks, tmp_path: Path, executor: str, settings: str, n: int
+    alone: Ranks, two_ranks: Ranks, tmp_path: Path, settings: str, n: int
 ) -> None:
-    options = {**SETTINGS[settings], "executor": executor}
+    options = SETTINGS[settings]
     ranks, package = (alone, PACKAGES[0]) if n == 1 else (two_ranks, PACKAGES[1])
     ranks(save_in_hooks, package, options, str(tmp_path))
     for hook in [*HOOKS, "backward"]:
@@ -196,7 +190,7 @@ class Sender:
         signal.signal(self._number, self._before)
 
 
-def save_on_signals(executor: str, folder: str, moments: int, seed: int) -> int:
+def save_on_signals(folder: str, moments: int, seed: int) -> int:
     package = "pytorch_lightning"
     senders: list[Sender] = []
 
@@ -206,9 +200,7 @@ def save_on_signals(executor: str, folder: str, moments: int, seed: int) -> int:
     def stop(trainer: Any) -> None:
         trainer.should_stop = senders[0].done
 
-    fit(
-        package, {"executor": executor}, [calling(package, {"on_train_start": start, "on_train_batch_end": stop})], 5000
-    )
+    fit(package, {}, [calling(package, {"on_train_start": start, "on_train_batch_end": stop})], 5000)
     senders[0].end()
     return senders[0].sent
 
@@ -216,15 +208,14 @@ def save_on_signals(executor: str, folder: str, moments: int, seed: int) -> int:
 @pytest.mark.parametrize(
     ("seed", "moments"), [(0, 20), *(pytest.param(seed, 100, marks=pytest.mark.thorough) for seed in range(1, 4))]
 )
-@pytest.mark.parametrize("executor", ["inline", "thread"])
 def test_what_a_signal_handler_saves_at_any_moment_holds_what_was_absorbed(
-    alone: Ranks, tmp_path: Path, executor: str, seed: int, moments: int
+    alone: Ranks, tmp_path: Path, seed: int, moments: int
 ) -> None:
-    assert alone(save_on_signals, executor, str(tmp_path), moments, seed) == [moments]
+    assert alone(save_on_signals, str(tmp_path), moments, seed) == [moments]
     assert len({check_files(tmp_path / f"{i}.ckpt", 1) for i in range(moments)}) > moments // 4
 
 
-def interrupted(executor: str, folder: str, seed: int) -> str:
+def interrupted(folder: str, seed: int) -> str:
     """Ctrl-C at a random moment; Lightning ends the process then, and lets callbacks save."""
     package = "pytorch_lightning"
     emergency = importlib.import_module(package + ".callbacks").OnExceptionCheckpoint(folder, f"{seed}")
@@ -237,22 +228,17 @@ def interrupted(executor: str, folder: str, seed: int) -> str:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let what runs in the background ignore it
     try:
         with suppress(SystemExit):
-            fit(
-                package, {"executor": executor}, [calling(package, {"on_train_batch_start": start}), emergency], 100_000
-            )
+            fit(package, {}, [calling(package, {"on_train_batch_start": start}), emergency], 100_000)
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     return emergency.ckpt_path
 
 
-@pytest.mark.parametrize("executor", ["inline", "thread"])
 @pytest.mark.parametrize(
     "seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(2, 25))]
 )
-def test_what_is_saved_after_ctrl_c_holds_what_was_absorbed(
-    alone: Ranks, tmp_path: Path, executor: str, seed: int
-) -> None:
-    [path] = alone(interrupted, executor, str(tmp_path), seed)
+def test_what_is_saved_after_ctrl_c_holds_what_was_absorbed(alone: Ranks, tmp_path: Path, seed: int) -> None:
+    [path] = alone(interrupted, str(tmp_path), seed)
     assert check_files(path, 1) > 0
 
 
@@ -269,21 +255,18 @@ class FailsOnRank1(ls.sparsifiers.TopK):
         return super().select(acc, state, ctx)
 
 
-def fail_in_backward(executor: str, folder: str) -> str:
+def fail_in_backward(folder: str) -> str:
     package = "pytorch_lightning"
     emergency = saver(package, dirpath=folder, filename="{step}", save_on_exception=True)
     try:
-        fit(package, {"executor": executor, "sparsifier": FailsOnRank1()}, [emergency], 6)
+        fit(package, {"sparsifier": FailsOnRank1()}, [emergency], 6)
     except (RuntimeError, ZeroDivisionError) as error:
         return type(error).__name__
     return "nothing"
 
 
-@pytest.mark.parametrize("executor", ["inline", "thread"])
-def test_what_is_saved_after_an_error_within_backward_holds_what_was_absorbed(
-    two_ranks: Ranks, tmp_path: Path, executor: str
-) -> None:
-    assert two_ranks(fail_in_backward, executor, str(tmp_path)) == ["LostRankError", "ZeroDivisionError"]
+def test_what_is_saved_after_an_error_within_backward_holds_what_was_absorbed(two_ranks: Ranks, tmp_path: Path) -> None:
+    assert two_ranks(fail_in_backward, str(tmp_path)) == ["LostRankError", "ZeroDivisionError"]
     assert check_files(tmp_path / "step=3.ckpt", 2) == 3
 
 
@@ -312,11 +295,11 @@ class FailsWithin(ls.memories.Residual):
         super().settle_(state, update, *others)
 
 
-def fail_within(executor: str, where: str, folder: str) -> tuple[str, list[str]]:
+def fail_within(where: str, folder: str) -> tuple[str, list[str]]:
     package, said = "pytorch_lightning", list[str]()
     emergency = saver(package, dirpath=folder, filename="saved", save_on_exception=True)
     try:
-        fit(package, {"executor": executor, "memory": FailsWithin(where=where)}, [emergency], 6, said=said)
+        fit(package, {"memory": FailsWithin(where=where)}, [emergency], 6, said=said)
     except (RuntimeError, ZeroDivisionError) as error:
         return type(error).__name__, said
     return "nothing", said
@@ -328,13 +311,11 @@ def resume_without(path: str) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize(
-    ("where", "executor"), covering(in_turns(["absorb", "settle"], ["inline", "thread"]), together=1)
-)
+@pytest.mark.parametrize("where", ["absorb", "settle"])
 def test_residuals_that_an_error_has_left_half_changed_are_not_saved(
-    two_ranks: Ranks, tmp_path: Path, where: str, executor: str
+    two_ranks: Ranks, tmp_path: Path, where: str
 ) -> None:
-    kinds, said = zip(*two_ranks(fail_within, executor, where, str(tmp_path)), strict=True)
+    kinds, said = zip(*two_ranks(fail_within, where, str(tmp_path)), strict=True)
     broken = range(2) if where == "settle" else [1]
     assert kinds == tuple("ZeroDivisionError" if rank in broken else "LostRankError" for rank in range(2))
     sentence = (
@@ -361,7 +342,7 @@ def save_apart(first: str, other: str, folder: str) -> None:
             trainer.save_checkpoint(f"{folder}/apart.ckpt")
 
     package = "pytorch_lightning"
-    fit(package, {"executor": "thread"}, [calling(package, {(first, other)[dist.get_rank()]: save})])
+    fit(package, {}, [calling(package, {(first, other)[dist.get_rank()]: save})])
 
 
 @pytest.mark.parametrize("first", EXCHANGED)
@@ -408,7 +389,7 @@ def save_while_the_other_ends_its_exchange(folder: str) -> None:
             threading.Timer(0.05, ask, (trainer,)).start()
 
         last.register_post_accumulate_grad_hook(later)
-    fit(package, {"executor": "thread", "memory": SlowOnRank1(), "grouping": "model"}, callbacks, 4, module)
+    fit(package, {"memory": SlowOnRank1(), "grouping": "model"}, callbacks, 4, module)
     signal.signal(signal.SIGUSR1, before)
 
 

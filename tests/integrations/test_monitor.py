@@ -100,7 +100,7 @@ NOT_HERE = {"lengths/clipped", "lengths/measured_anew", "grad_norm"}
 
 def check_settings(logged: dict[str, Any], config: dict[str, Any], sparsifier: str) -> None:
     """What a logger has, against the strategy's settings."""
-    named = {"sparsifier": sparsifier, "memory": "residual", "grouping": "bucket", "ranks": 2, "messages": "step"}
+    named = {"sparsifier": sparsifier, "memory": "residual", "grouping": "bucket", "ranks": 2}
     assert {name: logged[name] for name in named} == named
     assert {name: logged[name] for name in config if name not in (*named, "exchange")} == {
         name: value for name, value in config.items() if name not in (*named, "exchange")

@@ -148,8 +148,8 @@ def fit(
 
 
 CHOICES: dict[str, tuple[str, dict[str, Any]]] = {
-    "top_k": ("SGD", {"sparsifier": "top_k", "executor": "inline", "density": 0.05}),
-    "exdyna": ("SGD", {"sparsifier": "exdyna", "executor": "thread", "density": ls.Warmup(0.3, 0.02, steps=50)}),
+    "top_k": ("SGD", {"sparsifier": "top_k", "density": 0.05}),
+    "exdyna": ("SGD", {"sparsifier": "exdyna", "density": ls.Warmup(0.3, 0.02, steps=50)}),
     "sidco_e": (
         "Adam",
         {"sparsifier": "sidco_e", "rules": EVERYTHING_SPARSE, "find_unused_parameters": True, "watch": None},
@@ -348,14 +348,13 @@ def train(
     return flat(ddp.module), state, optimizer.state_dict(), engine.skipped_steps
 
 
-def train_with_and_without(executor: str, seed: int, number: int) -> tuple[tuple[bool, ...], Tensor, bool]:
+def train_with_and_without(seed: int, number: int) -> tuple[tuple[bool, ...], Tensor, bool]:
     """Finite, and parameters, engine and optimizer the same; parameters where one coordinate overflows, finite too."""
     memory, wrong = MEMORIES[number], bad_batches(seed, batches=PLAIN)
     options = {
         "sparsifier": ["top_k", "exdyna", "sidco_e", "clt_k", "union_top_k"][(number + seed) % 5],
         "density": 0.05,
         "grouping": "layer",
-        "executor": executor,
         "memory": memory,
     }
     momentum = 0.9 if isinstance(memory, (ls.memories.Residual, ls.memories.LowPass)) else 0.0
@@ -378,18 +377,16 @@ SOME = [0, 1, 2, 4, 8]
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("executor", "seed", "numbers"),
+    ("seed", "numbers"),
     [
-        ("thread", 14, SOME),
-        ("thread", 14, [number for number in range(len(MEMORIES)) if number not in SOME]),
-        ("inline", 11, list(range(len(MEMORIES)))),
+        (14, SOME),
+        (14, [number for number in range(len(MEMORIES)) if number not in SOME]),
+        (11, list(range(len(MEMORIES)))),
     ],
 )
-def test_every_memory_forgets_what_is_not_finite(
-    two_ranks: Ranks, executor: str, seed: int, numbers: list[int]
-) -> None:
+def test_every_memory_forgets_what_is_not_finite(two_ranks: Ranks, seed: int, numbers: list[int]) -> None:
     for number in numbers:
-        results = two_ranks(train_with_and_without, executor, seed, number)
+        results = two_ranks(train_with_and_without, seed, number)
         for alike, parameters, finite in results:
             assert alike == (True, True, True, True), MEMORIES[number]
             assert finite, MEMORIES[number]

@@ -124,8 +124,6 @@ def test_one_device_trains_as_plain_ddp_bit_for_bit_and_says_how_to_rehearse(
 @pytest.mark.parametrize(
     "settings",
     [
-        {"grouping": ls.tuning.OptimalMerge()},
-        {"density": ls.tuning.HiddenDensity(), "grouping": "layer"},
         {"fallback": True},
         {"sparsifier": "everything"},
         {"lr_aware": True},
@@ -145,7 +143,7 @@ def test_one_device_measures_nothing(
     assert engine.summary()["density"] == 1
     assert ls.flush(engine, [optimizer]) == 0
     engine.close()
-    assert "profiling" not in (said := capfd.readouterr().out) and "dense steps take" not in said
+    assert "dense steps take" not in capfd.readouterr().out
 
 
 def test_one_device_checks_settings_as_many_do(one_rank: None) -> None:

@@ -129,9 +129,9 @@ def fit_synced(package: str, strategy: Any) -> tuple[Tensor, bool]:
     return flat(module), isinstance(module.net[1], SyncedBatchNorm)
 
 
-@pytest.mark.parametrize(("executor", "package"), by_default(in_turns(["thread", "inline"], PACKAGES)))
-def test_synchronised_batch_normalisation_trains_like_ddp(two_ranks: Ranks, executor: str, package: str) -> None:
-    chosen = {"sparsifier": "exdyna", "density": 1.0, "executor": executor}
+@pytest.mark.parametrize("package", by_default(PACKAGES))
+def test_synchronised_batch_normalisation_trains_like_ddp(two_ranks: Ranks, package: str) -> None:
+    chosen = {"sparsifier": "exdyna", "density": 1.0}
     for (plain, was_synced), (sparse, _) in zip(
         two_ranks(fit_synced, package, "ddp"), two_ranks(fit_synced, package, chosen), strict=True
     ):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.covering import by_default, covering, in_turns
+from tests.covering import by_default
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE, PACKAGES, flat, make_data, make_module, make_trainer
 
@@ -180,20 +180,20 @@ def copy_now(module: Any, found: list[bool], *_: Any) -> None:
         found.append(strategy.engine.step == 4)
 
 
-def fit_and_copy(package: str, executor: str, copying: bool) -> tuple[list[bool], Tensor]:
+def fit_and_copy(package: str, copying: bool) -> tuple[list[bool], Tensor]:
     """What is copied between two steps is whole; returns the parameters, too."""
     module, found = boring(package), [True]
     if copying:
         module.on_train_batch_end = functools.partial(copy_now, module, found)
-    trainer = make_trainer(package, strategy=strategy_of(package, executor=executor), max_steps=6)
+    trainer = make_trainer(package, strategy=strategy_of(package), max_steps=6)
     trainer.fit(module)
     return found, flat(module)
 
 
-@pytest.mark.parametrize(("package", "executor"), covering(in_turns(PACKAGES, ["inline", "thread"]), together=1))
-def test_a_trainer_and_its_strategy_can_be_copied_within_fit(two_ranks: Ranks, package: str, executor: str) -> None:
-    [(_, expected), _] = two_ranks(fit_and_copy, package, executor, False)
-    for found, parameters in two_ranks(fit_and_copy, package, executor, True):
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_trainer_and_its_strategy_can_be_copied_within_fit(two_ranks: Ranks, package: str) -> None:
+    [(_, expected), _] = two_ranks(fit_and_copy, package, False)
+    for found, parameters in two_ranks(fit_and_copy, package, True):
         assert found == [True] * 11
         assert torch.equal(parameters, expected)
 

@@ -34,8 +34,6 @@ MORE = {
 """Further settings of a class, beside its defaults and, where it has one, its published variant."""
 AXES = {
     "grouping": ["'layer'", "'bucket'", "'model'", *NEEDED["MergeBelow"]],
-    "messages": ["step", "group"],
-    "executor": ["inline", "thread"],
     "density": ["0.05", "Warmup(0.3, 0.02, steps=8)", "0.2", "1.0"],
     "dtype": ["float32", "bfloat16", "float16", "float64"],
     "optimizer": ["SGD", "momentum", "AdamW", "ls.AdamW"],
@@ -43,8 +41,8 @@ AXES = {
     "also": ["", "lr_aware", "scaler", "norm", "value", "regroup", "resume", "accumulate", "rules"],
     "ranks": ["3", "2", "4"],
 }
-"""What a sparsifier, an exchange and a memory are combined with; the first of each is preferred. What measures times
-(OptimalMerge, HiddenDensity, fallback) is left out: no two runs share them."""
+"""What a sparsifier, an exchange and a memory are combined with; the first of each is preferred. A fallback measures
+times, which no two runs share, and is left out, as is what is refused (OptimalMerge, HiddenDensity)."""
 
 
 def settings_of(registry: Any) -> list[str]:
@@ -97,9 +95,8 @@ def made(text: str) -> Any:
 def keywords(one: Composition) -> dict[str, Any]:
     """The settings that :func:`lightning_sparse.attach` takes."""
     named = {name: made(one[name]) for name in ("sparsifier", "memory", "grouping", "density")}
-    chosen = {"exchange": one["exchange"], "messages": one["messages"], "executor": one["executor"]}
     rules = ls.Rules(dense=["3.*"], densities={"1.weight": 0.3}) if one["also"] == "rules" else None
-    return {**named, **chosen, "rules": rules, "lr_aware": one["also"] == "lr_aware"}
+    return {**named, "exchange": one["exchange"], "rules": rules, "lr_aware": one["also"] == "lr_aware"}
 
 
 def name_of(one: Composition) -> str:

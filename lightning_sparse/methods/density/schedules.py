@@ -6,7 +6,6 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
 
 from lightning_sparse.core.checks import Settings, check_integer, expect, is_number
 
@@ -55,10 +54,6 @@ def count(density: float, numel: int) -> int:
     return max(1, min(numel, math.floor(density * numel * (1 + 1e-12))))
 
 
-LAST_STEP = 2**31
-"""A step beyond the end of any warm-up."""
-
-
 class DensitySchedule(Settings, ABC):
     """Target density as a function of the step; a frozen dataclass of its settings."""
 
@@ -67,28 +62,7 @@ class DensitySchedule(Settings, ABC):
         """Return the density in (0, 1] for a step, counted in synchronised backward passes from 0."""
 
     needs_profile = False
-    """True if the first steps are profiled, to :meth:`assign` densities."""
-    separate_messages = False
-    """True if ``messages="auto"`` always means "group", for any profile."""
-
-    @property
-    def final(self) -> float:
-        """Density after warm-ups."""
-        return self(LAST_STEP)
-
-    @property
-    def tried(self) -> list[float]:
-        """Densities at which a profile measures the cost of groups."""
-        return [self.final]
-
-    def assign(self, plan: Any, profile: Any) -> Any:
-        """Return the groups to use after the first steps have been profiled, maybe with densities of their own.
-
-        Args:
-            plan: the groups (:class:`~lightning_sparse.methods.grouping.Group`) for :attr:`final`.
-            profile: a :class:`~lightning_sparse.tuning.performance.profile.Profile`.
-        """
-        return plan
+    """True if densities come from a profile of a step; refused as a setting of training."""
 
 
 @dataclass(frozen=True)

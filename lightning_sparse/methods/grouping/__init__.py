@@ -12,7 +12,7 @@ from lightning_sparse.methods.grouping.groupings import (
     ParameterSize,
     merge_below,
 )
-from lightning_sparse.methods.grouping.plan import Group, Messages, bucket_numels, dense_plan, make_plan
+from lightning_sparse.methods.grouping.plan import Group, bucket_numels, dense_plan, make_plan
 from lightning_sparse.methods.grouping.rules import Rules, as_rules
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "Grouping",
     "Layer",
     "MergeBelow",
-    "Messages",
     "Model",
     "ParameterSize",
     "Rules",

@@ -59,17 +59,10 @@ class Grouping(Settings, ABC):
         """
 
     needs_profile = False
-    """True if the first steps are profiled before the groups are final; then :meth:`cut_by` decides."""
-    separate_messages = False
-    """True if ``messages="auto"`` always means "group", for any profile."""
-
-    @property
-    def profiled_steps(self) -> tuple[int, int]:
-        """Numbers of warm-up steps and of timed steps, if the first steps are profiled."""
-        return 5, 10
+    """True if groups are final only with a profile of a step, by :meth:`cut_by`; refused as a setting of training."""
 
     def cut_by(self, profile: Any, density: float, parameters: Sequence[ParameterSize], bucket_cap_mb: float) -> Cut:
-        """Cut a run of parameters after the first steps have been profiled; by :meth:`cut` unless overridden.
+        """Cut a run of parameters, given a profile; by :meth:`cut` unless overridden.
 
         Args:
             profile: a :class:`~lightning_sparse.tuning.performance.profile.Profile` of these parameters.
@@ -138,8 +131,8 @@ class Model(Grouping):
 class MergeBelow(Grouping):
     """Layers, merged with their neighbours until a group has enough coordinates: MGS-SGD.
 
-    Small layers cost a message each and have few coordinates to select from; large ones stay alone, and their exchange
-    overlaps with backward. See :func:`~lightning_sparse.methods.grouping.merge_below`.
+    Small layers have few coordinates to select from; large ones stay alone. See
+    :func:`~lightning_sparse.methods.grouping.merge_below`.
 
     Args:
         numel: coordinates that close a group, at least 0. 0: one group per layer; infinity: one group for all.

@@ -8,7 +8,7 @@ them, so that the first groups are complete while backward still runs.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from lightning_sparse.core.checks import check_positive, expect
 from lightning_sparse.methods.density import check_density, count
@@ -23,9 +23,6 @@ from lightning_sparse.methods.grouping.groupings import (
     ParameterSize,
 )
 from lightning_sparse.methods.grouping.rules import Rules, as_rules
-
-Messages = Literal["group", "step"]
-"""Messages that travel together: those of each group, or those of all groups of a step, when the last one is ready."""
 
 
 class Group(NamedTuple):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from lightning_sparse import Rules
 from lightning_sparse.core.checks import check_integer, check_number, check_positive, plain
-from lightning_sparse.grouping import DDP_BUCKET_MB, Messages, ParameterSize, bucket_numels, make_plan
+from lightning_sparse.grouping import DDP_BUCKET_MB, ParameterSize, bucket_numels, make_plan
 from lightning_sparse.memories import SecondMoment
 from lightning_sparse.tools.advisor.networks import between, farther, ring
 from lightning_sparse.tools.traffic import count_bytes
@@ -20,7 +20,7 @@ from lightning_sparse.tuning.performance.network import Network
 from lightning_sparse.tuning.performance.profile import GroupCost, Overlap, Plain, Profile, Traffic
 from lightning_sparse.tuning.unsuited import Unsuited
 
-TRIED = ("layer", "bucket", "merge_below", "model", "optimal_merge")
+TRIED = ("layer", "bucket", "merge_below", "model")
 """Predicted groupings."""
 ALL_SPARSE = Rules(dense_ndim=0, dense_numel=0)
 """Small parameters count as sparsified; if they stay dense, they are one more short message."""
@@ -111,7 +111,7 @@ class Measured(Plain):
 
     Args:
         sizes: of all parameters, in order of registration.
-        profile: of a step, with the cost of dense groups.
+        profile: of a step whose exchange comes after backward, with the cost of dense groups.
         methods: with their costs.
         unsuited: an optimizer that trains worse behind error feedback, or None.
         refused: sparsifiers that were not measured, because the optimizer's second moments do not go with them.
@@ -132,7 +132,6 @@ class Measured(Plain):
         self,
         method: Method,
         grouping: str,
-        messages: Messages = "group",
         rules: Rules = ALL_SPARSE,
         network: Network | None = None,
     ) -> tuple[float, int]:
@@ -141,15 +140,15 @@ class Measured(Plain):
         Args:
             method: on that network.
             grouping: of its groups.
-            messages: that travel together.
             rules: of the parameters that stay dense behind a sparsifier.
             network: of dense groups; None: as measured.
         """
-        profile = replace(self._on(network), costs=[method.cost], messages=messages)
+        profile = replace(self._on(network), costs=[method.cost])
         if method.builtin:  # DDP starts each bucket at once, and does not wait for it in backward
             rules = ALL_SPARSE
-            overlap: Overlap = "full" if profile.overlap == "full" else "comm"
-            profile = replace(profile, overlap=overlap, bucket_numels=bucket_numels(self.sizes, DDP_BUCKET_MB))
+            overlap: Overlap = "comm" if self.on_cpu else "full"
+            buckets = bucket_numels(self.sizes, DDP_BUCKET_MB)
+            profile = replace(profile, overlap=overlap, messages="group", bucket_numels=buckets)
         plan = make_plan(self.sizes, grouping, rules, DDP_BUCKET_MB, profile, method.density)
         return profile.step_seconds(plan, method.density), len(plan)
 
@@ -181,8 +180,6 @@ class Prediction(NamedTuple):
     density: float
     builtin: bool
     grouping: str
-    messages: Messages
-    """Messages that travel together; "group" for methods of DDP, which sends its buckets."""
     groups: int
     step_seconds: float
     exposed_seconds: float
@@ -230,8 +227,6 @@ def scenarios(known: int, ranks: Sequence[int], gbit: Sequence[float], rtt: Sequ
 def predict(measured: Measured, wanted: Sequence[Scenario], rules: Rules = ALL_SPARSE) -> Iterator[Prediction]:
     """Predict step times of all methods under all groupings; methods of DDP under DDP's buckets only.
 
-    For a method under a grouping, messages travel together or separately: the faster one counts.
-
     Args:
         measured: on one machine.
         wanted: what to predict for.
@@ -250,16 +245,11 @@ def predict(measured: Measured, wanted: Sequence[Scenario], rules: Rules = ALL_S
             methods = [method.between(known, scenario.ranks, network, value_bytes) for method in measured.methods]
         for method in methods:
             for grouping in ["bucket"] if method.builtin else list(TRIED):
-                possible: Sequence[Messages] = ("group",) if method.builtin else ("step", "group")
-                tried = [
-                    (messages, *measured.step_seconds(method, grouping, messages, rules, network))
-                    for messages in possible
-                ]
-                rows.append((method, grouping, *min(tried, key=lambda one: one[1])))
-        dense = next(seconds for method, _, _, seconds, _ in rows if method.name == "dense")
-        for method, grouping, messages, seconds, groups in rows:
+                rows.append((method, grouping, *measured.step_seconds(method, grouping, rules, network)))
+        dense = next(seconds for method, _, seconds, _ in rows if method.name == "dense")
+        for method, grouping, seconds, groups in rows:
             exposed = seconds - measured.profile.compute_seconds
-            what = (method.name, method.density, method.builtin, grouping, messages, groups)
+            what = (method.name, method.density, method.builtin, grouping, groups)
             yield Prediction(scenario, *what, seconds, exposed, seconds / dense)
 
 

@@ -32,14 +32,13 @@ def overview(advice: Advice, scenario: Scenario | None = None, rows: int | None 
                     p.method + mark,
                     "" if p.builtin else f"{p.density:g}",
                     "DDP's buckets" if p.builtin else p.grouping,
-                    "" if p.builtin else p.messages,
                     str(p.groups),
                     f"{1e3 * p.step_seconds:.4g}",
                     f"{1e3 * p.exposed_seconds:.4g}",
                     f"{p.over_dense:.2f}",
                 ]
             )
-    header = ["method", "density", "grouping", "messages", "groups", "step ms", "exposed ms", "step / dense DDP"]
+    header = ["method", "density", "grouping", "groups", "step ms", "exposed ms", "step / dense DDP"]
     return Table(f"Predicted step time, {scenario.label}", header, cells)
 
 
@@ -132,7 +131,7 @@ def figure(advice: Advice, path: Path) -> None:
 
 
 CHOSEN = (
-    *("dense", "rules", "memory", "node_size", "executor", "timeout"),
+    *("dense", "rules", "memory", "node_size", "timeout"),
     *("single_device", "lr_aware", "watch"),
     *("save_residuals", "strict_resume", "resize"),
 )
@@ -155,15 +154,11 @@ def strategy_config(advice: Advice, scenario: Scenario | None = None, given: Any
         return {"class_path": "DDPStrategy", "init_args": {"ddp_comm_hook": hook} | kept}
     if best.builtin:
         return {"class_path": "DDPStrategy", "init_args": kept} if kept else "ddp"
-    groupings: dict[str, Any] = {
-        "merge_below": {"class_path": "lightning_sparse.grouping.MergeBelow"},
-        "optimal_merge": {"class_path": "lightning_sparse.tuning.OptimalMerge"},
-    }
+    groupings: dict[str, Any] = {"merge_below": {"class_path": "lightning_sparse.grouping.MergeBelow"}}
     settings: dict[str, Any] = {
         "sparsifier": best.method,
         "density": best.density,
         "grouping": groupings.get(best.grouping, best.grouping),
-        "messages": best.messages,
     }
     own = _own(given)
     settings |= {name: own[name] for name in CHOSEN if name in own}

@@ -149,15 +149,13 @@ class Advice:
         network, profile = self.measured.profile.network, self.measured.profile
         sentences = [
             f"Measured: a step without exchange takes {1e3 * profile.compute_seconds:.4g} ms, "
-            f"{1e3 * (profile.compute_seconds - profile.rest_seconds):.4g} ms of it backward. Overlap with "
-            f"backward: {profile.overlap}.",
+            f"{1e3 * (profile.compute_seconds - profile.rest_seconds):.4g} ms of it backward.",
             "Every rank computes as fast as here, whatever their number, and none waits for another.",
             "Gradients for these measurements are made up: heavy-tailed, ranks agree on half of their variance.",
             "Small parameters are counted as sparsified; by default they stay dense, which is one short message more. "
             "Those that patterns of names keep dense are one all-reduce more, after backward.",
-            "One exchange after the other goes over the network; DDP hands gradients over in buckets. Messages of all "
-            "groups travel together at the end of backward (step), or those of each group beside it (group), whichever "
-            "is faster.",
+            "DDP's all-reduces go on beside backward, bucket by bucket. A sparsified exchange comes after it, in the "
+            "optimizer's step: messages of all groups travel together, and nothing hides them.",
             f"A sparsifier must shorten the step by {MARGIN:.0%} at least. Of those within {MARGIN:.0%} of the "
             "fastest, the mildest density wins, then the sparsifier that trains best at equal traffic "
             f"({', '.join(BEST_TRAINED[:3])}, ...): step time is not training time, and a lower density may need more "

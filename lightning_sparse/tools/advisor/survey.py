@@ -81,13 +81,11 @@ class Survey:
             self._profiler.close()
 
     def _measure(self, profiler: Profiler, engine: Engine) -> Measured:
-        comm, device = engine.comm, engine.device
         sizes = [ParameterSize.of(name, p) for name, p in engine.parameters.items()]
         numel = sum(size.numel for size in sizes)
         dtype = next(iter(engine.parameters.values())).dtype
         self._tell(engine, "timing the network", 0.1)
-        # A single rank on a CPU exchanges inline, several do not: see executor "auto".
-        profiler.measure_step("comm" if comm.world_size == 1 and device.type == "cpu" else None)
+        profiler.measure_step()
         all_reduce = profiler.network.all_reduce
         dense = GroupCost(1.0, NOTHING, NOTHING, all_reduce.per(dtype.itemsize), (_reduce(1, dtype.itemsize),))
         methods = [Method("dense", 1.0, dense, builtin=True)]

@@ -12,7 +12,6 @@ import torch
 
 from lightning_sparse.engine import Engine
 from lightning_sparse.methods.grouping import Group, ParameterSize, dense_plan
-from lightning_sparse.tuning.controllers.planner import Planner
 from lightning_sparse.tuning.performance.rank_sync import slowest
 
 Mode = Literal["sparse", "dense"]
@@ -51,23 +50,19 @@ class DenseFallback:
     Args:
         sizes: of all parameters, in order of registration.
         bucket_cap_mb: size of DDP's buckets.
-        planner: the comparison waits for its profile.
     """
 
-    def __init__(self, sizes: Sequence[ParameterSize], bucket_cap_mb: float, planner: Planner | None = None) -> None:
+    def __init__(self, sizes: Sequence[ParameterSize], bucket_cap_mb: float) -> None:
         self.mode: Mode = "sparse"
         self.seconds: dict[Mode, float] = {}
         """Median step times of the latest comparison, of the slowest rank."""
         self._plans: dict[Mode, list[Group]] = {"dense": dense_plan(sizes, bucket_cap_mb)}
-        self._planner = planner
         self._course: Iterator[None] | None = None
         self._comparing = False
         self._before = self._taken = 0.0
 
     def before_step(self, engine: Engine) -> None:
         """Take the time of the step that ends here, and change the mode when it is due."""
-        if self._planner is not None and self._planner.profile is None:
-            return
         if self._comparing and engine.device.type == "cuda":
             torch.cuda.synchronize(engine.device)
         before, self._before = self._before, time.perf_counter()

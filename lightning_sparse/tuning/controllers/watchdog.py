@@ -307,7 +307,8 @@ class Watchdog:
                 engine,
                 "unheld",
                 f"no optimizer holds {names[0]!r}{others(names)}, which needs gradients all the same. These "
-                "are not exchanged, and nothing sets them to zero. Freeze what is not trained, with requires_grad_(False), before the model is wrapped.",
+                "are not exchanged, and nothing sets them to zero. Freeze what is not trained, with "
+                "requires_grad_(False), before the model is wrapped.",
             )
 
     def _check_optimizer(self, optimizer: Optimizer, engine: Engine) -> None:

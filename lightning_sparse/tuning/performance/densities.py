@@ -1,4 +1,4 @@
-"""Densities from a profile of the first steps: those at which the exchange hides behind backward."""
+"""Densities from a profile of a step: those at which the exchange hides behind backward."""
 
 from __future__ import annotations
 
@@ -21,11 +21,9 @@ Groups = Sequence[tuple[int, float | None]]
 class HiddenDensity(DensitySchedule):
     """Each group has the largest density that hides behind the backward pass of the next group: LAGS-SGD.
 
-    Until there is a profile, all groups have the floor. See
-    :func:`~lightning_sparse.tuning.performance.densities.hidden_densities`. Most useful with ``grouping="layer"`` or
-    ``OptimalMerge()``, and only if exchanges overlap with backward (on CUDA, or with ``executor="thread"``): otherwise
-    nothing hides, and every group keeps the floor. Messages of groups are sent separately, except with
-    ``messages="step"``, with which nothing hides either.
+    A function of a plan and a given profile, see :meth:`assign` and
+    :func:`~lightning_sparse.tuning.performance.densities.hidden_densities`. As a setting of training it is refused:
+    gradients are exchanged when the optimizer steps, after backward, where nothing hides.
 
     Args:
         floor: smallest density, in (0, 1]; also of the last group, which no computation can hide.
@@ -36,8 +34,10 @@ class HiddenDensity(DensitySchedule):
 
     Example:
         >>> import lightning_sparse as ls
-        >>> density = ls.tuning.HiddenDensity(0.001, 0.25)
-        >>> strategy = ls.SparseDDPStrategy(density=density, grouping="layer", executor="thread")
+        >>> ls.SparseDDPStrategy(density=ls.tuning.HiddenDensity(0.001, 0.25))
+        Traceback (most recent call last):
+        ...
+        ValueError: Expected density to be one such as 0.01, but got HiddenDensity(floor=0.001, cap=0.25), which ...
 
     References:
         Shi et al., Layer-wise Adaptive Gradient Sparsification for Distributed Deep Learning with Convergence
@@ -54,16 +54,10 @@ class HiddenDensity(DensitySchedule):
             raise ValueError(f"Expected floor to be at most cap, but got floor={self.floor} and cap={self.cap}.")
 
     needs_profile = True
-    separate_messages = True
 
     def __call__(self, step: int) -> float:
         """Return the floor."""
         return float(self.floor)
-
-    @property
-    def tried(self) -> list[float]:
-        """Densities at which costs are measured; between them, costs are taken as straight lines."""
-        return sorted({self.floor, math.sqrt(self.floor * self.cap), self.cap})
 
     def assign(self, plan: list[Group], profile: Profile) -> list[Group]:
         """Return the plan with the density of each group that hides, unless it has one of its own."""

@@ -3,8 +3,8 @@
 A message for each layer overlaps best with backward, but each message has its price; one message for all pays once and
 overlaps with nothing. There are ``2 ** (L - 1)`` ways to cut L layers into groups of neighbours.
 
-The model of one iteration is that of :mod:`~lightning_sparse.tuning.performance.cost`. :class:`OptimalMerge` is the
-grouping of a training that is merged by a profile of its first steps.
+The model of one iteration is that of :mod:`~lightning_sparse.tuning.performance.cost`. :class:`OptimalMerge` merges
+layers by a given profile.
 
 Layers are given in the order in which backward finishes them, the model's last layer first.
 
@@ -23,7 +23,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from lightning_sparse.core.checks import check_integer, check_number, expect, is_integer
+from lightning_sparse.core.checks import check_number, expect, is_integer
 from lightning_sparse.methods.grouping import GROUPINGS, Cut, Grouping, Model, ParameterSize
 from lightning_sparse.methods.grouping.groupings import join
 from lightning_sparse.tuning.performance.cost import CostModel, Progress, end_seconds
@@ -196,27 +196,25 @@ def _check_layers(numels: Sequence[int], backward_seconds: Sequence[float]) -> N
 @GROUPINGS.register
 @dataclass(frozen=True)
 class OptimalMerge(Grouping):
-    """Layers, merged for the shortest step on the given machine and network.
+    """Layers, merged for the shortest step of a given profile, where exchanges hide behind backward.
 
-    The first steps run with all layers in one group, while backward is timed layer by layer. Then the collectives and
-    the sparsifier are timed between the ranks, and layers are merged by these numbers, exactly
-    (:func:`optimal_merge`). Training continues with the new groups; no residual is
-    lost. With ``messages="auto"``, the best groups with separate messages are compared with the best ones with joined
-    messages, and the shorter predicted step decides. The profile is kept in Lightning's checkpoints, and a run that
-    continues with the same model, settings and number of ranks uses it from the start.
+    :func:`~lightning_sparse.methods.grouping.make_plan` merges layers by a :class:`.Profile`, exactly
+    (:func:`optimal_merge`); without one, all of them are one group. :meth:`.Engine.regroup` takes such a plan. As a
+    setting of training it is refused: gradients are exchanged when the optimizer steps, after backward, where nothing
+    hides.
 
     Args:
-        rule: "optimal", or "published" for the greedy rule of OMGS-SGD, which is not always the best, and has separate
-            messages.
-        warmup: steps that are not timed, at least 1.
-        steps: steps that are timed, at least 2; medians count.
+        rule: "optimal", or "published" for the greedy rule of OMGS-SGD, which is not always the best.
 
     Raises:
-        ValueError: for an unknown rule or numbers of steps outside their ranges.
+        ValueError: for an unknown rule.
 
     Example:
         >>> import lightning_sparse as ls
-        >>> strategy = ls.SparseDDPStrategy(grouping=ls.tuning.OptimalMerge(), executor="thread")
+        >>> ls.SparseDDPStrategy(grouping=ls.tuning.OptimalMerge())
+        Traceback (most recent call last):
+        ...
+        ValueError: Expected grouping to be one such as MergeBelow(8192), but got OptimalMerge(rule='optimal'), ...
 
     References:
         Shi et al., Communication-Efficient Distributed Deep Learning with Merged Gradient Sparsification on GPUs
@@ -224,29 +222,15 @@ class OptimalMerge(Grouping):
     """
 
     rule: MergeRule = "optimal"
-    warmup: int = 5
-    steps: int = 10
 
     def __post_init__(self) -> None:
         rules = get_args(MergeRule)
         expect(self.rule in rules, "rule", f"one of {', '.join(map(repr, rules))}", self.rule)
-        for name, value, least in (("warmup", self.warmup, 1), ("steps", self.steps, 2)):
-            check_integer(value, name, least)
 
     needs_profile = True
 
-    @property
-    def separate_messages(self) -> bool:  # type: ignore[override]
-        """True for the published rule, which has separate messages only."""
-        return self.rule == "published"
-
-    @property
-    def profiled_steps(self) -> tuple[int, int]:
-        """``warmup`` and ``steps``."""
-        return self.warmup, self.steps
-
     def cut(self, parameters: Sequence[ParameterSize], bucket_cap_mb: float) -> Cut:
-        """Return one group for the profiled steps."""
+        """Return one group: nothing is known of layers without a profile."""
         return Model().cut(parameters, bucket_cap_mb)
 
     def cut_by(

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, get_args, get_type_hints
 
 from lightning_sparse.core.checks import expect
-from lightning_sparse.methods.grouping import Group, Messages
+from lightning_sparse.methods.grouping import Group
 from lightning_sparse.tuning.performance.cost import NOTHING, CostModel, Curve, Line, Timeline, end_seconds
 from lightning_sparse.tuning.performance.network import Network
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 Overlap = Literal["none", "comm", "full"]
 """Overlap with backward: ``none`` (exchanges inside backward), ``comm``, the communication only (another thread without
 a free processor), or ``full``, selection as well (its own stream or processor)."""
+Messages = Literal["group", "step"]
+"""Messages that travel together: those of each group, or those of all groups of a step, when the last one is ready."""
 
 
 class LayerTime(NamedTuple):
@@ -143,7 +145,6 @@ class Profile(Plain):
     """The parts of a training step: layers, network, and the cost of groups at some densities.
 
     Args:
-        fingerprint: of the model, the settings and the ranks of the measurement.
         layers: in the order in which backward finishes them, at least one.
         rest_seconds: of a step without any exchange, outside backward.
         network: the collectives between these ranks.
@@ -161,13 +162,12 @@ class Profile(Plain):
         >>> network = Network(all_reduce=Line(3e-4, 1.2e-8), all_gather=Line(1.5e-4, 2.4e-8), ranks=4)
         >>> head, body = LayerTime("head", ("h",), 500_000, 2e-3), LayerTime("body", ("b",), 9_000, 1e-4)
         >>> costs = [GroupCost(d, Line(30e-6, 2e-9), NOTHING, network.all_gather.per(8 * d)) for d in (0.001, 0.1)]
-        >>> profile = Profile("", [head, body], 10e-3, network, costs, "comm", (0, 0))
+        >>> profile = Profile([head, body], 10e-3, network, costs, "comm", (0, 0))
         >>> sizes = [ParameterSize("b", 9_000, 4, "float32"), ParameterSize("h", 500_000, 4, "float32")]
         >>> [round(profile.step_seconds(make_plan(sizes, grouping), 0.1), 4) for grouping in ("layer", "model")]
         [0.0231, 0.0231]
     """
 
-    fingerprint: str
     layers: Sequence[LayerTime]
     rest_seconds: float
     network: Network

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import pairwise
 from statistics import median
@@ -21,10 +19,10 @@ from lightning_sparse.methods.grouping import ParameterSize, bucket_numels
 from lightning_sparse.methods.grouping.groupings import MIB
 from lightning_sparse.tuning.performance.microbenchmark import measure_group, sizes_up_to
 from lightning_sparse.tuning.performance.network import Network, measure_network
-from lightning_sparse.tuning.performance.profile import GroupCost, LayerTime, Overlap, Profile
+from lightning_sparse.tuning.performance.profile import GroupCost, LayerTime, Profile
 from lightning_sparse.tuning.performance.rank_sync import gathered
 
-Marks = list[tuple[str, Stamp, float]]
+Marks = list[tuple[str, Stamp]]
 
 
 class BackwardTimer:
@@ -34,19 +32,11 @@ class BackwardTimer:
         module: its forward is called before each backward; with Lightning it contains the loss.
         parameters: that need a gradient, by name.
         device: of the parameters.
-        held_up: returns the seconds so far that something else blocked backward, to be subtracted.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        parameters: dict[str, nn.Parameter],
-        device: torch.device,
-        held_up: Callable[[], float] = lambda: 0.0,
-    ) -> None:
+    def __init__(self, module: nn.Module, parameters: dict[str, nn.Parameter], device: torch.device) -> None:
         self._numels = {name: p.numel() for name, p in parameters.items()}
         self._device = device
-        self._held_up = held_up
         self._marks: Marks = []
         self._steps: list[Marks] = []
         self._hooks: ExitStack | None = on_gradients(parameters, self._note)
@@ -83,16 +73,14 @@ class BackwardTimer:
         places: dict[str, list[int]] = {}
         taken: dict[str, list[float]] = {}
         for marks in steps:
-            for place, ((_, before, held_before), (name, now, held)) in enumerate(pairwise(marks)):
+            for place, ((_, before), (name, now)) in enumerate(pairwise(marks)):
                 places.setdefault(name, []).append(place)
-                taken.setdefault(name, []).append(max(0.0, before.until(now) / 1e3 - (held - held_before)))
+                taken.setdefault(name, []).append(max(0.0, before.until(now) / 1e3))
         seconds = {name: median(times) for name, times in taken.items()}
         unused = [name for name in reversed(self._numels) if name not in seconds]
         own = [*sorted(places, key=lambda name: median(places[name])), *unused]
         order = comm.all_gather_object(own, self._device)[0]
-        periods = [
-            first[0][1].until(second[0][1]) / 1e3 - (second[0][2] - first[0][2]) for first, second in pairwise(steps)
-        ]
+        periods = [first[0][1].until(second[0][1]) / 1e3 for first, second in pairwise(steps)]
         rest = max(0.0, median(periods) - sum(seconds.values()))
         *times, rest = (
             gathered([*(seconds.get(name, 0.0) for name in order), rest], comm, self._device).mean(0).tolist()
@@ -105,10 +93,10 @@ class BackwardTimer:
 
     def _forward_ends(self, *_: Any) -> None:
         if self._hooks is not None and torch.is_grad_enabled():
-            self._marks = [("", Stamp.now(self._device), self._held_up())]
+            self._marks = [("", Stamp.now(self._device))]
 
     def _note(self, name: str, _: Tensor) -> None:
-        self._marks.append((name, Stamp.now(self._device), self._held_up()))
+        self._marks.append((name, Stamp.now(self._device)))
 
 
 def _by_module(order: list[str], numels: dict[str, int], seconds: list[float]) -> list[LayerTime]:
@@ -143,12 +131,11 @@ class Profiler:
         self._engine, self._bucket_numels = engine, delivered_numels(ddp, engine)
         self.seen = 0
         """Steps so far."""
-        self._timer = BackwardTimer(ddp, engine.parameters, engine.device, lambda: engine.router.held_up_seconds)
+        self._timer = BackwardTimer(ddp, engine.parameters, engine.device)
         self._dtype = next(iter(engine.parameters.values())).dtype
         self._layers: list[LayerTime] = []
         self._rest = 0.0
         self.network: Network
-        self.overlap: Overlap
 
     def before_step(self) -> bool:
         """Count a step; return True when enough have been timed."""
@@ -157,11 +144,8 @@ class Profiler:
         self.seen += 1
         return self.seen > self.warmup + self.steps
 
-    def measure_step(self, overlap: Overlap | None = None) -> None:
+    def measure_step(self) -> None:
         """Evaluate the steps and time the network.
-
-        Args:
-            overlap: with backward; None: by :func:`overlap_of`.
 
         Raises:
             RuntimeError: on all ranks, if a rank has seen fewer than two backward passes.
@@ -169,9 +153,8 @@ class Profiler:
         self.close()
         engine = self._engine
         self._layers, self._rest = self._timer.result(engine.comm)
-        self.overlap = overlap or overlap_of(engine)
         most = sum(p.nbytes for p in engine.parameters.values())
-        self.network = measure_network(engine.comm, engine.device, self._dtype, most, busy=self.overlap == "comm")
+        self.network = measure_network(engine.comm, engine.device, self._dtype, most)
 
     def group_cost(self, numel: int, **settings: Any) -> GroupCost:
         """Measure the cost of groups of up to ``numel`` coordinates.
@@ -181,18 +164,15 @@ class Profiler:
             settings: of :func:`~lightning_sparse.tuning.performance.microbenchmark.measure_group`.
         """
         engine = self._engine
-        cost = measure_group(engine.comm, engine.device, sizes_up_to(numel), dtype=self._dtype, **settings)
-        # Messages of idle ranks are faster than those of ranks with busy processors.
-        return cost.on(self.network) if self.overlap == "comm" else cost
+        return measure_group(engine.comm, engine.device, sizes_up_to(numel), dtype=self._dtype, **settings)
 
-    def profile(self, costs: Sequence[GroupCost], fingerprint: str = "") -> Profile:
-        """Return all measurements; equal on all ranks.
+    def profile(self, costs: Sequence[GroupCost]) -> Profile:
+        """Return all measurements, of exchanges that come after backward; equal on all ranks.
 
         Args:
             costs: of groups, at one density or more.
-            fingerprint: of the model, the settings and the ranks.
         """
-        own = Profile(fingerprint, self._layers, self._rest, self.network, costs, self.overlap, self._bucket_numels)
+        own = Profile(self._layers, self._rest, self.network, costs, "none", self._bucket_numels, "step")
         return self._engine.comm.all_gather_object(own, self._engine.device)[0]
 
     def close(self) -> None:
@@ -211,18 +191,3 @@ def delivered_numels(ddp: Any, engine: Engine) -> tuple[float, float]:
     """Return the coordinates of DDP's first bucket of gradients, and of the others."""
     first, others = delivery_mb(ddp)
     return bucket_numels([ParameterSize.of(name, p) for name, p in engine.parameters.items()], others, first)
-
-
-def overlap_of(engine: Engine) -> Overlap:
-    """Return the overlap with backward of an engine on this machine; collective.
-
-    On a CUDA stream everything overlaps. A communication thread hides its transfers always, and selection only if the
-    ranks of this machine leave a processor free.
-    """
-    if not engine.router.overlaps_backward:
-        return "none"
-    if engine.device.type == "cuda":
-        return "full"
-    neighbours = engine.comm.all_gather_object(platform.node(), engine.device).count(platform.node())
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return "full" if processors >= neighbours * (torch.get_num_threads() + 1) else "comm"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -52,26 +50,3 @@ def measure(
         if len(taken) == 1:
             repeats = max(2, min(repeats, round(seconds / max(slowest(taken, comm, device)[0], 1e-9))))
     return slowest(taken[1:], comm, device)
-
-
-@contextmanager
-def busy_processor() -> Iterator[None]:
-    """Keep this rank's processor busy within the block, as backward does beside exchanges.
-
-    If ranks share processors, a message then waits until the other ranks' threads are scheduled, which can take several
-    times as long as the message itself.
-    """
-    stop = threading.Event()
-
-    def work() -> None:
-        x = torch.ones(256, 256, device="cpu")
-        while not stop.is_set():
-            x @ x
-
-    thread = threading.Thread(target=work, name="busy", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()

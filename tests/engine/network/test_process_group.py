@@ -184,12 +184,12 @@ def test_waiting_for_a_device_ends_when_it_is_done() -> None:
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def share(backend: str, device: torch.device, threaded: bool) -> tuple[bool, float]:
+def share(backend: str, device: torch.device) -> tuple[bool, float]:
     """Whether the given group is used itself; then the engine ends, and the given group must still work."""
     given = dist.group.WORLD
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "get_backend", lambda group=None: backend)
-        comm = TorchCollective.over(given, None, device, threaded)
+        comm = TorchCollective.over(given, None, device)
     shared = comm.group is given
     assert float(comm.all_reduce(torch.ones(1))) == 2
     comm.abort()
@@ -200,19 +200,18 @@ def share(backend: str, device: torch.device, threaded: bool) -> tuple[bool, flo
 
 
 @pytest.mark.parametrize(
-    ("backend", "device", "threaded", "shared"),
+    ("backend", "device", "shared"),
     [
-        ("nccl", CUDA, False, True),
-        ("nccl", CUDA, True, False),
-        ("gloo", CUDA, False, False),
-        ("gloo", CPU, False, False),
-        ("gloo", CPU, True, False),
+        ("nccl", CUDA, True),
+        ("nccl", CPU, False),
+        ("gloo", CUDA, False),
+        ("gloo", CPU, False),
     ],
 )
 def test_inside_hooks_on_cuda_ddps_own_group_is_used_and_stays(
-    two_ranks: Ranks, backend: str, device: torch.device, threaded: bool, shared: bool
+    two_ranks: Ranks, backend: str, device: torch.device, shared: bool
 ) -> None:
-    assert two_ranks(share, backend, device, threaded) == [(shared, 2.0)] * 2
+    assert two_ranks(share, backend, device) == [(shared, 2.0)] * 2
 
 
 def give_back() -> str:
@@ -254,7 +253,7 @@ def test_the_group_between_hosts_beside_a_shared_one_keeps_the_timeout(
 ) -> None:
     made: list[tuple] = []
     monkeypatch.setattr(dist, "get_backend", lambda group=None: "nccl")
-    comm = TorchCollective.over(dist.group.WORLD, timedelta(seconds=7), CUDA, threaded=False)
+    comm = TorchCollective.over(dist.group.WORLD, timedelta(seconds=7), CUDA)
     comm.world_size = 2
     assert comm.timeout is None  # it is not that of the shared group
     monkeypatch.setattr(TorchCollective, "of_its_own", lambda _, *given: made.append(given))

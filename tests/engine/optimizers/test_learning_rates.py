@@ -55,14 +55,12 @@ def test_optimizers_that_scale_gradients_by_themselves_are_refused(kind: Any) ->
     assert not rates.optimizers
 
 
-def train(lr_aware: bool, executor: str) -> tuple[Tensor, Tensor]:
+def train(lr_aware: bool) -> tuple[Tensor, Tensor]:
     """What all steps and the residuals amount to in units of the parameters, and what all gradients do."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 30, bias=False), nn.Linear(30, 10, bias=False)).double()
     ddp = DistributedDataParallel(model)
-    engine = ls.attach(
-        ddp, sparsifier="top_k", density=0.05, rules=SPARSE, grouping="model", lr_aware=lr_aware, executor=executor
-    )
+    engine = ls.attach(ddp, sparsifier="top_k", density=0.05, rules=SPARSE, grouping="model", lr_aware=lr_aware)
     optimizer = torch.optim.SGD([{"params": model[0].parameters()}, {"params": model[1].parameters()}], 0.01)
     engine._show([optimizer])
     local: dict[int, Tensor] = {}
@@ -86,10 +84,9 @@ def train(lr_aware: bool, executor: str) -> tuple[Tensor, Tensor]:
     return moved + waiting / dist.get_world_size(), gradients / dist.get_world_size()
 
 
-@pytest.mark.parametrize("executor", by_default(["thread", "inline"]))
-def test_steps_and_residuals_amount_to_all_gradients_times_their_rates(two_ranks: Ranks, executor: str) -> None:
+def test_steps_and_residuals_amount_to_all_gradients_times_their_rates(two_ranks: Ranks) -> None:
     for aware in (True, False):
-        for got, should in two_ranks(train, aware, executor):
+        for got, should in two_ranks(train, aware):
             assert torch.allclose(got, should, rtol=0, atol=1e-14) == aware
 
 

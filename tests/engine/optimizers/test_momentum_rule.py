@@ -308,7 +308,7 @@ def plan_of(engine: Any, grouping: str, **options: Any) -> Any:
 
 def when_everything_arrives(how: str) -> tuple[float, float, list[bool]]:
     """Share of the averages of coordinates that have waited that is spent; and whether anything is counted after it."""
-    training = Training(hyper={"lr": 0.02, "momentum": 0.9}, messages="step")
+    training = Training(hyper={"lr": 0.02, "momentum": 0.9})
     for step in range(40):
         training.step(step)
     weights = [p for p in training.module.parameters() if p.dim() == 2]

@@ -32,7 +32,6 @@ CASES: dict[str, Case] = {
     "union": Case({"sparsifier": "union_top_k"}),
     "reduce union": Case({"sparsifier": "union_top_k", "exchange": "reduce_union", "grouping": "model"}),
     "exdyna": Case({"sparsifier": "exdyna", "density": 0.1}),
-    "own messages": Case({"messages": "group"}),
     "decay": Case({"memory": ls.memories.Residual(decay=0.5)}),
     "momentum": Case({"memory": ls.memories.MomentumCorrection(0.5, masking=False)}),
     "momentum masked": Case({"memory": HALF}),
@@ -80,11 +79,11 @@ CASES: dict[str, Case] = {
         {"grouping": "model", "sparsifier": "union_top_k"}, unused={1: ("third",)}, ddp={"find_unused_parameters": True}
     ),
 }
-MADE = [("thread", False), ("inline", True), ("thread", True), ("inline", False)]
-"""Executor, and whether gradients are views of DDP's buckets."""
+MADE = [False, True, True, False]
+"""Whether gradients are views of DDP's buckets."""
 MOMENTS = ["within backward", "after backward", "after a step"]
 PAIRS = [*in_turns(list(CASES), MOMENTS), ("emptied", "emptied"), ("clipped and scaled", "clipped")]
-LEFT = {"own messages", "nesterov", "clip and momentum", "scaled second moment", "clipped and scaled", "reduce union"}
+LEFT = {"nesterov", "clip and momentum", "scaled second moment", "clipped and scaled", "reduce union"}
 LEFT |= {"four optimizers of Adam", "density 1 in bfloat16", "flushed momentum", "emptied second moment", "lr_aware"}
 LEFT |= {"skipped momentum", "skipped low pass", "skipped and clipped", "skipped and scaled", "bfloat16 momentum"}
 LEFT |= {"exdyna", "decay", "momentum", "float16 scaled", "two exchanges of momentum", "two exchanges of low pass"}
@@ -93,10 +92,9 @@ LEFT |= {"two exchanges of two optimizers", "unused in one group", "skipped seco
 CELLS = [(name, moment, MADE[number % len(MADE)]) for number, (name, moment) in enumerate(PAIRS)]
 
 
-def training_of(name: str, executor: str, view: bool) -> Training:
+def training_of(name: str, view: bool) -> Training:
     case = CASES[name]
-    options, ddp = {"executor": executor, **case.options}, {**case.ddp, "gradient_as_bucket_view": view}
-    return Training(replace(case, options=options, ddp=ddp))
+    return Training(replace(case, ddp={**case.ddp, "gradient_as_bucket_view": view}))
 
 
 def latest(looks: Sequence[Look], moment: str) -> Look:
@@ -104,12 +102,12 @@ def latest(looks: Sequence[Look], moment: str) -> Look:
     return [look for look in looks[1:-1] if look.moment == moment][-1]
 
 
-def train(name: str, moment: str, executor: str, view: bool) -> list[list[Look]]:
+def train(name: str, moment: str, view: bool) -> list[list[Look]]:
     """All looks of a run, and of one that goes on from its last state at a moment, which is looked at between them."""
-    first = training_of(name, executor, view)
+    first = training_of(name, view)
     first.run(CASES[name].steps)
     saved = latest(first.looks, moment)
-    other = training_of(name, executor, view)
+    other = training_of(name, view)
     other.resume([saved] * dist.get_world_size())
     other.run(2)
     return [first.close(), [saved, *other.close()]]
@@ -118,9 +116,9 @@ def train(name: str, moment: str, executor: str, view: bool) -> list[list[Look]]
 # ---- Other numbers of ranks
 
 
-def go_on(name: str, seen: list[Look], executor: str, view: bool) -> list[Look]:
+def go_on(name: str, seen: list[Look], view: bool) -> list[Look]:
     """From what all ranks of another run have seen at a moment."""
-    training = training_of(name, executor, view)
+    training = training_of(name, view)
     training.resume(seen)
     training.run(1)
     return training.close()

@@ -105,7 +105,7 @@ RUNS: list[dict[str, Any]] = [
     *({"memory": memory, "sparsifier": "union_top_k"} for memory in MEMORIES),
     {"density": ls.Warmup(0.25, 0.01, 10)},
     *({"grouping": grouping} for grouping in ("bucket", "model", ls.grouping.MergeBelow(500))),
-    {"rules": ls.Rules(densities={"0.*": 0.1}), "executor": "inline"},
+    {"rules": ls.Rules(densities={"0.*": 0.1})},
 ]
 
 
@@ -449,9 +449,9 @@ def test_every_bit_counts_in_a_checksum(dtype: torch.dtype) -> None:
 # ---- Emptying residuals
 
 
-def empty(executor: str) -> tuple[Tensor, Tensor, Tensor, list[bool]]:
+def empty() -> tuple[Tensor, Tensor, Tensor, list[bool]]:
     """Sum of all averages, and of all gradients, after a dense step; what residuals hold then."""
-    run = Run(executor=executor, memory=ls.memories.Residual())
+    run = Run(memory=ls.memories.Residual())
     local = torch.zeros(sum(p.numel() for p in run.model.parameters()))
     averages = torch.zeros_like(local)
     pieces: dict[int, Tensor] = {}
@@ -472,9 +472,8 @@ def empty(executor: str) -> tuple[Tensor, Tensor, Tensor, list[bool]]:
     return averages, local / dist.get_world_size(), left, sparse
 
 
-@pytest.mark.parametrize("executor", by_default(["thread", "inline"]))
-def test_a_dense_step_sends_all_that_is_left(two_ranks: Ranks, executor: str) -> None:
-    for averages, gradients, left, sparse in two_ranks(empty, executor):
+def test_a_dense_step_sends_all_that_is_left(two_ranks: Ranks) -> None:
+    for averages, gradients, left, sparse in two_ranks(empty):
         assert not left.any()
         torch.testing.assert_close(averages, gradients, rtol=1e-5, atol=1e-7)
         assert sparse == [True] * 4 + [False, True]

@@ -101,7 +101,7 @@ def test_layers_are_merged_at_the_prices_of_their_own_density() -> None:
     costs = [GroupCost(density, Line(0, 0), Line(0, 0), price) for density, price in prices]
     names = ["a.p", "b.p", "c.p", "d.p"]
     layers = [LayerTime(name[0], (name,), 1000, 1e3) for name in reversed(names)]
-    profile = Profile("", layers, 0.0, ring(2, 0, 1e9), costs, "comm", (0, 0))
+    profile = Profile(layers, 0.0, ring(2, 0, 1e9), costs, "comm", (0, 0))
     sizes = [ParameterSize(name, 1000, 4, "float32") for name in names]
     rules = Rules(densities={"[ab].p": 1.0})
     groups = [group.name for group in make_plan(sizes, "optimal_merge", rules, profile=profile, density=0.1)]

@@ -21,7 +21,12 @@ def method(name: str, density: float, cost: GroupCost, builtin: bool = False) ->
 
 
 def measured(
-    layers: int = 5, overlap: Any = "comm", seed: int = 0, ranks: int = 2, kind: str = "float32.cpu"
+    layers: int = 5,
+    overlap: Any = "comm",
+    seed: int = 0,
+    ranks: int = 2,
+    kind: str = "float32.cpu",
+    messages: Any = "group",
 ) -> Measured:
     """Layers of a weight and a bias, dense DDP with its hooks, and two sparsifiers."""
     generator = random.Random(seed)
@@ -48,7 +53,7 @@ def measured(
         shared = cost(density, "all_gather", "all_reduce")
         methods.append(method("shared_top_k", density, shared))
     buckets = generator.choice([(2.0**16, 2.0**18), (1e9, 1e9), (0.0, 0.0)])
-    profile = Profile("", times[::-1], 4e-3, network, [methods[0].cost], overlap, buckets)
+    profile = Profile(times[::-1], 4e-3, network, [methods[0].cost], overlap, buckets, messages)
     return Measured(sizes, profile, methods)
 
 
@@ -59,14 +64,13 @@ def predicted(
     grouping: str = "model",
     groups: int = 1,
     scenario: Scenario = HERE,
-    messages: Any = "group",
 ) -> Prediction:
     """In a scenario where dense DDP takes 10 ms, 7 of them without exchange."""
     builtin = method in ("dense", "fp16", "bf16", "powersgd")
     seconds = 10e-3 * over_dense
     if builtin:
         density, grouping = 1.0, "bucket"
-    what = (method, density, builtin, grouping, messages, groups)
+    what = (method, density, builtin, grouping, groups)
     return Prediction(scenario, *what, seconds, seconds - 7e-3, seconds / 10e-3)
 
 

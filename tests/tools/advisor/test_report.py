@@ -52,9 +52,9 @@ def test_the_table_marks_what_to_use_and_what_loses() -> None:
         "top_k (losing)",
     ]
     rows = rows_of(table)
-    assert rows["union_top_k <- use this 0.01"][2:] == ["merge_below", "group", "3", "8.2", "1.2", "0.82"]
-    assert rows["top_k 0.01"][2:] == ["layer", "group", "7", "8", "1", "0.80"]  # of the two groupings the faster one
-    assert rows["dense"][1:] == ["", "DDP's buckets", "", "1", "10", "3", "1.00"]
+    assert rows["union_top_k <- use this 0.01"][2:] == ["merge_below", "3", "8.2", "1.2", "0.82"]
+    assert rows["top_k 0.01"][2:] == ["layer", "7", "8", "1", "0.80"]  # of the two groupings the faster one
+    assert rows["dense"][1:] == ["", "DDP's buckets", "1", "10", "3", "1.00"]
 
 
 def test_a_short_table_keeps_ddp_and_what_to_use() -> None:
@@ -139,7 +139,6 @@ def test_the_file_has_every_prediction(tmp_path: Path) -> None:
         assert (int(line["ranks"]), line["gbit"]) == (one.scenario.ranks, str(one.scenario.gbit or ""))
         assert float(line["rtt_ms"]) == one.scenario.rtt_ms
         assert (line["method"], line["grouping"], line["builtin"]) == (one.method, one.grouping, str(one.builtin))
-        assert line["messages"] == one.messages
         for name in ("density", "groups", "step_seconds", "exposed_seconds", "over_dense"):
             assert float(line[name]) == getattr(one, name)
 
@@ -280,8 +279,7 @@ def test_what_stays_dense_and_what_becomes_of_residuals_is_left_as_it_is() -> No
     own = {"rules": {"dense_numel": 1000}, "dense": ["*.bias"], "resize": "flush", "watch": None}
     before = {"class_path": "lightning_sparse.SparseDDPStrategy", "init_args": own | {"sparsifier": "dgc"}}
     other = {"class_path": "DDPStrategy", "init_args": own}
-    for messages in ("group", "step"):
-        found = advice([predicted("shared_top_k", 0.5, 0.003, "layer", messages=messages)])
-        chosen = {"sparsifier": "shared_top_k", "density": 0.003, "grouping": "layer", "messages": messages}
-        assert strategy_config(found, given=before)["init_args"] == chosen | own
-        assert strategy_config(found, given=other)["init_args"] == chosen
+    found = advice([predicted("shared_top_k", 0.5, 0.003, "layer")])
+    chosen = {"sparsifier": "shared_top_k", "density": 0.003, "grouping": "layer"}
+    assert strategy_config(found, given=before)["init_args"] == chosen | own
+    assert strategy_config(found, given=other)["init_args"] == chosen

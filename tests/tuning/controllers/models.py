@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -13,11 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.network import TorchCollective
-from lightning_sparse.tools.advisor.networks import ring
-from lightning_sparse.tuning.performance.cost import Line
-from lightning_sparse.tuning.performance.network import Network
-from lightning_sparse.tuning.performance.profile import GroupCost
 from tests.trainers import EVERYTHING_SPARSE
 
 
@@ -92,27 +86,3 @@ class Balance:
         given = grads(self.alone).nan_to_num(nan=0.0) * (not thrown_away)  # the rest waits
         dist.all_reduce(given)
         self.missing += given - dist.get_world_size() * grads(self.ddp).nan_to_num(nan=0.0)
-
-
-def fix_costs(patch: pytest.MonkeyPatch, low: Line, high: Line | None = None) -> None:
-    """Groups cost this and nothing else at a density of 0, or towards 1, and nothing is measured.
-
-    A patch has to be undone: processes of ranks outlive a test.
-    """
-    nothing = Line(0.0, 0.0)
-
-    def measure_group(*args: Any, density: float, **kwargs: Any) -> GroupCost:
-        cheap, dear = (GroupCost(end, nothing, nothing, line) for end, line in ((0.0, low), (1.0, high or low)))
-        return cheap.towards(dear, density)
-
-    patch.setattr("lightning_sparse.tuning.performance.profiler.measure_group", measure_group)
-    fix_network(patch)
-
-
-def fix_network(patch: pytest.MonkeyPatch) -> None:
-    """The network is this one, and is not measured, which takes a second."""
-
-    def measure_network(comm: TorchCollective, *args: Any, **kwargs: Any) -> Network:
-        return ring(comm.world_size, 1e-5, 1e9)
-
-    patch.setattr("lightning_sparse.tuning.performance.profiler.measure_network", measure_network)

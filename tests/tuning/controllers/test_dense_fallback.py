@@ -21,12 +21,11 @@ from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.methods.grouping import Group, ParameterSize, make_plan
 from lightning_sparse.tuning.controllers import DenseFallback
 from lightning_sparse.tuning.controllers import dense_fallback as module
-from lightning_sparse.tuning.performance.cost import Line
 from tests.covering import by_default, covering
 from tests.integrations.test_fabric import FABRICS, SPARSE, Run, close
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE
-from tests.tuning.controllers.models import Balance, batches, fix_costs, flat, grads, residuals, still, wrapped
+from tests.tuning.controllers.models import Balance, batches, flat, grads, residuals, still, wrapped
 
 SIZES = [ParameterSize("a.weight", 30, 4, "float32"), ParameterSize("b.weight", 20, 4, "float32")]
 
@@ -52,11 +51,11 @@ class Engine:
 class Training:
     """Steps that take as long as they are told, after the fallback has had its look."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, planner: Any = None, willing: bool = True) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, willing: bool = True) -> None:
         self.now = 0.0
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: self.now))
         self.engine = Engine(make_plan(SIZES, "layer", EVERYTHING_SPARSE), willing)
-        self.fallback = DenseFallback(SIZES, 25, planner)
+        self.fallback = DenseFallback(SIZES, 25)
         self.modes: list[str] = []
 
     def run(self, steps: int, seconds: Callable[[str, int], float]) -> list[str]:
@@ -112,18 +111,6 @@ def test_the_first_steps_of_a_turn_do_not_count(monkeypatch: pytest.MonkeyPatch)
 
     assert training.run(5 * TURN, seconds)[-1] == "dense"
     assert training.fallback.seconds == {"sparse": 4.0, "dense": 3.5}
-
-
-def test_nothing_is_measured_before_there_is_a_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    planner = SimpleNamespace(profile=None)
-    training = Training(monkeypatch, planner)
-    assert set(training.run(10 * TURN, either(99.0, 99.0))) == {"sparse"}
-    planner.profile = "here"
-    merged = make_plan(SIZES, "model", EVERYTHING_SPARSE)
-    training.engine.regroup(merged)
-    training.run(6 * TURN, either(1.0, 2.0))
-    assert training.fallback.seconds == {"sparse": 1.0, "dense": 2.0}
-    assert training.engine.plan == merged
 
 
 @pytest.mark.parametrize("wins", ["sparse", "dense"])
@@ -291,17 +278,18 @@ def balance(options: dict[str, Any], rigged: tuple[float, float]) -> list[tuple[
 
 
 RIGGED = [(1.0, 2.0), (2.0, 1.0)]
-EXECUTORS = ["auto", pytest.param("thread", marks=pytest.mark.in_backward)]
+PATHS = ["step", pytest.param("backward", marks=pytest.mark.in_backward)]
+"""Where gradients are exchanged."""
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("where", PATHS)
 @pytest.mark.parametrize(
     ("sparsifier", "rigged"), by_default(covering(product(["top_k", "union_top_k", "exdyna"], RIGGED), together=1), 2)
 )
 def test_no_residual_is_lost_between_sparse_and_dense(
-    two_ranks: Ranks, sparsifier: str, rigged: tuple[float, float], executor: str
+    two_ranks: Ranks, sparsifier: str, rigged: tuple[float, float], where: str
 ) -> None:
-    options = {"sparsifier": sparsifier, "density": 0.05, "grouping": "layer", "executor": executor}
+    options = {"sparsifier": sparsifier, "density": 0.05, "grouping": "layer"}
     for seen in two_ranks(balance, options, rigged):
         modes = [mode for mode, *_ in seen]
         assert modes[-1] == ("sparse" if rigged[0] < rigged[1] else "dense")
@@ -309,7 +297,7 @@ def test_no_residual_is_lost_between_sparse_and_dense(
         assert changes == (4 if modes[-1] == "sparse" else 3)
         for before, mode, direct, held, missing in zip(["sparse", *modes], *zip(*seen, strict=True), strict=False):
             torch.testing.assert_close(held, missing, rtol=0, atol=1e-13)
-            late = before if executor == "auto" else mode  # groups change after backward, or when it begins
+            late = before if where == "step" else mode  # groups change after backward, or when it begins
             assert bool((held == 0).all()) == ("dense" in (late, mode))
             assert mode == "dense" or not direct
         # The first dense step sends what was left; the others are DDP's own.
@@ -357,15 +345,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("where", PATHS)
 @pytest.mark.parametrize(("layout", "rigged"), by_default(covering(product(LAYOUTS, RIGGED), together=1), 3))
 def test_density_1_trains_like_plain_ddp(
-    two_ranks: Ranks, layout: str, rigged: tuple[float, float], executor: str
+    two_ranks: Ranks, layout: str, rigged: tuple[float, float], where: str
 ) -> None:
     # Bit for bit, see tests/engine/test_engine.py; in all modes and at all changes between them.
     ddp = LAYOUTS[layout]
     plain = two_ranks(train, None, ddp)
-    options = {"sparsifier": "union_top_k", "density": 1.0, "grouping": "layer", "executor": executor}
+    options = {"sparsifier": "union_top_k", "density": 1.0, "grouping": "layer"}
     for (found, _, direct), (expected, *_) in zip(two_ranks(train, options, ddp, rigged), plain, strict=True):
         assert torch.equal(found, expected)
         assert 4 <= sum(direct) < 24
@@ -528,19 +516,6 @@ def test_summaries_say_when_ddp_was_left_alone(two_ranks: Ranks) -> None:
         else:
             assert groups
     assert set(direct) == {False, True}
-
-
-def merged(rigged: tuple[float, float]) -> tuple[list[list[str]], list[str]]:
-    options = {"grouping": ls.tuning.OptimalMerge(warmup=1, steps=2)}
-    with pytest.MonkeyPatch.context() as patch:
-        fix_costs(patch, Line(1e-9, 1.0))  # what is ready first travels at once
-        with rigged_training(options, rigged) as (clock, model, engine):
-            plans, modes = [], []
-            for batch in batches(28):
-                take_step(model, batch)
-                plans.append([group.name for group in engine.plan])
-                modes.append(clock.fallback.mode)
-    return plans, modes
 
 
 def saved_and_resumed(folder: str) -> tuple[list[list[str]], bool]:

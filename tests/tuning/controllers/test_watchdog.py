@@ -29,7 +29,8 @@ SHAPES = {"a": (20, 30), "b": (30, 20), "c": (40, 15)}
 NUMEL = 600
 ALL_SPARSE = ls.Rules(dense_ndim=0, dense_numel=0)
 SPARSIFIERS = [name for name, _ in ls.sparsifiers.SPARSIFIERS.items()]
-EXECUTORS = ["auto", pytest.param("thread", marks=pytest.mark.in_backward)]
+PATHS = ["step", pytest.param("backward", marks=pytest.mark.in_backward)]
+"""Where gradients are exchanged."""
 QUICK = ("union_top_k", "exdyna", "sidco_e", "hard_threshold")
 
 Gradients = dict[str, Tensor]
@@ -130,12 +131,12 @@ def drifting(
     return seen
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("where", PATHS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_ranks_that_drift_apart_are_noticed_at_the_second_step(
-    two_ranks: Ranks, executor: str, dtype: torch.dtype
+    two_ranks: Ranks, where: str, dtype: torch.dtype
 ) -> None:
-    message = one_warning(two_ranks(drifting, negate, 1, 7, {"executor": executor, "dtype": dtype}))
+    message = one_warning(two_ranks(drifting, negate, 1, 7, {"dtype": dtype}))
     assert "at step 1: 2 of 3 parameters" in message
     assert "first is 'b', by up to 0.25; rank(s) [1] differ" in message
 
@@ -146,22 +147,22 @@ def test_all_ranks_that_differ_from_the_first_are_named(three_ranks: Ranks) -> N
     assert "first is 'a', by up to 1; rank(s) [1, 2] differ" in message
 
 
-def growing(executor: str, factor: float) -> list[str]:
+def growing(factor: float) -> list[str]:
     # At density 0.1 the reference is taken at the first check after 30 steps.
-    options = {"executor": executor, "grouping": "layer", "watch": ls.Watch(every=5, growth=5.0)}
+    options = {"grouping": "layer", "watch": ls.Watch(every=5, growth=5.0)}
     return watched(options, (40, 1.0), (25, {"a": 1.0, "b": factor, "c": 1.0}))
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_a_residual_that_grows_is_noticed(two_ranks: Ranks, executor: str) -> None:
-    message = one_warning(two_ranks(growing, executor, 100.0))
+@pytest.mark.parametrize("where", PATHS)
+def test_a_residual_that_grows_is_noticed(two_ranks: Ranks, where: str) -> None:
+    message = one_warning(two_ranks(growing, 100.0))
     assert "the residual of group 'b' has the norm" in message
     assert "and had" in message
     assert "at step 35, at the same density 0.1" in message
 
 
 def test_a_residual_that_grows_a_little_is_left_alone(two_ranks: Ranks) -> None:
-    assert two_ranks(growing, "auto", 3.0) == [[], []]
+    assert two_ranks(growing, 3.0) == [[], []]
 
 
 def filling(density: Any, stretches: tuple[int, ...]) -> tuple[list[str], list[float]]:
@@ -188,10 +189,10 @@ def test_a_residual_may_fill(two_ranks: Ranks, density: Any, stretches: tuple[in
         assert norms[1] > 2 * norms[0]  # far more than the factor that is allowed later
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("where", PATHS)
 @pytest.mark.parametrize("sparsifier", ["top_k", "union_top_k"])
-def test_a_parameter_that_gets_nothing_is_noticed(two_ranks: Ranks, sparsifier: str, executor: str) -> None:
-    options = {"sparsifier": sparsifier, "executor": executor}
+def test_a_parameter_that_gets_nothing_is_noticed(two_ranks: Ranks, sparsifier: str, where: str) -> None:
+    options = {"sparsifier": sparsifier}
     # c is zero throughout: nothing is withheld from it.
     message = one_warning(two_ranks(watched, options, (35, {"a": 1.0, "b": 1e-9, "c": 0.0})))
     # Seen at steps 1, 5, ..., 30; from the second check on, 60 of 600 coordinates are expected at each.
@@ -230,35 +231,35 @@ def test_a_parameter_that_is_not_used_is_no_starving_one(two_ranks: Ranks) -> No
         assert waiting > 0
 
 
-def selecting(sparsifier: ls.sparsifiers.Sparsifier, executor: str, scale: float, memory: Any = None) -> list[str]:
-    return watched({"sparsifier": sparsifier, "executor": executor, "memory": memory}, (30, scale))
+def selecting(sparsifier: ls.sparsifiers.Sparsifier, scale: float, memory: Any = None) -> list[str]:
+    return watched({"sparsifier": sparsifier, "memory": memory}, (30, scale))
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_a_threshold_that_nothing_reaches_is_noticed(two_ranks: Ranks, executor: str) -> None:
-    message = one_warning(two_ranks(selecting, ls.sparsifiers.HardThreshold(1e9), executor, 1.0))
+@pytest.mark.parametrize("where", PATHS)
+def test_a_threshold_that_nothing_reaches_is_noticed(two_ranks: Ranks, where: str) -> None:
+    message = one_warning(two_ranks(selecting, ls.sparsifiers.HardThreshold(1e9), 1.0))
     assert "at step 10: nothing was selected in group 'bucket0' at 3 checks in a row" in message
     assert "180 coordinates are wanted; the threshold is 1e+09" in message
 
 
 def test_nothing_is_selected_where_there_is_nothing(two_ranks: Ranks) -> None:
-    assert two_ranks(selecting, ls.sparsifiers.HardThreshold(1e9), "auto", 0.0) == [[], []]
+    assert two_ranks(selecting, ls.sparsifiers.HardThreshold(1e9), 0.0) == [[], []]
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_far_more_than_the_density_is_noticed(two_ranks: Ranks, executor: str) -> None:
-    message = one_warning(two_ranks(selecting, ls.sparsifiers.HardThreshold(1e-3), executor, 1.0))
+@pytest.mark.parametrize("where", PATHS)
+def test_far_more_than_the_density_is_noticed(two_ranks: Ranks, where: str) -> None:
+    message = one_warning(two_ranks(selecting, ls.sparsifiers.HardThreshold(1e-3), 1.0))
     assert "at step 10: in group 'bucket0', 1" in message  # 1798 of 1800, or so
     assert "selected by a single rank, where a density of 0.1 stands for 180;" in message
-    message = one_warning(two_ranks(selecting, ls.sparsifiers.MiCRO(variant="published"), executor, 100.0))
+    message = one_warning(two_ranks(selecting, ls.sparsifiers.MiCRO(variant="published"), 100.0))
     assert "selected by all ranks together, where a density of 0.1 stands for 180;" in message
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_far_less_than_the_density_is_noticed(two_ranks: Ranks, executor: str) -> None:
+@pytest.mark.parametrize("where", PATHS)
+def test_far_less_than_the_density_is_noticed(two_ranks: Ranks, where: str) -> None:
     # What is not sent is nearly forgotten, so that about 1 % of the coordinates reach the threshold at every step.
     message = one_warning(
-        two_ranks(selecting, ls.sparsifiers.HardThreshold(2.5), executor, 1.0, ls.memories.Residual(decay=0.01))
+        two_ranks(selecting, ls.sparsifiers.HardThreshold(2.5), 1.0, ls.memories.Residual(decay=0.01))
     )
     assert "at step 10: in group 'bucket0', only " in message
     assert "selected by a single rank, where a density of 0.1 stands for 180; less than a share of 1/3" in message
@@ -381,24 +382,22 @@ def test_a_look_is_one_message(two_ranks: Ranks) -> None:
     assert first[9] == [*check, ("broadcast", NUMEL), ("all_gather", 1)]
 
 
-def healthy(sparsifier: str, executor: str, steps: int) -> list[str]:
+def healthy(sparsifier: str, steps: int) -> list[str]:
     scale, chosen = 1.0, {"sparsifier": sparsifier}
     if sparsifier == "hard_threshold":
         # It holds a density only where its threshold happens to fit: 0.1 is reached about every 100 steps.
         scale, chosen = 0.1 / 9, {"sparsifier": ls.sparsifiers.HardThreshold(0.1)}
-    return watched({**chosen, "executor": executor, "density": 0.01, "watch": ls.Watch(every=10)}, (steps, scale))
+    return watched({**chosen, "density": 0.01, "watch": ls.Watch(every=10)}, (steps, scale))
 
 
-HEALTHY: list[Any] = [("union_top_k", 60, "auto"), *((s, 100, "auto") for s in QUICK)]
-HEALTHY += [pytest.param(s, 200, "auto", marks=pytest.mark.thorough) for s in SPARSIFIERS]
-ON_A_THREAD = [
-    pytest.param(s, 100, "thread", marks=pytest.mark.in_backward) for s in ("union_top_k", "ok_top_k", "redsync")
-]
+HEALTHY: list[Any] = [("union_top_k", 60), *((s, 100) for s in QUICK)]
+HEALTHY += [pytest.param(s, 200, marks=pytest.mark.thorough) for s in SPARSIFIERS]
+IN_BACKWARD = [pytest.param(s, 100, marks=pytest.mark.in_backward) for s in ("union_top_k", "ok_top_k", "redsync")]
 
 
-@pytest.mark.parametrize(("sparsifier", "steps", "executor"), [*by_default(HEALTHY), *ON_A_THREAD])
-def test_nothing_is_wrong_with_random_gradients(two_ranks: Ranks, sparsifier: str, steps: int, executor: str) -> None:
-    assert two_ranks(healthy, sparsifier, executor, steps) == [[], []]
+@pytest.mark.parametrize(("sparsifier", "steps"), [*by_default(HEALTHY), *IN_BACKWARD])
+def test_nothing_is_wrong_with_random_gradients(two_ranks: Ranks, sparsifier: str, steps: int) -> None:
+    assert two_ranks(healthy, sparsifier, steps) == [[], []]
 
 
 def differing() -> None:
@@ -412,11 +411,11 @@ def test_ranks_with_other_settings_are_told(two_ranks: Ranks) -> None:
 
 
 def test_one_rank_is_watched_too(one_rank: None) -> None:
-    assert "nothing was selected" in one_warning([selecting(ls.sparsifiers.HardThreshold(1e9), "auto", 1.0)])
+    assert "nothing was selected" in one_warning([selecting(ls.sparsifiers.HardThreshold(1e9), 1.0)])
 
 
 def test_memories_without_a_residual_are_watched_as_far_as_that_goes(one_rank: None) -> None:
-    message = one_warning([selecting(ls.sparsifiers.HardThreshold(1e-3), "auto", 1.0, ls.memories.NoMemory())])
+    message = one_warning([selecting(ls.sparsifiers.HardThreshold(1e-3), 1.0, ls.memories.NoMemory())])
     assert "selected by a single rank" in message
 
 

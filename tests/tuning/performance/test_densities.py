@@ -32,7 +32,7 @@ def rising(generator: random.Random, overlap: Any, scale: float, timeline: Timel
     parts = zip([0.001, 0.02, 0.4], prices(), prices(), prices(), strict=True)
     layers = [LayerTime(f"m{i}", (f"m{i}.p",), *pair) for i, pair in enumerate(zip(*timeline, strict=True))]
     costs = [GroupCost(*part) for part in parts]
-    return Profile("", layers, generator.uniform(0, 3), ring(2, 0, 1e9), costs, overlap, (0, 0))
+    return Profile(layers, generator.uniform(0, 3), ring(2, 0, 1e9), costs, overlap, (0, 0))
 
 
 def drawn(generator: random.Random) -> tuple[list[int], list[float]]:
@@ -121,7 +121,7 @@ def test_late_exchanges_delay_the_next_ones() -> None:
     timeline = [1, 1, 1, 1], [1.0, 1.0, 1.0, 1.0]
     costs = [GroupCost(d, Line(0, 0), Line(0, 0), Line(transfer, 0)) for d, transfer in ((0.1, 0.1), (1.0, 1.0))]
     layers = [LayerTime(f"m{i}", (f"m{i}.p",), 1, 1.0) for i in range(4)]
-    profile = Profile("", layers, 0.0, ring(2, 0, 1e9), costs, "comm", (0, 0))
+    profile = Profile(layers, 0.0, ring(2, 0, 1e9), costs, "comm", (0, 0))
     assert hidden_densities(timeline, profile, 0.1, 1.0) == [1.0, 1.0, 1.0, 0.1]
     # The floor of 0.3 cannot hide behind 0.2 s, and leaves 0.9 s to the next exchange.
     found = hidden_densities(([1, 1, 1, 1], [1.0, 0.2, 1.0, 1.0]), profile, 0.3, 1.0)
@@ -135,7 +135,7 @@ def test_what_hides_exactly_at_the_floor_does_not_fall_below_it() -> None:
     for floor in (i / 1000 for i in range(1, 400)):
         costs = [GroupCost(d, Line(0, 0), Line(0, 0), Line(d, 0)) for d in (1e-4, 1.0)]
         layers = [LayerTime(name, (name,), 1, 1.0) for name in "ab"]
-        profile = Profile("", layers, 0.0, ring(2, 0, 1e9), costs, "full", (0, 0))
+        profile = Profile(layers, 0.0, ring(2, 0, 1e9), costs, "full", (0, 0))
         window = profile.cost(floor).exchange_seconds(1)
         found = hidden_densities(([1, 1], [0.0, window]), profile, floor, 1.0)
         assert found[0] >= floor
@@ -172,6 +172,6 @@ def test_whatever_was_measured_densities_keep_their_bounds(
     floor, cap = bounds
     timeline = [numel for numel, _ in groups], [seconds for _, seconds in groups]
     layers = [LayerTime("m", ("m.p",), 1, sum(timeline[1]))]
-    profile = Profile("", layers, 1.0, ring(2, 0, 1e9), costs, overlap, (0, 0))
+    profile = Profile(layers, 1.0, ring(2, 0, 1e9), costs, overlap, (0, 0))
     for density in hidden_densities(timeline, profile, floor, cap):
         assert floor <= density <= cap

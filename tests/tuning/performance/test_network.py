@@ -28,14 +28,6 @@ def test_the_prices_of_a_network_are_found(monkeypatch: pytest.MonkeyPatch, dtyp
     assert max(comm.seen["all_reduce"]) == max(comm.seen["all_gather"]) == 1 << 20
 
 
-def test_a_busy_processor_changes_nothing_but_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    for busy in (False, True):
-        comm = Priced(monkeypatch, all_reduce=Line(3e-4, 2e-9), all_gather=Line(1e-4, 5e-9))
-        found.append(measure_network(comm, CPU, most=3 << 20, busy=busy))
-    assert found[0] == found[1]
-
-
 def test_slow_networks_are_not_asked_for_much(monkeypatch: pytest.MonkeyPatch) -> None:
     comm = Priced(monkeypatch, all_reduce=Line(1e-3, 1e-5), all_gather=Line(1e-3, 2e-5))
     found = measure_network(comm, CPU, seconds=2.0)

@@ -35,7 +35,6 @@ layers = st.builds(LayerTime, st.text(max_size=4), st.tuples(st.text(max_size=4)
 networks = st.builds(Network, lines, lines, st.integers(1, 64))
 profiles = st.builds(
     Profile,
-    st.text(max_size=8),
     st.lists(layers, min_size=1, max_size=6),
     seconds,
     networks,
@@ -58,7 +57,7 @@ def profile(
     buckets: tuple[float, float] = (0.0, 0.0),
 ) -> Profile:
     layers = [LayerTime(f"m{i}", (f"m{i}.p",), *pair) for i, pair in enumerate(zip(numels, backward, strict=True))]
-    return Profile("", layers, rest, ring(2, 0, 1e9), costs, overlap, buckets)
+    return Profile(layers, rest, ring(2, 0, 1e9), costs, overlap, buckets)
 
 
 def merge(measured: Profile, density: float, rule: Any = "optimal") -> list[list[int]]:
@@ -306,7 +305,7 @@ def without(key: str) -> Any:
 @pytest.mark.parametrize(
     "change",
     [
-        *(without(key) for key in ("fingerprint", "layers", "rest_seconds", "network", "costs", "overlap")),
+        *(without(key) for key in ("layers", "rest_seconds", "network", "costs", "overlap")),
         without("bucket_numels"),
         lambda plain: plain | {"costs": [{"density": 0.1}]},
         lambda plain: plain | {"layers": [["m", ["m.p"], 1]]},

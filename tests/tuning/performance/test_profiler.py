@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -51,8 +50,8 @@ class Net(nn.Module):
         return self.head(Sleepy.apply(second(first(x)), nap))
 
 
-def timed(module: nn.Module, held_up: Callable[[], float] = lambda: 0.0) -> BackwardTimer:
-    return BackwardTimer(module, dict(module.named_parameters()), CPU, held_up)
+def timed(module: nn.Module) -> BackwardTimer:
+    return BackwardTimer(module, dict(module.named_parameters()), CPU)
 
 
 def step(net: nn.Module, **options: Any) -> None:
@@ -116,7 +115,6 @@ def test_only_the_last_backward_counts_where_gradients_accumulate() -> None:
 
 
 def test_a_backward_may_be_kept_when_it_has_just_begun() -> None:
-    # As the planner does, with the first bucket.
     net = Net()
     timer = timed(net)
     hook = net.head.weight.register_post_accumulate_grad_hook(lambda _: timer.keep())
@@ -145,24 +143,6 @@ def test_a_backward_that_was_cut_short_leaves_the_others_as_they_are() -> None:
     layers, _ = timer.result(TorchCollective())
     assert [layer.name for layer in layers] == ["head", "body", "trunk", "spare"]
     assert seconds(layers)["body"] >= NAP * 0.9
-
-
-def test_time_that_was_held_up_is_left_out() -> None:
-    net, held = Net(), 0.0
-    timer = timed(net, lambda: held)
-
-    def exchange(_: Tensor) -> None:
-        nonlocal held
-        begin = time.perf_counter()
-        time.sleep(NAP)
-        held += time.perf_counter() - begin
-
-    for parameter in (net.head.weight, net.head.bias, net.trunk.weight):
-        parameter.register_post_accumulate_grad_hook(exchange)  # after the timer's
-    layers, rest = profiled(timer, net)
-    assert held >= 15 * NAP
-    assert all(0 <= each < NAP / 2 for each in seconds(layers).values())
-    assert 0 <= rest < NAP / 2
 
 
 def test_forwards_without_gradients_do_not_count() -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
 
 from lightning_sparse.engine.network import TorchCollective
-from lightning_sparse.tuning.performance.rank_sync import busy_processor, gathered, measure, slowest
+from lightning_sparse.tuning.performance.rank_sync import gathered, measure, slowest
 from tests.ranks import Ranks
 from tests.tuning.performance.priced import set_clock
 
@@ -72,17 +69,3 @@ def measured() -> list[float]:
 def test_the_slowest_rank_counts_and_decides_how_often(two_ranks: Ranks) -> None:
     # 7 s for 2 s each on rank 1 are 4 repetitions; 7 on rank 0 alone.
     assert two_ranks(measured) == [[2.0] * 4] * 2
-
-
-def test_a_busy_processor_is_free_again_afterwards() -> None:
-    before = threading.active_count()
-    with busy_processor():
-        assert threading.active_count() == before + 1
-        begin, used = time.perf_counter(), time.process_time()
-        while time.process_time() - used < 0.05:  # this thread sleeps: the work is that of the other one
-            assert time.perf_counter() - begin < 60
-            time.sleep(0.01)
-    assert threading.active_count() == before
-    with pytest.raises(ZeroDivisionError), busy_processor():
-        raise ZeroDivisionError
-    assert threading.active_count() == before
