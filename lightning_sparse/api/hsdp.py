@@ -88,6 +88,7 @@ def refuse_without_ddp(config: SparsificationConfig) -> None:
             f"Expected a {asks} without a profile of the first steps, but got {getattr(config, asks)!r}: all gradients "
             "of a sharded model come at the end of backward, so that there is nothing to overlap with."
         )
+    config.refuse_rates()
     expect(not config.fallback, "fallback", "False for a sharded model", config.fallback)
     nodes = config.node_size
     expect(nodes is None, "node_size", "None for a sharded model, whose replicas are what nodes would be", nodes)

@@ -162,13 +162,13 @@ class Engine(EngineView):
         An engine that exchanges when optimizers step finds them by itself; strategies call this, so that settings are
         checked before the first step. Where gradients are exchanged in backward, the engine takes the steps of torch's
         Adam and AdamW for sparsified parameters only if it was told, see :class:`.SecondMoment`, and clipping may move
-        before the exchange. With ``lr_aware``, learning rates are read in every step.
+        before the exchange.
 
         Args:
             optimizers: one, or all of them.
 
         Raises:
-            ValueError: if one does not go with memory, sparsifier or ``lr_aware``, or is no optimizer.
+            ValueError: if one does not go with memory or sparsifier, or is no optimizer.
         """
         self._binding.bind(optimizers)
         self.router.prepare()
@@ -413,7 +413,7 @@ class Engine(EngineView):
         return self._source.receive(bucket)
 
     def _before_exchange(self) -> None:
-        """Check frozen parameters, call observers, and rescale residuals, with the first gradients of a step."""
+        """Check frozen parameters and call observers, with the first gradients of a step."""
         with self.router.failing_together("before the first exchange"):
             thawed = [name for name, p in self.frozen.items() if p.requires_grad]
             if thawed:
@@ -431,8 +431,6 @@ class Engine(EngineView):
             for observer in list(self._called):
                 if observer.before_step(self) is True:
                     self._called.remove(observer)
-            if self.settings.lr_aware:
-                self.router.rescale()
 
     def _after_skipped_step(self) -> None:
         """Call observers that ask for it: no exchange calls them where every step is skipped."""
@@ -518,8 +516,7 @@ class Engine(EngineView):
             remembered of each, by name; ``spans``: which coordinates of each parameter, as first one, number, and
             number of all; ``pending``: averages that are not applied; ``absorbed``: parameters of which a gradient
             was absorbed that is not exchanged; ``groups``: what sparsifiers have learned;
-            ``rates``: latest learning rates; ``surplus``: what changes of them have left in residuals; ``clippings``:
-            what gradients are clipped to in place of their averages; ``squares``: see
+            ``clippings``: what gradients are clipped to in place of their averages; ``squares``: see
             :class:`~lightning_sparse.engine.delivery.Lengths`.
 
         Raises:

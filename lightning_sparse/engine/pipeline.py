@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_sparse.core.console import say
-from lightning_sparse.core.layout import Gradient, sum_dtype
+from lightning_sparse.core.layout import Gradient, rates_at, sum_dtype
 from lightning_sparse.core.messages import Meter, Steps, resolve
 from lightning_sparse.core.step import Absorbed, Agreement, Candidates, Context, GroupState, Selection, Update
 from lightning_sparse.engine.config import SparsificationConfig
@@ -163,7 +163,13 @@ def exchange_group(
         selection = _raise_alarm(acc, selection, finite)
     update = yield from meter.watch(resolve(exchange(acc, selection, ctx)))
     divisor = memory.divisors(state.memory, update, ctx)
-    handed, rounding, skipped = hand_over_(grad, update.indices, update.values, scale, state.candidates)
+    average, rates = update.values, ctx.rates if memory.reads_rates else None
+    by = rates_at(rates, update.indices, grad.numel, average) if rates else 1.0
+    handed, rounding, skipped = hand_over_(
+        grad, update.indices, average / by if rates else average, scale, state.candidates
+    )
+    if rates:
+        handed, rounding = handed * by, None if rounding is None else rounding * by
     stamps = begin, selected, Stamp.now(grad.device)
     statistics = measure(grad.dtype, grad.numel, agreement, selection, update, ctx, meter.bytes_sent, stamps)
     named = update.union if update.named is None else update.named
@@ -191,7 +197,7 @@ def rehearse(
         parts: dict[str, Any] = {"memory": memory, "sparsifier": sparsifier}
         numel, density = REHEARSED
         weights = [(slice(0, numel), torch.zeros(numel, dtype=dtype, device=device))]
-        small = ctx._replace(density=density, parameters=weights)
+        small = ctx._replace(density=density, parameters=weights, rates=[(slice(0, numel), 0.5)])
         state = init_group(numel, dtype, device, small, **parts)
         for step, scale in enumerate((None, torch.full((), 2.0, dtype=torch.float32, device=device))):
             grad = torch.arange(numel, device=device).to(dtype)
@@ -464,6 +470,10 @@ class GroupReducer:
         if ctx.parameters is not None:
             used_ones = [p for name, p in zip(self.spans, ctx.parameters, strict=True) if name not in unused]
             ctx = ctx._replace(parameters=used_ones)
+        if ctx.rates is not None:
+            ctx = ctx._replace(
+                rates=[one for name, one in zip(self.spans, ctx.rates, strict=True) if name not in unused]
+            )
         used = self.spans.keys() - unused if self.memory.remembers_at_once else set()
         proposed = yield from exchange_group(
             grad,

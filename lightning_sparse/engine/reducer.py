@@ -302,9 +302,6 @@ class Reducer(Groups):
         if group.memory.reads_parameters:
             places = [(span, self._exchanged(name)) for name, span in group.spans.items()]
             ctx = ctx._replace(parameters=places)
-        if self.rates.surplus:
-            numels = {p.name: p.numel for p in group.plan.parameters}
-            ctx = ctx._replace(surplus=self.rates.surplus_of(numels, step, density))
         used_here = [] if self._usage is None else self._usage.here(group.spans)
         member = Member(group, ctx, used_here, self.on_stream.ready())
         self._members.append(member)

@@ -56,13 +56,22 @@ class Exchanged(NamedTuple):
     """Of each parameter whose average has taken the place of its gradient, facts for the rules of optimizers."""
 
 
+class Units(NamedTuple):
+    """What gradients are multiplied by, and what is exchanged of them."""
+
+    scale: Tensor | None = None
+    """() of the loss, which gradients still have; None: none."""
+    rates: Mapping[str, float] = {}
+    """Learning rates of parameters, where residuals are sums of gradients times these."""
+
+
 class Started(NamedTuple):
     """An exchange whose local work is done, up to the first message."""
 
     groups: list[GroupReducer]
     used: set[str]
     """Parameters that have a gradient on any rank."""
-    scale: Tensor | None
+    units: Units
     flush: bool
     steps: Steps[list[None]]
     """From there on."""
@@ -123,7 +132,7 @@ class Stepper(Groups):
         """Goes on with an exchange that waits for other ranks."""
         self._unapplied: Set[str] = frozenset()
         """Parameters whose averages are in ``.grad``, where the optimizer has not stepped yet."""
-        self._scale: Tensor | None = None
+        self._units = Units()
         """Of these averages."""
         self.clipped: Tensor | None = None
         """() norm by which gradients of the next step were clipped."""
@@ -209,10 +218,13 @@ class Stepper(Groups):
         finite: bool,
         used: Sequence[bool],
         look: Callable[[bool, list[bool]], None],
+        rates: Mapping[str, float] | None = None,
     ) -> None:
         """Begin a call that all ranks take part in; what they say is looked at before a later message is waited for."""
         flags = used or [False] * len(self.parameters)
-        call = Call(kind, _digest_of(tuple(names)), self.backwards, self.steps, self.flush_asked, self._digest)
+        counts = self.backwards, self.steps, self.flush_asked
+        by = digest_of(sorted(rates.items())) if rates else 0
+        call = Call(kind, _digest_of(tuple(names)), *counts, self._digest, by)
         words = call.words(finite, flags)
         self._said += AllGather(words).bytes_sent(self.comm.world_size)
         self._hosts.announce(words, lambda rows: look(*compare(rows)))
@@ -334,7 +346,9 @@ class Stepper(Groups):
         try:
             if not fresh:
                 return None
-            return self._exchange(local, scale, begin, kind) if local else self._follow_ddp(fresh)
+            if not local:
+                return self._follow_ddp(fresh)
+            return self._exchange(local, Units(scale, self._rates_of(local)), begin, kind)
         finally:
             self.leave(names)
 
@@ -353,10 +367,26 @@ class Stepper(Groups):
         self._stood_aside = True
         return Exchanged(False, {})
 
-    def _exchange(self, fresh: Sequence[str], scale: Tensor | None, begin: Stamp, kind: int) -> Exchanged:
+    def _rates_of(self, names: Sequence[str]) -> dict[str, float]:
+        """Return the learning rates of these parameters, if residuals are in units of them."""
+        if not self.settings.memory_in_use.reads_rates:
+            return {}
+        rates = self.rates()
+        return {name: rates[name] for name in names if name in rates}
+
+    def _set_aside(self, names: Collection[str], units: Units) -> set[str]:
+        """Throw away gradients of those of these parameters whose rate is 0: they take no part in the step."""
+        found = {n for n in names if units.rates.get(n) == 0 and self.group_of[n].memory.reads_rates}
+        for name in found:
+            if (grad := self.parameters[name].grad) is not None:
+                grad.zero_()
+        return found
+
+    def _exchange(self, fresh: Sequence[str], units: Units, begin: Stamp, kind: int) -> Exchanged:
         """Exchange gradients of these. Handlers of signals that save run where this waits for other ranks."""
         # What no rank has used may have an old average, which is not sent again and which DDP leaves as it is.
-        used_here = [name for name in fresh if self._used is None or name in self._used]
+        aside = self._set_aside(fresh, units)
+        used_here = [name for name in fresh if name not in aside and (self._used is None or name in self._used)]
         here = {name for name in used_here if self.parameters[name].grad is not None}
         met: list[tuple[bool, list[bool]]] = []
         result: list[Exchanged] = []
@@ -375,7 +405,7 @@ class Stepper(Groups):
                 return
             if started is None:  # observers may wait for other ranks
                 anywhere = {name for name in fresh if used[self._numbers[name]]}
-                started = self._listen(lambda: self._start(fresh, anywhere, scale))
+                started = self._listen(lambda: self._start(fresh, anywhere, units))
             self._unused = {name for name, number in self._numbers.items() if not used[number]}
             with self.on_stream.between_steps():
                 # On a device nothing is waited for, and a handler's messages would come between those of all ranks.
@@ -391,9 +421,9 @@ class Stepper(Groups):
                 asked = set(fresh)
                 flags = [name in here if name in asked else p.grad is not None for name, p in self.parameters.items()]
                 finite = self._are_finite(here)
-                self._announce(kind, fresh, finite, flags, lambda *found: met.append(found))
+                self._announce(kind, fresh, finite, flags, lambda *found: met.append(found), units.rates)
                 if len(here) == len(fresh) and not self._broken:  # local work goes on, whatever the others say
-                    started = self._start(fresh, here, scale)
+                    started = self._start(fresh, here, units)
                 self.hold().start(SAVING)
                 self._rest = rest
                 rest()
@@ -421,13 +451,14 @@ class Stepper(Groups):
                 self.record.start = start._replace(skipped=start.skipped - more, streak=start.streak - more)
         return Exchanged(True, {})
 
-    def _start(self, fresh: Sequence[str], used: set[str], scale: Tensor | None) -> Started:
+    def _start(self, fresh: Sequence[str], used: set[str], units: Units) -> Started:
         """Absorb gradients and select from them, up to the first message."""
         if self._stood_aside:  # second moments go on from those of the optimizers
             self._stood_aside, self.adoptions = False, self.adoptions + 1
         self.busy, self._starts = False, True  # observers may change groups
         self._before_exchange()
         self.busy, self._starts = True, False
+        used = used - self._set_aside(used, units)  # of groups that are new
         for group in self.groups if self._begins else ():  # none has run in this step yet
             group.unused = set(group.spans)
         self._begins = False
@@ -439,12 +470,12 @@ class Stepper(Groups):
         for group in groups:
             self._take(group, used)
         with held(SAVING), self.on_stream.between_steps():
-            steps = [self._steps_of(group, used, scale, flush) for group in groups]
-            return Started(groups, used, scale, flush, first(joined(steps, self.comm)))
+            steps = [self._steps_of(group, used, units, flush) for group in groups]
+            return Started(groups, used, units, flush, first(joined(steps, self.comm)))
 
     def _settle(self, started: Started, begin: Stamp) -> Exchanged:
         """Conclude an exchange; averages are in the place of gradients."""
-        groups, used, scale, flush, _ = started
+        groups, used, units, flush, _ = started
         flags = [group.skipped for group in groups if group.skipped is not None]
         flag = any_set(flags, self.device, self.on_stream.host_knows)
         skipped = self.on_host(flag)
@@ -454,7 +485,7 @@ class Stepper(Groups):
                 if skipped and static_shapes(self.device):  # settled by the flag, for which the host knew nothing
                     forget_overflow_(group.state, group.memory, self.comm.world_size)
             self._count(skipped)
-            self._unapplied, self._scale = frozenset() if skipped else used, scale
+            self._unapplied, self._units = frozenset() if skipped else used, units
         deliveries = {
             name: group.exchange_made.delivery
             for group in groups
@@ -480,10 +511,12 @@ class Stepper(Groups):
     def pending(self) -> dict[str, tuple[Tensor | None, Tensor]]:
         """Return averages that are in ``.grad``, where the optimizer has not stepped yet."""
         found = self.record.pending()  # of a flush
+        scale, rates = self._units
         for name in self._unapplied:
-            grad = self.parameters[name].grad
-            if grad is not None and self.group_of[name].residual is not None:
-                flat = flattened(grad) if self._scale is None else flattened(grad) / self._scale
+            grad, group = self.parameters[name].grad, self.group_of[name]
+            if grad is not None and group.residual is not None:
+                flat = flattened(grad) if scale is None else flattened(grad) / scale
+                flat = flat.to(group.wide) * rates[name] if group.memory.reads_rates else flat
                 places = flat.nonzero().view(-1)
                 found[name] = places.cpu(), flat[places].cpu()
         return found
@@ -540,7 +573,7 @@ class Stepper(Groups):
             p.grad = torch.zeros_like(p) if p.grad is None else laid_out(p.grad, p)
             group.arrived[name] = flattened(p.grad)
 
-    def _steps_of(self, group: GroupReducer, used: set[str], scale: Tensor | None, flush: bool) -> Steps[None]:
+    def _steps_of(self, group: GroupReducer, used: set[str], units: Units, flush: bool) -> Steps[None]:
         with self.failing_together(f"in the exchange of group {group.plan.name!r}"):
             step, density = self._number, group.density(self._number)
             ctx = Context(step, density, self.comm.rank, self.comm.world_size, model_numel=self._model_numel)
@@ -548,11 +581,10 @@ class Stepper(Groups):
                 ctx = ctx._replace(
                     parameters=[(span, self.parameters[name].detach()) for name, span in group.spans.items()]
                 )
-            if self.rates.surplus:
-                numels = {p.name: p.numel for p in group.plan.parameters}
-                ctx = ctx._replace(surplus=self.rates.surplus_of(numels, step, density))
+            if group.memory.reads_rates:
+                ctx = ctx._replace(rates=[(span, units.rates.get(name, 0.0)) for name, span in group.spans.items()])
             yield from group.exchange_steps(
-                ctx, group.spans.keys() - used, scale, flush and group.sparsified, self._absorbing, False
+                ctx, group.spans.keys() - used, units.scale, flush and group.sparsified, self._absorbing, False
             )
 
     @contextmanager

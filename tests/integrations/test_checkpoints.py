@@ -157,7 +157,7 @@ PLANS: list[dict[str, Any]] = [
     {"executor": "inline"},
     {"find_unused_parameters": True},
     {"static_graph": True},
-    {"lr_aware": True},
+    {"memory": ls.memories.Residual(rates=True)},
     {"grouping": ls.tuning.OptimalMerge(warmup=1, steps=2)},
 ]
 

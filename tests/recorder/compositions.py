@@ -40,7 +40,7 @@ AXES = {
     "dtype": ["float32", "bfloat16", "float16", "float64"],
     "optimizer": ["SGD", "momentum", "AdamW", "ls.AdamW"],
     "layout": ["unused", "unused in views", "all used"],
-    "also": ["", "lr_aware", "scaler", "norm", "value", "regroup", "resume", "accumulate", "rules"],
+    "also": ["", "slower", "scaler", "norm", "value", "regroup", "resume", "accumulate", "rules"],
     "ranks": ["3", "2", "4"],
 }
 """What a sparsifier, an exchange and a memory are combined with; the first of each is preferred. What measures times
@@ -62,9 +62,7 @@ def settings_of(registry: Any) -> list[str]:
 
 def fits(one: Composition) -> bool:
     """Whether the parts go together: the package says so where it is configured, and the rest is said here."""
-    memory, optimizer, adam = one["memory"], one["optimizer"], "AdamW" in one["optimizer"]
-    if one["also"] == "lr_aware" and (adam or memory in ("NoMemory()", "SecondMoment()")):
-        return False
+    memory, optimizer = one["memory"], one["optimizer"]
     if ("MomentumCorrection" in memory or "AdamCorrection" in memory) and optimizer != "SGD":
         return False
     if one["also"] == "scaler" and one["dtype"] == "float16":  # refused by GradScaler
@@ -99,7 +97,7 @@ def keywords(one: Composition) -> dict[str, Any]:
     named = {name: made(one[name]) for name in ("sparsifier", "memory", "grouping", "density")}
     chosen = {"exchange": one["exchange"], "messages": one["messages"], "executor": one["executor"]}
     rules = ls.Rules(dense=["3.*"], densities={"1.weight": 0.3}) if one["also"] == "rules" else None
-    return {**named, **chosen, "rules": rules, "lr_aware": one["also"] == "lr_aware"}
+    return {**named, **chosen, "rules": rules}
 
 
 def name_of(one: Composition) -> str:

@@ -185,6 +185,9 @@ class OptimizerBinding:
     def check_closure(self, optimizer: Optimizer, calls: int) -> None:
         """Look how often an optimizer has called its closure in one step: any number of times is fine here."""
 
+    def know(self, optimizers: Iterable[Optimizer]) -> None:
+        """Note optimizers that are about to take the step of a flush."""
+
     def forget(self) -> None:
         """Undo what :meth:`before` has done, if a step has failed since."""
         self._outermost = None
@@ -246,8 +249,6 @@ class OptimizerBinding:
         with warnings.catch_warnings(action="ignore") if self._reducer.rank else nullcontext():
             for optimizer in optimizers:
                 check_pair(self._reducer.settings.memory_in_use, optimizer)
-        if self._reducer.settings.lr_aware:
-            self._reducer.rates.follow(optimizers)
 
     def bind(self, optimizers: Optimizer | Iterable[Optimizer]) -> None:
         """See :meth:`.Engine.bind`."""

@@ -70,7 +70,7 @@ class StepBinding(OptimizerBinding):
         super().__init__(stepper, left_open, open_exchange)  # type: ignore[arg-type]
         self._unfinished = unfinished
         within, beside = Hold(self._runs), Hold()
-        stepper.owners = self._owners
+        stepper.owners, stepper.rates = self._owners, self._rates
         stepper.on_unseen = lambda: self._once(rank_zero_warn, UNSEEN)
         stepper.hold = lambda: holding()[-1] if holding() else within if self._outermost is not None else beside
         self._known: WeakSet[Optimizer] = WeakSet()
@@ -94,6 +94,23 @@ class StepBinding(OptimizerBinding):
             owner = next((one for one in later if key in one._names), self)
             found.setdefault(owner._reducer, []).append(owner._names[key])
         return found
+
+    def _rates(self) -> dict[str, float]:
+        """Return the learning rate of each parameter; of the optimizer that steps, where others hold it, too."""
+        stepping_now = [] if self._outermost is None else [self._outermost]
+        return {
+            self._names[id(p)]: float(settings["lr"])  # the host waits for one on a device, as torch's own step does
+            for optimizer in (*self.in_use, *stepping_now)
+            for settings in optimizer.param_groups
+            for p in settings["params"]
+            if id(p) in self._names and "lr" in settings
+        }
+
+    def know(self, optimizers: Iterable[Optimizer]) -> None:
+        """See :meth:`.OptimizerBinding.know`."""
+        for optimizer in optimizers:
+            if held := self._held(optimizer):
+                self._meet(optimizer, held)
 
     @property
     def in_use(self) -> list[Optimizer]:
@@ -187,6 +204,10 @@ class StepBinding(OptimizerBinding):
     def exchange(self, names: Sequence[str]) -> bool:
         """See :meth:`.Engine.exchange`."""
         stepper = self._reducer
+        if stepper.settings.memory_in_use.reads_rates:
+            raise RuntimeError(
+                "engine.exchange() knows no learning rates, and Residual(rates=True) needs them. Leave rates=False."
+            )
         if stepper.settings.memory_in_use.needs_second:
             raise RuntimeError(
                 "engine.exchange() is for optimizers that torch does not have, and Adam's steps are taken when the "
@@ -314,4 +335,3 @@ class StepBinding(OptimizerBinding):
             self.optimizers = bound
         self._check([one for one in found if one not in self._checked])
         self._checked.update(found)
-        self._reducer.rates.optimizers = found

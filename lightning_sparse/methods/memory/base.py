@@ -35,6 +35,12 @@ class Memory(Settings, ABC):
 
     reads_parameters = False
     """True if :meth:`absorb_` needs ``ctx.parameters``."""
+
+    @property
+    def reads_rates(self) -> bool:
+        """True if the residual, and with it the update, is a sum of gradients times learning rates: ``ctx.rates``."""
+        return False
+
     remembers_at_once = True
     """True if :meth:`absorb_` changes the residual; False if only :meth:`settle_` does."""
     needs_second = False

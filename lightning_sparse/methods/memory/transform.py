@@ -40,6 +40,7 @@ class GradientTransform(Memory):
     adapt_ = _inside("adapt_")
     counters = _inside("counters")
     reads_parameters = _inside("reads_parameters")
+    reads_rates = _inside("reads_rates")
     remembers_at_once = _inside("remembers_at_once")
     needs_second = _inside("needs_second")
     second_decay = _inside("second_decay")
