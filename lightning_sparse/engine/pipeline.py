@@ -163,13 +163,13 @@ def exchange_group(
         selection = _raise_alarm(acc, selection, finite)
     update = yield from meter.watch(resolve(exchange(acc, selection, ctx)))
     divisor = memory.divisors(state.memory, update, ctx)
-    average, rates = update.values, ctx.rates if memory.reads_rates else None
-    by = rates_at(rates, update.indices, grad.numel, average) if rates else 1.0
-    handed, rounding, skipped = hand_over_(
-        grad, update.indices, average / by if rates else average, scale, state.candidates
-    )
-    if rates:
-        handed, rounding = handed * by, None if rounding is None else rounding * by
+    average, rate = update.values, None
+    if memory.reads_rates and ctx.rates:
+        rate = rates_at(ctx.rates, update.indices, grad.numel, average)
+        average = average / rate
+    handed, rounding, skipped = hand_over_(grad, update.indices, average, scale, state.candidates)
+    if rate is not None:
+        handed, rounding = handed * rate, None if rounding is None else rounding * rate
     stamps = begin, selected, Stamp.now(grad.device)
     statistics = measure(grad.dtype, grad.numel, agreement, selection, update, ctx, meter.bytes_sent, stamps)
     named = update.union if update.named is None else update.named

@@ -97,14 +97,13 @@ class StepBinding(OptimizerBinding):
 
     def _rates(self) -> dict[str, float]:
         """Return the learning rate of each parameter; of the optimizer that steps, where others hold it, too."""
-        stepping_now = [] if self._outermost is None else [self._outermost]
-        return {
-            self._names[id(p)]: float(settings["lr"])  # the host waits for one on a device, as torch's own step does
-            for optimizer in (*self.in_use, *stepping_now)
-            for settings in optimizer.param_groups
-            for p in settings["params"]
-            if id(p) in self._names and "lr" in settings
-        }
+        found: dict[str, float] = {}
+        for optimizer in (*self.in_use, *([] if self._outermost is None else [self._outermost])):
+            for settings in optimizer.param_groups:
+                if "lr" in settings:
+                    rate = float(settings["lr"])  # whether it is 0 decides what is sent: for a tensor, the host waits
+                    found.update((self._names[id(p)], rate) for p in settings["params"] if id(p) in self._names)
+        return found
 
     def know(self, optimizers: Iterable[Optimizer]) -> None:
         """See :meth:`.OptimizerBinding.know`."""

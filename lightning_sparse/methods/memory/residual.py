@@ -56,6 +56,10 @@ class Residual(Feedback):
         check_share(self.decay, "decay")
         check_flag(self.rates, "rates")
 
+    def __repr__(self) -> str:
+        """Leave out rates unless they are asked for: most never hear of them."""
+        return f"{type(self).__name__}(decay={self.decay!r}{', rates=True' if self.rates else ''})"
+
     @property
     def reads_rates(self) -> bool:
         """Return :attr:`rates`."""
