@@ -535,11 +535,6 @@ class GroupReducer:
         self.statistics = made.proposed.statistics
         self.state = settle_group(self.state, made.proposed, skipped, self.memory, made.unused)
 
-    def scale(self, factors: Mapping[str, float]) -> None:
-        """Multiply the residuals of parameters by factors, where there are any."""
-        spans = [(span, factors[name]) for name, span in self.spans.items() if name in factors]
-        self.memory.scale_(self.state.memory, spans)
-
     def end_step(self) -> None:
         """Forget the pieces of the gradient, which are answered."""
         self.arrived, self.exchange_made = {}, None

@@ -213,7 +213,9 @@ class Groups:
             with record.changing():
                 self.lengths.begin_step()
                 for group in groups:
-                    group.scale({name: 0.0 for each in made for name in each.spans if name not in waiting})
+                    for span in (span for name, span in group.spans.items() if name not in waiting):
+                        if group.residual is not None:
+                            group.residual[span].zero_()
                 for residual, error in rounded:
                     residual.add_(error)
                 record.flush(_by_name(made), {name: one.delivery for name, one in given.items()})

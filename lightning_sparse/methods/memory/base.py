@@ -120,14 +120,6 @@ class Memory(Settings, ABC):
             by: (u,) or () factors of the gradients, at least 0.
         """
 
-    def scale_(self, state: Any, factors: Sequence[tuple[slice, float]]) -> None:  # most keep nothing
-        """Multiply the residual by factors, between two steps.
-
-        Args:
-            state: this group's state.
-            factors: spans, each with its factor.
-        """
-
     @abstractmethod
     def vectors(self, state: Any) -> dict[str, Tensor]:
         """Return the vectors of the state by name: the live buffers, of numel slots and a spare one."""
@@ -263,11 +255,6 @@ class Feedback(Memory):
         take_out_(state.residual, update, skipped)
         if rounding is not None:
             put_back_(state.residual, update, rounding, skipped)
-
-    def scale_(self, state: FeedbackState, factors: Sequence[tuple[slice, float]]) -> None:
-        """Scale the residual and no other vector."""
-        for span, factor in factors:
-            state.residual[span].mul_(factor)
 
     def vectors(self, state: FeedbackState) -> dict[str, Tensor]:
         """Return the vectors of :attr:`FeedbackState.remembered` that are not None."""

@@ -31,7 +31,6 @@ class GradientTransform(Memory):
     divisors = _inside("divisors")
     divide_all = _inside("divide_all")
     lengthen_ = _inside("lengthen_")
-    scale_ = _inside("scale_")
     vectors = _inside("vectors")
     residual = _inside("residual")
     carry_ = _inside("carry_")
