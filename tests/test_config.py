@@ -66,11 +66,6 @@ def test_a_config_can_be_made_from_another_one() -> None:
             "messages behind backward, while gradients are exchanged after it, in optimizer.step(): use density=0.01.",
         ),
         ({"fallback": "dense"}, "Expected fallback to be True or False, but got 'dense'."),
-        ({"lr_aware": 1}, "Expected lr_aware to be True or False, but got 1."),
-        (
-            {"lr_aware": True, "memory": ls.memories.NoMemory()},
-            "lr_aware=True rescales residuals, and NoMemory has none.",
-        ),
         ({"bucket_cap_mb": 0}, "Expected bucket_cap_mb to be a number above 0, or None, but got 0."),
         ({"bucket_cap_mb": "25"}, "Expected bucket_cap_mb to be a number above 0, or None, but got '25'."),
         ({"timeout": 5}, "a timedelta above 0 such as timedelta(seconds=60), or None, but got 5."),
@@ -135,8 +130,12 @@ def test_settings_are_plain_values_for_loggers() -> None:
     assert list(plain) == [field.name for field in dataclasses.fields(StrategyConfig)]
     assert json.loads(json.dumps(plain)) == plain
     assert plain["density"] == {"class": "Warmup", "start": 0.25, "end": 0.01, "steps": 100}
-    assert plain["memory"] == {"class": "ClipByNorm", "max_norm": 1.0, "memory": {"class": "Residual", "decay": 0.5}}
-    assert (plain["timeout"], plain["lr_aware"], plain["fallback"]) == (60.0, False, False)
+    assert plain["memory"] == {
+        "class": "ClipByNorm",
+        "max_norm": 1.0,
+        "memory": {"class": "Residual", "decay": 0.5, "rates": False},
+    }
+    assert (plain["timeout"], plain["fallback"]) == (60.0, False)
     assert (plain["sparsifier"]["class"], plain["sparsifier"]["alpha"]) == ("ExDyna", ls.sparsifiers.ExDyna().alpha)
     assert (plain["dense"], plain["rules"]["dense"], plain["rules"]["densities"]) == (
         ["*.bias"],
@@ -146,7 +145,7 @@ def test_settings_are_plain_values_for_loggers() -> None:
     assert plain["watch"]["growth"] == 10.0
     assert "(" not in json.dumps([plain, StrategyConfig().as_dict()]), "nothing is written as in Python"
     assert StrategyConfig(density=0.05).as_dict()["density"] == 0.05
-    assert StrategyConfig().as_dict()["memory"] == {"class": "Residual", "decay": 1.0}
+    assert StrategyConfig().as_dict()["memory"] == {"class": "Residual", "decay": 1.0, "rates": False}
 
 
 # A new setting is one field

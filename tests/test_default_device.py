@@ -104,7 +104,12 @@ def training(**options: Any) -> tuple:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"lr_aware": True}, {"sparsifier": "exdyna", "memory": ls.memories.WeightDecay(0.1)}]
+    "options",
+    [
+        {},
+        {"memory": ls.memories.Residual(rates=True)},
+        {"sparsifier": "exdyna", "memory": ls.memories.WeightDecay(0.1)},
+    ],
 )
 def test_in_training(one_rank: None, options: dict[str, Any]) -> None:
     unchanged(lambda: training(**options))

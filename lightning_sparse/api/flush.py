@@ -24,7 +24,8 @@ def flush(what: Any, optimizers: Optimizer | Iterable[Optimizer] | None = None) 
     momentum, parameters are then the same as without sparsification, except that later gradients depend on earlier
     steps; momentum and weight decay act once more than without the flush; with Adam it is one step of Adam at its
     learning rate. The step uses the current learning rates of the optimizers: if a schedule has ended at 0,
-    nothing moves. Afterwards, parameters hold the same gradients as before.
+    nothing moves, and with ``Residual(rates=True)`` what waits goes on waiting. Afterwards, parameters hold the same
+    gradients as before.
 
     Call this between two steps, for example before a model is exported. A parameter without a pending update is left
     alone, so that at density 1 there is no step. Residuals of 16-bit parameters keep what the cast rounds off.
@@ -104,6 +105,7 @@ def flush(what: Any, optimizers: Optimizer | Iterable[Optimizer] | None = None) 
     with gradients_aside(chosen, parameters), ExitStack() as end:
         for engine in engines:
             end.callback(engine._end_flush)
+            engine._binding.know(chosen)
             pending = engine._take_pending()
             found = [float(own(average).double().square().sum()) for average in pending.values()]
             squares = torch.tensor(found, dtype=torch.float64, device="cpu")

@@ -14,6 +14,38 @@ from torch import Tensor
 Span = tuple[int | Tensor, int | Tensor]
 """First and past-the-end coordinate of a contiguous range; tensors if only the device knows them."""
 
+Rates = Sequence[tuple[slice, float]]
+"""Coordinates of each parameter, in order, and the learning rate that it is stepped with."""
+
+
+def rates_at(rates: Rates, indices: Tensor | None, numel: int, like: Tensor) -> Tensor | float:
+    """Return the rates at some coordinates; a number where all are the same.
+
+    Args:
+        rates: at least one. Coordinates in between have that of others.
+        indices: (u,) int64; None: all.
+        numel: number of all coordinates.
+        like: of the device and dtype of the result.
+
+    Example:
+        >>> rates = [(slice(0, 2), 0.5), (slice(2, 3), 0.25)]
+        >>> rates_at(rates, torch.tensor([2, 0]), 3, torch.empty(0))
+        tensor([0.2500, 0.5000])
+    """
+    starts = [(span.start, rate) for span, rate in rates]
+    runs = [one for one, before in zip(starts, [(0, None), *starts], strict=False) if one[1] != before[1]]
+    if len(runs) == 1:
+        return runs[0][1]
+    if indices is None:
+        found = like.new_full((numel,), runs[0][1])
+        for start, rate in runs[1:]:
+            found[start:] = rate
+        return found
+    # Written on the device: a list would be copied there, which makes the host wait.
+    borders = torch.stack([torch.full((), start, device=like.device) for start, _ in runs[1:]])
+    values = torch.stack([like.new_full((), rate) for _, rate in runs])
+    return values[torch.searchsorted(borders, indices, right=True)]
+
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which numbers of a dtype are added up and remembered.
@@ -110,12 +142,26 @@ class Gradient:
 
     def unscaled(self, scale: Tensor) -> Gradient:
         """Return the gradient divided by a loss scale: in place, or in :meth:`room` where 16 bits would lose it."""
+        whole = self._wide()
+        for run in whole.runs:
+            run.div_(scale)
+        return whole
+
+    def times(self, rates: Rates) -> Gradient:
+        """Return the gradient of each parameter multiplied by its rate, in the place of :meth:`unscaled`."""
+        whole, each = self._wide(), {rate for _, rate in rates}
+        if len(each) == 1:
+            torch._foreach_mul_(whole.runs, each.pop())
+        elif each:
+            torch._foreach_mul_([whole[span] for span, _ in rates], [rate for _, rate in rates])
+        return whole
+
+    def _wide(self) -> Gradient:
+        """Return the gradient in the dtype of sums: itself, or a copy in :meth:`room`."""
         wide = sum_dtype(self.dtype)
         if wide == self.dtype:
-            for run in self.runs:
-                run.div_(scale)
             return self
-        flat = self._joined(wide).div_(scale)
+        flat = self._joined(wide)
         return Gradient([flat], pieces=torch.split(flat, [piece.numel() for piece in self.pieces]))
 
     def _joined(self, dtype: torch.dtype) -> Tensor:

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from lightning_sparse.core.layout import Rates
+
 Found = tuple[Tensor, Tensor]
 """Ascending int32 coordinates and their magnitudes."""
 
@@ -65,9 +67,9 @@ class Context(NamedTuple):
     them."""
     disjoint: bool = False
     """True if no two ranks select the same coordinate in this step, see :attr:`Agreement.DISJOINT`."""
-    surplus: float = 1.0
-    """Scale of the residuals relative to a constant learning rate; with ``lr_aware``, it exceeds 1 for some steps after
-    the rate has dropped. Thresholds in units of the accumulator are multiplied by it when they are applied."""
+    rates: Rates | None = None
+    """Learning rate of each parameter of the group that takes part, not 0; None if there is no optimizer, or if the
+    memory does not read them."""
     second: Tensor | None = None
     """(numel + 1,) second vector of this rank, at least 0, in the accumulator's dtype: exchanges also average it at the
     coordinates of the update, see :attr:`~lightning_sparse.methods.exchanges.Exchange.carries_second`. None: none."""

@@ -45,6 +45,8 @@ class Call(NamedTuple):
     """Whether everything will be sent."""
     settings: int
     """Digest of settings and groups."""
+    rates: int = 0
+    """Digest of the learning rates of these parameters, where residuals are in units of them; else 0."""
 
     def words(self, finite: bool, used: Sequence[bool]) -> Tensor:
         """Return (length,) int64 on the CPU; the length follows from the number of parameters.
@@ -104,6 +106,7 @@ def _told(calls: Sequence[Call]) -> str:
         facts += ["of other parameters than rank 0"] if call.names != first.names and call.kind == first.kind else []
         facts += ["which flushes" if call.flush else "which does not flush"] if "flush" in differ else []
         facts += ["with other settings or groups than rank 0"] if call.settings != first.settings else []
+        facts += ["at other learning rates than rank 0"] if call.rates != first.rates else []
         alike.setdefault(", ".join(facts), []).append(rank)
     said = "; ".join(f"{name_ranks(ranks)} {what}" for what, ranks in alike.items())
     return (

@@ -44,7 +44,7 @@ from lightning_sparse.core.checks import Settings, check_flag, check_integer, ex
 from lightning_sparse.methods.density import Constant, DensitySchedule, as_schedule
 from lightning_sparse.methods.exchanges import Exchange, as_exchange
 from lightning_sparse.methods.grouping import GROUPINGS, Grouping, Rules, as_rules
-from lightning_sparse.methods.memory import Memory, NoMemory, Residual, as_memory
+from lightning_sparse.methods.memory import Memory, Residual, as_memory
 from lightning_sparse.methods.sparsifiers import SPARSIFIERS, Sparsifier
 
 Accepted = TypeVar("Accepted")
@@ -234,7 +234,7 @@ class Watch(Settings):
     ``3 / density`` steps after the first one at the same density: with ``every=100`` step 400 at 0.01, step 3100 at
     0.001. It is taken anew when a schedule changes the density, or when groups change. Before that, the residuals of
     all groups together are judged from step 8 on, against the largest norm so far times the steps since, as filling
-    explains. With ``lr_aware``, residuals change with the learning rate, and their growth is not watched.
+    explains. With ``Residual(rates=True)``, residuals change with the learning rate, and their growth is not watched.
 
     Starvation is judged by the update of the step before each check, that is one step of ``every``. For a parameter
     with ``m`` coordinates, ``density * m`` of them are expected in it. The expected numbers of successive checks are
@@ -341,9 +341,6 @@ class SparsificationConfig(Settings):
     single_device: Literal["dense", "sparse"] = "dense"
     """Way to train with one rank only: "dense" trains as plain DDP does, "sparse" selects coordinates and keeps
     residuals as with several ranks, to try a method."""
-    lr_aware: bool = False
-    """Rescale residuals when the learning rate changes: multiply those of each parameter group by
-    ``lr_old / lr_new``. For SGD; refused with optimizers that scale gradients by themselves, such as Adam."""
     watch: Watch | None = Watch()
     """Watchdog that warns, on rank 0, of ranks that drift apart, residuals that grow, thresholds that are off, and
     unsuited optimizers, see :class:`~lightning_sparse.Watch`; None: no warnings."""
@@ -377,10 +374,6 @@ class SparsificationConfig(Settings):
         expect(fits, "bucket_cap_mb", "a number above 0, or None", size)
         fits = timeout is None or (isinstance(timeout, timedelta) and timeout > timedelta())
         expect(fits, "timeout", "a timedelta above 0 such as timedelta(seconds=60), or None", timeout)
-        if self.lr_aware and isinstance(self.memory, NoMemory):
-            raise ValueError(
-                "lr_aware=True rescales residuals, and NoMemory has none. Use memory=Residual() or lr_aware=False."
-            )
 
     def _check_nodes(self) -> None:
         """Raise for what cannot be a node, and for settings that do not go with nodes."""
@@ -390,6 +383,7 @@ class SparsificationConfig(Settings):
             return
         fits = size == "auto" or (is_integer(size) and int(size) >= 1)
         expect(fits, "node_size", "'auto', an integer from 1 on or None", size)
+        expect(not self.memory_in_use.reads_rates, "memory", "one without rates=True with node_size", self.memory)
         expect(not self.fallback, "fallback", "False with node_size: DDP's own steps are not timed", self.fallback)
 
     @property

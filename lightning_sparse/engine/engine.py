@@ -291,7 +291,7 @@ class Engine(EngineView):
         return self._source.receive(bucket)
 
     def _before_exchange(self) -> None:
-        """Check frozen parameters, call observers, and rescale residuals, with the first gradients of a step."""
+        """Check frozen parameters and call observers, with the first gradients of a step."""
         with self.router.failing_together("before the first exchange"):
             thawed = [name for name, p in self.frozen.items() if p.requires_grad]
             if thawed:
@@ -307,8 +307,6 @@ class Engine(EngineView):
             for observer in list(self._called):
                 if observer.before_step(self) is True:
                     self._called.remove(observer)
-            if self.settings.lr_aware:
-                self.router.rescale()
 
     def _after_skipped_step(self) -> None:
         """Call observers that ask for it: no exchange calls them where every step is skipped."""
@@ -394,7 +392,6 @@ class Engine(EngineView):
             remembered of each, by name; ``spans``: which coordinates of each parameter, as first one, number, and
             number of all; ``pending``: averages that are not applied; ``absorbed``: parameters of which a gradient
             was absorbed that is not exchanged; ``groups``: what sparsifiers have learned;
-            ``rates``: latest learning rates; ``surplus``: what changes of them have left in residuals.
 
         Raises:
             RuntimeError: if this rank is past the given moment, or does not get there; or if an error has ended a step

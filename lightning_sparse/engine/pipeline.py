@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_sparse.core.console import say
-from lightning_sparse.core.layout import Gradient, sum_dtype
+from lightning_sparse.core.layout import Gradient, rates_at, sum_dtype
 from lightning_sparse.core.messages import Meter, Steps, resolve
 from lightning_sparse.core.step import Absorbed, Agreement, Candidates, Context, GroupState, Selection, Update
 from lightning_sparse.engine.average import Average, bounds_of, scatter_average_
@@ -161,7 +161,13 @@ def exchange_group(
         selection = _raise_alarm(acc, selection, finite)
     update = yield from meter.watch(resolve(exchange(acc, selection, ctx)))
     divisor = memory.divisors(state.memory, update, ctx)
-    handed, rounding, skipped = hand_over_(grad, update.indices, update.values, scale, state.candidates)
+    average, rate = update.values, None
+    if memory.reads_rates and ctx.rates:
+        rate = rates_at(ctx.rates, update.indices, grad.numel, average)
+        average = average / rate
+    handed, rounding, skipped = hand_over_(grad, update.indices, average, scale, state.candidates)
+    if rate is not None:
+        handed, rounding = handed * rate, None if rounding is None else rounding * rate
     stamps = begin, selected, Stamp.now(grad.device)
     statistics = measure(grad.dtype, grad.numel, agreement, selection, update, ctx, meter.bytes_sent, stamps)
     named = update.union if update.named is None else update.named
@@ -189,7 +195,7 @@ def rehearse(
         parts: dict[str, Any] = {"memory": memory, "sparsifier": sparsifier}
         numel, density = REHEARSED
         weights = [(slice(0, numel), torch.zeros(numel, dtype=dtype, device=device))]
-        small = ctx._replace(density=density, parameters=weights)
+        small = ctx._replace(density=density, parameters=weights, rates=[(slice(0, numel), 0.5)])
         state = init_group(numel, dtype, device, small, **parts)
         for step, scale in enumerate((None, torch.full((), 2.0, dtype=torch.float32, device=device))):
             grad = torch.arange(numel, device=device).to(dtype)
@@ -447,6 +453,10 @@ class GroupReducer:
         if ctx.parameters is not None:
             used_ones = [p for name, p in zip(self.spans, ctx.parameters, strict=True) if name not in unused]
             ctx = ctx._replace(parameters=used_ones)
+        if ctx.rates is not None:
+            ctx = ctx._replace(
+                rates=[one for name, one in zip(self.spans, ctx.rates, strict=True) if name not in unused]
+            )
         used = self.spans.keys() - unused if self.memory.remembers_at_once else set()
         proposed = yield from exchange_group(
             grad,
@@ -483,11 +493,6 @@ class GroupReducer:
         """
         self.statistics = made.proposed.statistics
         self.state = settle_group(self.state, made.proposed, skipped, self.memory, made.unused)
-
-    def scale(self, factors: Mapping[str, float]) -> None:
-        """Multiply the residuals of parameters by factors, where there are any."""
-        spans = [(span, factors[name]) for name, span in self.spans.items() if name in factors]
-        self.memory.scale_(self.state.memory, spans)
 
     def residual_norm(self) -> float:
         """Return the Euclidean norm of this rank's residual; waits for the device."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_sparse.core.checks import expect
-from lightning_sparse.core.layout import own, shaped, sharded_as
+from lightning_sparse.core.layout import own, rates_at, shaped, sharded_as
 from lightning_sparse.core.messages import AllGather, AllReduce, Message
 from lightning_sparse.core.step import Agreement, Context
 from lightning_sparse.engine.average import Average
@@ -19,7 +19,6 @@ from lightning_sparse.engine.calls import digest_of
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.metrics import Totals
 from lightning_sparse.engine.network import TorchCollective, send
-from lightning_sparse.engine.optimizers.kinds import LearningRates
 from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.share import Share
 from lightning_sparse.engine.state.record import Counts, Record
@@ -57,7 +56,8 @@ class Groups:
         self.direct = False
         """True if buckets are averaged just as DDP does, past the groups."""
         self.settings = settings
-        self.rates = LearningRates(self.names)
+        self.rates: Callable[[], Mapping[str, float]] = dict
+        """Returns the learning rate of each parameter, by name, of optimizers that are known."""
         self.record = Record(self.names)
         self.on_stream = ExchangeStream(device)
         self.flushed: Mapping[str, Average] | None = None
@@ -169,17 +169,6 @@ class Groups:
                     before, group.memory = group.memory, memory
                     memory.adapt_(group.state.memory, before)
 
-    def rescale(self) -> None:
-        """Let residuals stand for the same steps when learning rates have changed."""
-        if not self.rates.optimizers:
-            raise RuntimeError("lr_aware=True needs the optimizers: call engine.bind([optimizer]) before training.")
-        with self.record.changing(), self.on_stream.between_steps():
-            factors = self.rates.factors()
-            densities = {name: self.group_of[name].density(self.step) for name in factors}
-            self.rates.change(factors, self.step, densities)
-            for group in self.groups:
-                group.scale(factors)
-
     def whole(self, averages: Sequence[Average]) -> Sequence[Average]:
         """Return averages of all that this rank has of gradients, given those of what it exchanges; collective."""
         return averages
@@ -187,8 +176,9 @@ class Groups:
     def take_pending(self) -> dict[str, Tensor]:
         """Return the average of each parameter that has a residual on any rank, and forget the residuals; collective.
 
-        Between two steps. The averages are ``(1/n) sum_i residual_i``, in the parameter's shape and dtype; optimizers
-        step with them until :meth:`end_flush`. See :meth:`.Engine._take_pending`.
+        Between two steps. The averages are ``(1/n) sum_i residual_i``, in the parameter's shape and dtype; where
+        residuals are in units of learning rates, divided by these, and without parameters whose rate is 0, which keep
+        theirs. Optimizers step with them until :meth:`end_flush`. See :meth:`.Engine._take_pending`.
         """
         comm, record, sent = self.comm, self.record, 0.0
 
@@ -200,26 +190,36 @@ class Groups:
         def mean(x: Tensor) -> Tensor:
             return answer(AllReduce(x.clone())) / comm.world_size
 
-        if self.settings.lr_aware and self.rates.optimizers:
-            self.rescale()
+        rates = self.rates() if self.settings.memory_in_use.reads_rates else {}
         with self.on_stream.between_steps():
             groups, made, rounded = self.groups, list[Average](), list[tuple[Tensor, Tensor]]()
+            waiting = set[str]()  # where no step could be the rate times something
             have = torch.tensor([group.residual is not None for group in groups], dtype=torch.uint8, device=self.device)
             anywhere = answer(AllGather(have)).amax(0).tolist()
             for group in (group for group, wanted in zip(groups, anywhere, strict=True) if wanted):
                 kept = group.residual
                 residual = torch.zeros(group.plan.numel, device=self.device, dtype=group.wide) if kept is None else kept
                 average = mean(residual)
+                meant = average.to(group.dtype)
+                if group.memory.reads_rates:
+                    known = [(span, rates.get(name, 0.0)) for name, span in group.spans.items()]
+                    waiting |= {name for name in group.spans if not rates.get(name)}
+                    for span in (span for span, rate in known if not rate):
+                        average[span].zero_()
+                    per = rates_at([(span, rate or 1.0) for span, rate in known], None, len(average), average)
+                    meant = (average / per).to(group.dtype).to(group.wide) * per
                 if kept is not None and group.dtype != group.wide:  # each rank keeps the rounding error of the mean
-                    rounded.append((kept, average - average.to(group.dtype)))
+                    rounded.append((kept, average - meant))
                 by = group.memory.divide_all(group.state.memory, average, mean, group.density(self.step))
                 whole = group.statistics is not None and group.statistics.indices is None
-                made.append(group.average(None, average.to(group.dtype), by, comm.world_size, whole))
+                made.append(group.average(None, meant, by, comm.world_size, whole))
             self.totals.add(sent, 0.0)
             given = _by_name(self.whole(made))
             with record.changing():
                 for group in groups:
-                    group.scale({name: 0.0 for each in made for name in each.spans})
+                    for span in (span for name, span in group.spans.items() if name not in waiting):
+                        if group.residual is not None:
+                            group.residual[span].zero_()
                 for residual, error in rounded:
                     residual.add_(error)
                 record.count_flush()

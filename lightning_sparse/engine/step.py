@@ -58,13 +58,22 @@ class Exchanged(NamedTuple):
     """By parameter, of those whose average has taken the place of their gradient; that of the parameter's group."""
 
 
+class Units(NamedTuple):
+    """What gradients are multiplied by, and what is exchanged of them."""
+
+    scale: Tensor | None = None
+    """() of the loss, which gradients still have; None: none."""
+    rates: Mapping[str, float] = {}
+    """Learning rates of parameters, where residuals are sums of gradients times these."""
+
+
 class Started(NamedTuple):
     """An exchange whose local work is done, up to the first message."""
 
     groups: list[GroupReducer]
     used: set[str]
     """Parameters that have a gradient on any rank."""
-    scale: Tensor | None
+    units: Units
     flush: bool
     steps: Steps[list[OfGroup]]
     """From there on."""
@@ -131,7 +140,7 @@ class Stepper(Groups):
         """Goes on with an exchange that waits for other ranks."""
         self._unapplied: Set[str] = frozenset()
         """Parameters whose averages are in ``.grad``, where the optimizer has not stepped yet."""
-        self._scale: Tensor | None = None
+        self._units = Units()
         """Of these averages."""
         self.clipped: Tensor | None = None
         """() norm by which gradients of the next step were clipped."""
@@ -217,10 +226,13 @@ class Stepper(Groups):
         finite: bool,
         used: Sequence[bool],
         look: Callable[[bool, list[bool]], None],
+        rates: Mapping[str, float] | None = None,
     ) -> None:
         """Begin a call that all ranks take part in; what they say is looked at before a later message is waited for."""
         flags = used or [False] * len(self.parameters)
-        call = Call(kind, _digest_of(tuple(names)), self.backwards, self.steps, self.flush_asked, self._digest)
+        counts = self.backwards, self.steps, self.flush_asked
+        by = digest_of(sorted(rates.items())) if rates else 0
+        call = Call(kind, _digest_of(tuple(names)), *counts, self._digest, by)
         if self.within.world_size > 1:  # first those near this one, whose parts have other sizes
             near: list[tuple[bool, list[bool]]] = []
             words = call._replace(settings=self._digest_of_names).words(finite, flags)
@@ -384,7 +396,9 @@ class Stepper(Groups):
         try:
             if not fresh:
                 return None
-            return self._exchange(local, scale, begin, kind) if local else self._follow_ddp(fresh)
+            if not local:
+                return self._follow_ddp(fresh)
+            return self._exchange(local, Units(scale, self._rates_of(local)), begin, kind)
         finally:
             self.leave(names)
 
@@ -403,10 +417,26 @@ class Stepper(Groups):
         self._stood_aside = True
         return Exchanged(False, {})
 
-    def _exchange(self, fresh: Sequence[str], scale: Tensor | None, begin: Stamp, kind: int) -> Exchanged:
+    def _rates_of(self, names: Sequence[str]) -> dict[str, float]:
+        """Return the learning rates of these parameters, if residuals are in units of them."""
+        if not self.settings.memory_in_use.reads_rates:
+            return {}
+        rates = self.rates()
+        return {name: rates[name] for name in names if name in rates}
+
+    def _set_aside(self, names: Collection[str], units: Units) -> set[str]:
+        """Throw away gradients of those of these parameters whose rate is 0: they take no part in the step."""
+        found = {n for n in names if units.rates.get(n) == 0 and self.group_of[n].memory.reads_rates}
+        for name in found:
+            if (grad := self.parameters[name].grad) is not None:
+                grad.zero_()
+        return found
+
+    def _exchange(self, fresh: Sequence[str], units: Units, begin: Stamp, kind: int) -> Exchanged:
         """Exchange gradients of these. Handlers of signals that save run where this waits for other ranks."""
         # What no rank has used may have an old average, which is not sent again and which DDP leaves as it is.
-        used_here = [name for name in fresh if self._used is None or name in self._used]
+        aside = self._set_aside(fresh, units)
+        used_here = [name for name in fresh if name not in aside and (self._used is None or name in self._used)]
         here = {name for name in used_here if self.parameters[name].grad is not None}
         met: list[tuple[bool, list[bool]]] = []
         result: list[Exchanged] = []
@@ -426,14 +456,14 @@ class Stepper(Groups):
                 return
             if started is None:  # observers may wait for other ranks
                 anywhere = {name for name in fresh if used[self._numbers[name]]}
-                started = self._listen(lambda: self._start(fresh, anywhere, scale))
+                started = self._listen(lambda: self._start(fresh, anywhere, units))
             self._unused = {name for name, number in self._numbers.items() if not used[number]}
             with self.on_stream.between_steps():
                 # On a device nothing is waited for, and a handler's messages would come between those of all ranks.
                 listening = self._listen if self.on_stream.host_knows else _at_once
                 going = going or Going(started.steps, self.comm.start, listening)
                 made = going.run()
-                joining = joining or Going(self._join(made, started.scale), self._start_within, listening)
+                joining = joining or Going(self._join(made, started.units.scale), self._start_within, listening)
                 joined = joining.run()
                 if not result:
                     result.append(self._settle(started, joined, begin))
@@ -444,9 +474,9 @@ class Stepper(Groups):
                 asked = set(fresh)
                 flags = [name in here if name in asked else p.grad is not None for name, p in self.parameters.items()]
                 finite = self._are_finite(here)
-                self._announce(kind, fresh, finite, flags, lambda *found: met.append(found))
+                self._announce(kind, fresh, finite, flags, lambda *found: met.append(found), units.rates)
                 if len(here) == len(fresh) and not self._broken:  # local work goes on, whatever the others say
-                    started = self._start(fresh, here, scale)
+                    started = self._start(fresh, here, units)
                 self.hold().start(SAVING)
                 self._rest = rest
                 rest()
@@ -474,13 +504,14 @@ class Stepper(Groups):
                 self.record.counts = counts._replace(skipped=counts.skipped - more, streak=counts.streak - more)
         return Exchanged(True, {})
 
-    def _start(self, fresh: Sequence[str], used: set[str], scale: Tensor | None) -> Started:
+    def _start(self, fresh: Sequence[str], used: set[str], units: Units) -> Started:
         """Absorb gradients and select from them, up to the first message."""
         if self._stood_aside:  # second moments go on from those of the optimizers
             self._stood_aside, self.adoptions = False, self.adoptions + 1
         self.busy, self._starts = False, True  # observers may change groups
         self._before_exchange()
         self.busy, self._starts = True, False
+        used = used - self._set_aside(used, units)  # of groups that are new
         for group in self.groups if self._begins else ():  # none has run in this step yet
             group.unused = set(group.spans)
         self._begins = False
@@ -492,9 +523,9 @@ class Stepper(Groups):
         taken = [self._take(group, used) for group in groups]
         with held(SAVING), self.on_stream.between_steps():
             steps = [
-                self._steps_of(group, pieces, used, scale, flush) for group, pieces in zip(groups, taken, strict=True)
+                self._steps_of(group, pieces, used, units, flush) for group, pieces in zip(groups, taken, strict=True)
             ]
-            return Started(groups, used, scale, flush, first(joined(steps, self.comm)))
+            return Started(groups, used, units, flush, first(joined(steps, self.comm)))
 
     def _join(self, made: Sequence[OfGroup], scale: Tensor | None) -> Steps[Joined]:
         """Put averages in the place of gradients, also those that ranks near this one have made of their parts."""
@@ -517,7 +548,7 @@ class Stepper(Groups):
 
     def _settle(self, started: Started, joined: Joined, begin: Stamp) -> Exchanged:
         """Conclude an exchange; averages are in the place of gradients."""
-        groups, used, scale, flush, _ = started
+        groups, used, units, flush, _ = started
         flag, skipped, averages, made = joined
         with self.record.changing():
             for group, one in zip(groups, made, strict=True):
@@ -525,7 +556,7 @@ class Stepper(Groups):
                 if skipped and static_shapes(self.device):  # settled by the flag, for which the host knew nothing
                     forget_overflow_(group.state, group.memory, self.comm.world_size)
             self._count(skipped)
-            self._unapplied, self._scale = frozenset() if skipped else used, scale
+            self._unapplied, self._units = frozenset() if skipped else used, units
         self._note_what_waits(groups, used, flush, skipped)
         self._measure(begin, groups)
         return Exchanged(skipped, {} if skipped else averages)
@@ -543,11 +574,13 @@ class Stepper(Groups):
     def pending(self) -> dict[str, tuple[Tensor | None, Tensor]]:
         """Return averages that are in ``.grad``, where the optimizer has not stepped yet."""
         found = {name: one.of(name) for name, one in self._flushing.items()}
+        scale, rates = self._units
         for name in self._unapplied:
-            grad = self.parameters[name].grad
-            if grad is not None and self.group_of[name].residual is not None:
+            grad, group = self.parameters[name].grad, self.group_of[name]
+            if grad is not None and group.residual is not None:
                 flat = self._exchanged(name, grad)
-                flat = flat if self._scale is None else flat / self._scale
+                flat = flat if scale is None else flat / scale
+                flat = flat.to(group.wide) * rates[name] if group.memory.reads_rates else flat
                 places = flat.nonzero().view(-1)
                 found[name] = places.cpu(), flat[places].cpu()
         return found
@@ -607,18 +640,17 @@ class Stepper(Groups):
         return taken
 
     def _steps_of(
-        self, group: GroupReducer, pieces: Mapping[str, Tensor], used: set[str], scale: Tensor | None, flush: bool
+        self, group: GroupReducer, pieces: Mapping[str, Tensor], used: set[str], units: Units, flush: bool
     ) -> Steps[OfGroup]:
         with self.failing_together(f"in the exchange of group {group.plan.name!r}"):
             step, density = self._number, group.density(self._number)
             ctx = Context(step, density, self.comm.rank, self.comm.world_size, model_numel=self._model_numel)
             if group.memory.reads_parameters:
                 ctx = ctx._replace(parameters=[(span, self._weights(name)) for name, span in group.spans.items()])
-            if self.rates.surplus:
-                numels = {p.name: p.numel for p in group.plan.parameters}
-                ctx = ctx._replace(surplus=self.rates.surplus_of(numels, step, density))
+            if group.memory.reads_rates:
+                ctx = ctx._replace(rates=[(span, units.rates.get(name, 0.0)) for name, span in group.spans.items()])
             unused, flush = group.spans.keys() - used, flush and group.sparsified
-            return (yield from group.exchange_steps(ctx, pieces, unused, scale, flush, self._absorbing))
+            return (yield from group.exchange_steps(ctx, pieces, unused, units.scale, flush, self._absorbing))
 
     def _weights(self, name: str) -> Tensor:
         """Return the coordinates of a parameter that this rank exchanges, with as many dimensions as it has."""

@@ -64,11 +64,6 @@ class HSDPArguments(AttachArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.scaler is not None and self.scaler.is_enabled():
-            raise ValueError(
-                "attach_hsdp does not take a GradScaler: each rank would look at its own part of the gradients only. "
-                "Train in bfloat16, which needs no loss scale."
-            )
         refuse_without_ddp(self)
 
 

@@ -49,6 +49,7 @@ class Accelerated:
     """
 
     def __init__(self, accelerator: Any, config: StrategyConfig) -> None:
+        config.refuse_rates()
         self.accelerator = accelerator
         self.config = config
         self.engine: Engine | None = None

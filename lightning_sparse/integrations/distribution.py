@@ -62,6 +62,7 @@ class GradientDistribution(Callback):
         self._steps = 0
         self._groups: dict[str, list[str]] = {}
         self._residuals: dict[str, Tensor] = {}
+        self._rates: Mapping[str, float] = {}
         self._gradients: LocalGradients | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -82,6 +83,8 @@ class GradientDistribution(Callback):
         accumulated = chosen if largest and self.what == "accumulated" else ()
         residuals = {name: None if engine is None else engine.residual(name) for name in accumulated}
         self._residuals = {name: one.clone() for name, one in residuals.items() if one is not None}
+        scaled = engine is not None and bool(self._residuals) and engine.settings.memory_in_use.reads_rates
+        self._rates = engine.router.rates() if engine is not None and scaled else {}
         self._gradients = LocalGradients({name: p for name, p in parameters.items() if name in chosen})
         self._gradients.start()
 
@@ -99,7 +102,8 @@ class GradientDistribution(Callback):
         if engine is not None:
             found = {name: engine.router.share.part(name, gradient) for name, gradient in found.items()}
         for group, names in self._groups.items():
-            parts = [found[name] + self._residuals.get(name, 0) for name in names if name in found]
+            here = [name for name in names if name in found]
+            parts = [found[name] * self._rates.get(name, 1) + self._residuals.get(name, 0) for name in here]
             magnitudes = sample_of(torch.cat(parts)) if parts else torch.empty(0, device="cpu")
             data = describe(magnitudes, thresholds.get(group))
             if data is None:

@@ -103,7 +103,7 @@ class SparseFabricMixin(SparseStrategy, ParallelStrategy):
         """Set up an optimizer as Fabric does, and bind it to the engines.
 
         Raises:
-            ValueError: if it does not go with the memory or with ``lr_aware``.
+            ValueError: if it does not go with the memory.
         """
         chosen: Optimizer = super().setup_optimizer(optimizer)
         self.optimizers.append(chosen)
@@ -188,8 +188,7 @@ class FabricSparseDDPMixin(SparseFabricMixin, DDPStrategy):
 
     Raises:
         ValueError: for settings that cannot work: unknown names, a density outside (0, 1], an exchange that does not
-            accept the sparsifier; when it is set up, for an optimizer that does not go with the memory or with
-            ``lr_aware``.
+            accept the sparsifier; when it is set up, for an optimizer that does not go with the memory.
         TypeError: for keywords that this strategy does not know.
 
     Example:

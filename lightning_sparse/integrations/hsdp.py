@@ -196,7 +196,7 @@ class SparseHSDPMixin(HSDPStrategy, SparseTrainerMixin, TrainerBase):
 
     Raises:
         ValueError: for settings that cannot work; at the start of fit, for a model that is sharded in another way, for
-            ``precision="16-mixed"``, or for an optimizer that does not go with the memory or with ``lr_aware``.
+            ``precision="16-mixed"``, or for an optimizer that does not go with the memory.
         TypeError: for keywords that this strategy does not know.
 
     Example:
@@ -288,7 +288,7 @@ class FabricSparseHSDPMixin(HSDPStrategy, SparseFabricMixin, FabricBase):
 
     Raises:
         ValueError: for settings that cannot work; when it is set up, for a module that is sharded in another way, or an
-            optimizer that does not go with the memory or with ``lr_aware``.
+            optimizer that does not go with the memory.
         TypeError: for keywords that this strategy does not know.
 
     Example:

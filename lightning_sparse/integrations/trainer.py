@@ -211,7 +211,7 @@ class SparseDDPMixin(SparseTrainerMixin, DDPStrategy):
     Raises:
         ValueError: for settings that cannot work: unknown names, a density outside (0, 1], an exchange that does not
             accept the sparsifier, a second communication hook; at the start of fit, for an optimizer that does not go
-            with the memory or with ``lr_aware``.
+            with the memory.
         TypeError: for keywords that this strategy does not know.
 
     Example:
@@ -263,7 +263,7 @@ class SparseDDPMixin(SparseTrainerMixin, DDPStrategy):
         """Set up optimizers as Lightning does, and show them to the engine.
 
         Raises:
-            ValueError: if one does not go with the memory or with ``lr_aware``.
+            ValueError: if one does not go with the memory.
             RuntimeError: if Lightning has wrapped the model without attaching the exchange, as a later version might.
         """
         super().setup_optimizers(trainer)

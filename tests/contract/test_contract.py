@@ -18,9 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import lightning_sparse as ls
-from lightning_sparse.core.messages import resolve
-from lightning_sparse.core.step import Agreement, Context, Selection
-from lightning_sparse.engine.network import drive_mirrored
+from lightning_sparse.core.step import Agreement
 from tests.contract.cases import CASES, MEMORIES, PAIR_NAMES, PAIRS, Case, kinds
 from tests.covering import by_default, covering, everything, in_one_test
 from tests.lockstep import Outcome, Ranks, equal_states, gave, noise
@@ -480,19 +478,3 @@ def test_every_sparsifier_and_every_exchange_has_documented_defaults() -> None:
             assert registry.resolve(name) == cls()  # all settings have defaults, and equality is by settings
             parameters = [p for p in inspect.signature(cls).parameters if p not in ("self",)]
             assert all(re.search(rf"^ +{p}: ", cls.__doc__, re.MULTILINE) for p in parameters), cls.__name__
-
-
-@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-def test_with_a_surplus_the_same_is_picked_of_residuals_that_are_as_many_times_larger(case: Case) -> None:
-    acc = 3 * torch.randn(1024, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    ctx = Context(step=1, density=DENSITY, rank=0, world_size=1, counts=torch.tensor([200]), union=torch.tensor(200))
-    state = case.sparsifier.init(1024, 1, DENSITY, acc.device)
-
-    def select(acc: Tensor, ctx: Context) -> tuple[Selection, Any]:
-        return drive_mirrored(resolve(case.sparsifier.select(acc, state, ctx)), 1)[0]
-
-    _, state = select(acc, ctx._replace(step=0))
-    ordinary, after = select(acc, ctx)
-    enlarged, same = select(8 * acc, ctx._replace(surplus=8.0))
-    assert torch.equal(enlarged.indices, ordinary.indices)
-    assert equal_states(same, after)

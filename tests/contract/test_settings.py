@@ -121,7 +121,7 @@ def test_numbers_of_numpy_are_kept_as_those_of_python() -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        {"density": 0.5}, {"bucket_cap_mb": 4}, {"bucket_cap_mb": 0.5}, {"lr_aware": True}, {"node_size": 2},
+        {"density": 0.5}, {"bucket_cap_mb": 4}, {"bucket_cap_mb": 0.5}, {"strict_resume": True}, {"node_size": 2},
         {"save_residuals": False}, {"find_unused_parameters": True}, {"watch": {"every": 7}},
         {"rules": {"densities": {"a": 0.25}}}, {"density": {"start": 0.5, "end": 0.125, "steps": 4}},
     ],

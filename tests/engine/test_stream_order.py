@@ -183,7 +183,9 @@ def regroup_between_steps() -> None:
 
 def learning_rates() -> None:
     # So few are sent that parameters wait, whose residuals are then looked at.
-    training = Training(lr_aware=True, watch=ls.Watch(every=1), grouping="model", density=0.001)
+    training = Training(
+        memory=ls.memories.Residual(rates=True), watch=ls.Watch(every=1), grouping="model", density=0.001
+    )
     for lr in (0.1, 0.05, 0.02, 0.2):
         training.optimizer.param_groups[0]["lr"] = lr
         training.step()

@@ -97,7 +97,10 @@ def planted_in_backward(device: str) -> None:
 def watched_training(device: str) -> None:
     """What happens in trainings: groups of several kinds, a skipped step, other groups, summaries, a state."""
     with one_rank(torch.device(device)):
-        for options in ({"density": 0.05}, {"sparsifier": "exdyna", "density": 0.05, "lr_aware": True}):
+        for options in (
+            {"density": 0.05},
+            {"sparsifier": "exdyna", "density": 0.05, "memory": ls.memories.Residual(rates=True)},
+        ):
             training = Training(device, options, "small_buckets", dtype=torch.float32)
             training.engine._show([training.optimizer])
             for step in range(6):

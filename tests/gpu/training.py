@@ -225,7 +225,7 @@ def a_resumed_training_goes_on_bit_for_bit(device: str) -> None:
 
 
 def a_default_device_changes_nothing(device: str) -> None:
-    options = {**TOPK, "lr_aware": True}
+    options = {**TOPK, "memory": ls.memories.Residual(rates=True)}
     results = []
     for by_default in (True, False):
         with torch.device(device) if by_default else nullcontext():

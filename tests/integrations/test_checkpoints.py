@@ -156,7 +156,7 @@ PLANS: list[dict[str, Any]] = [
     {},
     {"find_unused_parameters": True},
     {"static_graph": True},
-    {"lr_aware": True},
+    {"memory": ls.memories.Residual(rates=True)},
 ]
 
 

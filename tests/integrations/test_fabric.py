@@ -369,7 +369,7 @@ def test_a_run_goes_on_bit_for_bit(two_ranks: Ranks, tmp_path: Path, package: st
     [
         {"sparsifier": "exdyna"},
         {"memory": ls.memories.MomentumCorrection(0.5)},
-        {"lr_aware": True},
+        {"memory": ls.memories.Residual(rates=True)},
     ],
     ids=lambda options: next(iter(options)),
 )
@@ -490,8 +490,8 @@ def set_up_adam(options: dict[str, Any], together: bool) -> str:
 
 @pytest.mark.parametrize("together", [True, False])
 def test_optimizers_are_checked_when_they_are_set_up(two_ranks: Ranks, together: bool) -> None:
-    for message in two_ranks(set_up_adam, {"lr_aware": True}, together):
-        assert "lr_aware=True needs steps of lr * gradient" in message
+    for message in two_ranks(set_up_adam, {"memory": ls.memories.Residual(rates=True)}, together):
+        assert "Residual(rates=True) needs steps of lr * gradient" in message
     # A warning of rank 0, which is an error in these tests, and so one of all ranks.
     for message in two_ranks(set_up_adam, {"memory": ls.memories.MomentumCorrection(0.9)}, together):
         assert "Adam would apply momentum to them a second time" in message

@@ -126,7 +126,7 @@ def test_one_device_trains_as_plain_ddp_bit_for_bit_and_says_how_to_rehearse(
     [
         {"fallback": True},
         {"sparsifier": "everything"},
-        {"lr_aware": True},
+        {"memory": ls.memories.Residual(rates=True)},
     ],
     ids=lambda settings: next(iter(settings)),
 )

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_sparse.methods.memory import Residual
 from tests.covering import by_default
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE, PACKAGES, flat, make_data, make_module, make_trainer
@@ -36,7 +37,7 @@ def on_rank_1(here: Any, elsewhere: Any) -> Any:
 
 ONE_RANK: dict[str, str] = {
     "pattern": "ValueError: The pattern '*.bais' in dense matches no parameter",
-    "optimizer": "ValueError: lr_aware=True needs steps of lr * gradient",
+    "optimizer": "ValueError: Residual(rates=True) needs steps of lr * gradient",
     "find_unused_parameters": "find_unused_parameters (False on rank 0, True on rank 1)",
     "strict_resume": "strict_resume (False on rank 0, True on rank 1)",
     "model": "parameters (",
@@ -46,7 +47,7 @@ ONE_RANK: dict[str, str] = {
 def settings_for(case: str) -> dict[str, Any]:
     return {
         "pattern": {"dense": on_rank_1(["*.bais"], [])},
-        "optimizer": {"lr_aware": True},
+        "optimizer": {"memory": Residual(rates=True)},
         "find_unused_parameters": {"find_unused_parameters": on_rank_1(True, False)},
         "strict_resume": {"strict_resume": on_rank_1(True, False)},
         "model": {},

@@ -38,7 +38,7 @@ AXES = {
     "dtype": ["float32", "bfloat16", "float16", "float64"],
     "optimizer": ["SGD", "momentum", "AdamW", "ls.AdamW"],
     "layout": ["unused", "unused in views", "all used"],
-    "also": ["", "lr_aware", "scaler", "norm", "value", "regroup", "resume", "accumulate", "rules"],
+    "also": ["", "slower", "scaler", "norm", "value", "regroup", "resume", "accumulate", "rules"],
     "ranks": ["3", "2", "4"],
 }
 """What a sparsifier, an exchange and a memory are combined with; the first of each is preferred. A fallback measures
@@ -60,9 +60,7 @@ def settings_of(registry: Any) -> list[str]:
 
 def fits(one: Composition) -> bool:
     """Whether the parts go together: the package says so where it is configured, and the rest is said here."""
-    memory, optimizer, adam = one["memory"], one["optimizer"], "AdamW" in one["optimizer"]
-    if one["also"] == "lr_aware" and (adam or memory in ("NoMemory()", "SecondMoment()")):
-        return False
+    memory, optimizer = one["memory"], one["optimizer"]
     if ("MomentumCorrection" in memory or "AdamCorrection" in memory) and optimizer != "SGD":
         return False
     if one["also"] == "scaler" and one["dtype"] == "float16":  # refused by GradScaler
@@ -96,7 +94,7 @@ def keywords(one: Composition) -> dict[str, Any]:
     """The settings that :func:`lightning_sparse.attach` takes."""
     named = {name: made(one[name]) for name in ("sparsifier", "memory", "grouping", "density")}
     rules = ls.Rules(dense=["3.*"], densities={"1.weight": 0.3}) if one["also"] == "rules" else None
-    return {**named, "exchange": one["exchange"], "rules": rules, "lr_aware": one["also"] == "lr_aware"}
+    return {**named, "exchange": one["exchange"], "rules": rules}
 
 
 def name_of(one: Composition) -> str:

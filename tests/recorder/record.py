@@ -147,7 +147,7 @@ def steps_of(one: dict[str, str], steps: int = 20) -> Recording:
                 note("said by load_state_dict", len(engine.load_state_dict(kept)))
             if step == plan.at(0.4) and also == "regroup":
                 engine.regroup([*engine.plan[1:], engine.plan[0]], None)
-            if step == plan.at(0.7) and also == "lr_aware":
+            if step == plan.at(0.7) and also == "slower":
                 optimizer.param_groups[0]["lr"] /= 4
             threads.sent[rank].clear()  # what is sent when an engine is attached has random numbers in it
             picks[rank].clear()

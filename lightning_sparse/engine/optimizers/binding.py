@@ -86,7 +86,7 @@ class OptimizerBinding(MemoryChoice):
         self._adam = AdamRule(keeps_moments=stepper.settings.fallback)  # dense steps go on with them
         self._momentum = MomentumRule()
         within, beside = Hold(self._runs), Hold()
-        stepper.owners = self._owners
+        stepper.owners, stepper.rates = self._owners, self._rates
         stepper.on_unseen = lambda: self._once(rank_zero_warn, UNSEEN)
         stepper.hold = lambda: holding()[-1] if holding() else within if self._outermost is not None else beside
         self._depth = 0
@@ -106,6 +106,22 @@ class OptimizerBinding(MemoryChoice):
             owner = next((one for one in later if key in one._names), self)
             found.setdefault(owner._stepper, []).append(owner._names[key])
         return found
+
+    def _rates(self) -> dict[str, float]:
+        """Return the learning rate of each parameter; of the optimizer that steps, where others hold it, too."""
+        found: dict[str, float] = {}
+        for optimizer in (*self.optimizers, *([] if self._outermost is None else [self._outermost])):
+            for settings in optimizer.param_groups:
+                if "lr" in settings:
+                    rate = float(settings["lr"])  # whether it is 0 decides what is sent: for a tensor, the host waits
+                    found.update((self._names[id(p)], rate) for p in settings["params"] if id(p) in self._names)
+        return found
+
+    def know(self, optimizers: Iterable[Optimizer]) -> None:
+        """Note optimizers that are about to take the step of a flush."""
+        for optimizer in optimizers:
+            if held := self._held(optimizer):
+                self._meet(optimizer, held)
 
     def check_closure(self, optimizer: Optimizer, calls: int) -> None:
         """Refuse a second call of a closure in a step whose gradients are exchanged.
@@ -187,6 +203,10 @@ class OptimizerBinding(MemoryChoice):
     def exchange(self, names: Sequence[str]) -> bool:
         """See :meth:`.Engine.exchange`."""
         stepper = self._stepper
+        if stepper.settings.memory_in_use.reads_rates:
+            raise RuntimeError(
+                "engine.exchange() knows no learning rates, and Residual(rates=True) needs them. Leave rates=False."
+            )
         if stepper.settings.memory_in_use.needs_second:
             raise RuntimeError(
                 "engine.exchange() is for optimizers that torch does not have, and Adam's steps are taken when the "

@@ -108,7 +108,6 @@ class MemoryChoice:
             with stepper.record.changing(), stepper.on_stream.between_steps():
                 go_on_from_dense(stepper, [optimizer for optimizer in optimizers if self.takes(optimizer)])
         self._check([one for one in known if one not in self._checked])
-        self._stepper.rates.optimizers = known
 
     def suit(self, optimizers: Sequence[Optimizer], begins: bool = False) -> None:
         """Choose the memory that suits optimizers, and an exchange for it, where they were left open.
@@ -217,8 +216,6 @@ class MemoryChoice:
             for optimizer in optimizers:
                 check_pair(self._stepper.settings.memory_in_use, optimizer)
         self._checked.update(optimizers)
-        if self._stepper.settings.lr_aware:
-            self._stepper.rates.follow(optimizers)
 
     def _once(self, tell: Callable[[str], None], sentence: str, kind: str | None = None) -> None:
         """Tell the user on rank zero, which is one rank also where nobody has told processes their ranks.

@@ -1,9 +1,8 @@
-"""Kinds of optimizers: those whose steps the engine can take, memories that do not fit them, learning rates."""
+"""Kinds of optimizers: those whose steps the engine can take, and memories that do not fit them."""
 
 from __future__ import annotations
 
 import inspect
-import math
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from lightning_sparse.core.checks import TINY, expect
 from lightning_sparse.core.layout import own
@@ -216,6 +215,11 @@ def check_pair(memory: Memory, optimizer: Optimizer) -> None:
             f"WeightDecay adds the decay to the gradients, and {name} would apply its own on top of it. Set its "
             "weight_decay to 0, or use the memory without WeightDecay."
         )
+    if memory.reads_rates and not isinstance(stepping(optimizer), SGD):
+        raise ValueError(
+            "Residual(rates=True) needs steps of lr * gradient, as torch.optim.SGD takes them, but got "
+            f"{type(stepping(optimizer)).__name__}. Leave rates=False."
+        )
     if memory.averages == "gradients":
         return
     has_momentum = any(group.get("momentum", 0) or group.get("betas", (0,))[0] for group in optimizer.param_groups)
@@ -230,92 +234,3 @@ def check_pair(memory: Memory, optimizer: Optimizer) -> None:
             f"{name}{'' if adapts(optimizer) else ' with momentum'}. Set torch.optim.SGD(lr=<the lr you would give "
             "AdamW>, momentum=0, weight_decay=<AdamW's>)."
         )
-
-
-class LearningRates:
-    """Follows the learning rate of every parameter, to rescale residuals when it changes (``lr_aware``).
-
-    A residual e that was accumulated at a rate ``lr_old`` stands for a step of ``lr_old e``. At ``lr_new`` it has to be
-    ``e lr_old / lr_new`` to stand for the same. At a rate of 0 there are no steps to stand
-    for: residuals are left as they are until the rate is above 0 again.
-
-    After a drop residuals are larger than gradients at the new rate would make them. What waits is renewed about once
-    in ``1 / density`` steps, and as fast this *surplus* fades: it is multiplied by ``lr_old / lr_new`` when the rate
-    changes, by ``1 - density`` in every step, and never falls below 1: after a rise gradients fill the residuals again
-    within a few steps. A threshold in units of the accumulator is right for residuals without surplus.
-
-    Args:
-        names: of parameters, by id.
-    """
-
-    def __init__(self, names: Mapping[int, str]) -> None:
-        self._names = names
-        self.optimizers: list[Optimizer] = []
-        """That are followed."""
-        self.latest: dict[str, float] = {}
-        """Latest rate above 0, by parameter; replaced and never changed."""
-        self.surplus: dict[str, tuple[float, int]] = {}
-        """The surplus of each parameter after the last change of its rate, and the step of that change; 1 without an
-        entry. Replaced, too."""
-
-    def follow(self, optimizers: Iterable[Optimizer]) -> None:
-        """Read rates from these from now on.
-
-        Raises:
-            ValueError: for an optimizer that does not multiply gradients by its rate alone, such as Adam.
-        """
-        chosen = list(optimizers)
-        for optimizer in chosen:
-            if adapts(optimizer):
-                raise ValueError(
-                    f"lr_aware=True needs steps of lr * gradient, as torch.optim.SGD takes them, but got "
-                    f"{type(optimizer).__name__}, which divides gradients by a size of its own: there is no factor "
-                    "that would keep the residual's share of a step. Leave lr_aware=False."
-                )
-        self.optimizers = chosen
-
-    def load(self, latest: Mapping[str, float], surplus: Mapping[str, Sequence[Any]]) -> None:
-        """Go on with what an engine's state holds."""
-        self.latest = dict(latest)
-        self.surplus = {name: (value, step) for name, (value, step) in surplus.items()}
-
-    def surplus_of(self, numels: Mapping[str, int], step: int, density: float) -> float:
-        """Return the surplus of a group: the geometric mean over its coordinates, as one threshold serves all of them.
-
-        Args:
-            numels: coordinates of its parameters, by name.
-            step: the current one; skipped steps do not count.
-            density: of the group.
-        """
-        logs = sum(numel * math.log(self._surplus_at(name, step, density)) for name, numel in numels.items())
-        return math.exp(logs / sum(numels.values()))
-
-    def change(self, factors: Mapping[str, float], step: int, density: Mapping[str, float]) -> None:
-        """Note what residuals have been multiplied by before a step.
-
-        Args:
-            factors: see :meth:`factors`.
-            step: the current one.
-            density: of each parameter's group.
-        """
-        self.surplus = self.surplus | {
-            name: (max(1.0, self._surplus_at(name, step, density[name]) * factor), step)
-            for name, factor in factors.items()
-        }
-
-    def _surplus_at(self, name: str, step: int, density: float) -> float:
-        surplus, since = self.surplus.get(name, (1.0, step))
-        return max(1.0, surplus * (1 - density) ** max(0, step - since))
-
-    def factors(self) -> dict[str, float]:
-        """Return ``lr_old / lr_new`` of the parameters whose rate has changed since the last call."""
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        rates = {
-            name: rate
-            for group in groups
-            if (rate := float(group["lr"])) > 0
-            for parameter in group["params"]
-            if (name := self._names.get(id(parameter))) is not None
-        }
-        before, self.latest = self.latest, {**self.latest, **rates}
-        return {name: before[name] / rate for name, rate in rates.items() if before.get(name, rate) != rate}

@@ -78,7 +78,6 @@ FLAG = Kind("True or False", lambda x: isinstance(x, bool))
 NAMED = Kind("a dict with names as keys", lambda x: isinstance(x, dict) and all(isinstance(name, str) for name in x))
 SETTINGS = Kind("a dict of settings as plain data", lambda x: isinstance(x, dict) and _is_plain(x))
 LIST = Kind("a list", lambda x: isinstance(x, list))
-SURPLUS = _numbers("a number from 1 on and a step", lambda value, step: value >= 1 and _is_int(step))
 LAYOUT = Kind("sizes and as many strides", lambda x: isinstance(x, list) and all(map(_is_int, x)) and is_layout(x))
 SPAN = _numbers(
     "a start, a length and a number of coordinates",
@@ -93,8 +92,6 @@ FIELDS: dict[str, Any] = {
     "parameters": {str: {str: VECTOR}},
     "counters": {str: {str: NUMBER}},
     "groups": [{"name": TEXT, "parameters": [TEXT], "numel": SIZE, "dense?": FLAG, "state": NAMED}],
-    "rates": {str: RATE},
-    "surplus": {str: SURPLUS},
     "part": [COUNT],
     "spans": {str: SPAN},
     "layouts": {str: LAYOUT},
@@ -125,9 +122,6 @@ def check_state(state: Any) -> State:
         raise ValueError(f"Expected the state's part to be a number below that of all, but got {whole['part']}.")
     if whole["rank"] >= whole["world_size"]:
         raise ValueError(f"Expected a rank below {whole['world_size']} in the state, but got {whole['rank']}.")
-    for name, (_, step) in whole["surplus"].items():
-        if step > whole["step"]:
-            raise ValueError(f"Expected the surplus of {name} to be of step {whole['step']} at most, but got {step}.")
     for name, (_, length, _) in whole["spans"].items():
         for key, vector in whole["parameters"].get(name, {}).items():
             if vector.numel() != length:
@@ -248,6 +242,13 @@ def second_moment_in(settings: object) -> SecondMoment | None:
     if settings.get("class") == SecondMoment.__name__:
         return SecondMoment(settings["beta2"], settings["eps"])
     return next(filter(None, map(second_moment_in, settings.values())), None)
+
+
+def in_units_of_rates(settings: object) -> bool:
+    """Return whether residuals are sums of gradients times learning rates, by a state's settings."""
+    if not isinstance(settings, Mapping):
+        return False
+    return settings.get("rates") is True or any(map(in_units_of_rates, settings.values()))
 
 
 def changes_between(before: Any, now: Any, name: str = "") -> Iterator[str]:

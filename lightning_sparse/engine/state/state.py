@@ -23,6 +23,7 @@ from lightning_sparse.engine.state.schema import (
     changes_between,
     check_state,
     from_plain,
+    in_units_of_rates,
     outline,
     remembering,
     to_plain,
@@ -112,8 +113,6 @@ class EngineState:
             "pending": {name: _plain(*each) for name, each in pending.items() if rank == 0},  # whose weights are saved
             "absorbed": sorted(record.absorbed),
             "groups": [_plain_learned(group) for group in reducer.groups],
-            "rates": dict(reducer.rates.latest),
-            "surplus": {name: list(noted) for name, noted in reducer.rates.surplus.items()},
         }
 
     def _layouts(self) -> dict[str, list[int]]:
@@ -178,6 +177,12 @@ class EngineState:
         settings = self._binding.settings_for(state)
         alike = state["settings"] == settings.algorithm
         whole = with_pending(state, world_size) if self._comm.rank == 0 else state
+        if in_units_of_rates(state["settings"]) != settings.memory_in_use.reads_rates:
+            vectors = whole["parameters"].items()
+            if any(bool(each["residual"].any()) for _, each in vectors if "residual" in each):
+                lost.append("Residuals had other units, by rates of Residual: they are dropped.")
+            rest = {name: {k: v for k, v in each.items() if k != "residual"} for name, each in vectors}
+            whole = {**whole, "parameters": rest}
         plan = LoadPlan(state, settings, [], [], [], lost, whole)
         if not alike and (state["groups"] or any(state["parameters"].values())):  # one device may have left nothing
             changes = changes_between(state["settings"], settings.algorithm)
@@ -212,7 +217,6 @@ class EngineState:
         if reducer.flush_at is not None:
             reducer.flush_at = counts.step if reducer.flush_at == reducer.step else None
         reducer.settings = plan.settings
-        reducer.rates.load(state["rates"], state["surplus"])
         reducer.adopt(plan.groups, counts)
         reducer.forget_averages()
         self._parked = self._parked_of(plan.whole)

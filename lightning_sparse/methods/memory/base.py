@@ -35,6 +35,12 @@ class Memory(Settings, ABC):
 
     reads_parameters = False
     """True if :meth:`absorb_` needs ``ctx.parameters``."""
+
+    @property
+    def reads_rates(self) -> bool:
+        """True if the residual, and with it the update, is a sum of gradients times learning rates: ``ctx.rates``."""
+        return False
+
     remembers_at_once = True
     """True if :meth:`absorb_` changes the residual; False if only :meth:`settle_` does."""
     needs_second = False
@@ -112,14 +118,6 @@ class Memory(Settings, ABC):
         Args:
             divisors: (u,) numbers.
             by: (u,) or () factors of the gradients, at least 0.
-        """
-
-    def scale_(self, state: Any, factors: Sequence[tuple[slice, float]]) -> None:  # most keep nothing
-        """Multiply the residual by factors, between two steps.
-
-        Args:
-            state: this group's state.
-            factors: spans, each with its factor.
         """
 
     @abstractmethod
@@ -257,11 +255,6 @@ class Feedback(Memory):
         take_out_(state.residual, update, skipped)
         if rounding is not None:
             put_back_(state.residual, update, rounding, skipped)
-
-    def scale_(self, state: FeedbackState, factors: Sequence[tuple[slice, float]]) -> None:
-        """Scale the residual and no other vector."""
-        for span, factor in factors:
-            state.residual[span].mul_(factor)
 
     def vectors(self, state: FeedbackState) -> dict[str, Tensor]:
         """Return the vectors of :attr:`FeedbackState.remembered` that are not None."""

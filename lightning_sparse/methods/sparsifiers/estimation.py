@@ -199,7 +199,7 @@ def pick_by_controller(
     k = max(1, int(ctx.density * acc.numel()))
     kept = follow(threshold, ctx.counts, k, beta, gamma)
     capacity = min(longest, CAPACITY * -(-k // ctx.world_size))
-    selection = reaching(acc, kept * ctx.surplus, capacity, ctx.step, span)
+    selection = reaching(acc, kept, capacity, ctx.step, span)
     return force_one(selection, *span, ctx.step), kept
 
 

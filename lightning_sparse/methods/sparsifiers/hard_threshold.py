@@ -30,11 +30,10 @@ class HardThreshold(Sparsifier):
     sent, more are thinned evenly and stay in the residual.
 
     Args:
-        threshold: magnitude above 0, in units of the accumulated raw gradient (not multiplied by the learning rate).
-            With ``lr_aware`` it is raised for a while after a drop of the rate has made residuals larger.
-            None: ``1 / (2 sqrt(k))`` with k at the density of the step over all sparsified groups together, the formula
-            of the MiCRO and ExDyna experiments; it does not depend on the gradients' scale. A threshold from each
-            group's own k would be larger for smaller groups.
+        threshold: magnitude above 0, in units of the accumulated gradient; with ``Residual(rates=True)`` of the
+            gradient times the learning rate. None: ``1 / (2 sqrt(k))`` with k at the density of the step over all
+            sparsified groups together, the formula of the MiCRO and ExDyna experiments; it does not depend on the
+            gradients' scale. A threshold from each group's own k would be larger for smaller groups.
 
     Raises:
         ValueError: if the threshold is not a positive finite number.
@@ -70,6 +69,5 @@ class HardThreshold(Sparsifier):
         total = count(ctx.density, ctx.model_numel or acc.numel())
         magnitude = self.threshold if self.threshold is not None else 1 / (2 * math.sqrt(total))
         state = torch.full((), magnitude, dtype=torch.float64, device=acc.device)
-        threshold = state if ctx.surplus == 1 else state * ctx.surplus
         room = min(acc.numel(), CAPACITY * k)
-        return reaching(acc, threshold, room, ctx.step, candidates=ctx.candidates), state
+        return reaching(acc, state, room, ctx.step, candidates=ctx.candidates), state

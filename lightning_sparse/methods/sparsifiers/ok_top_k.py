@@ -101,13 +101,13 @@ class OkTopK(Sparsifier):
         moved = torch.where(few, threshold / self.gain, torch.where(many, threshold * self.gain, threshold))
         good = (threshold > 0) & (2 * picks >= k) & (picks < 2 * k)
         known = torch.where(good, torch.full_like(state.target, k), 0)
-        return selection, OkTopKState(moved / ctx.surplus, known)
+        return selection, OkTopKState(moved, known)
 
     def _threshold(self, acc: Tensor, state: OkTopKState, k: int, ctx: Context) -> Tensor:
-        fits, followed = known(state.target == k), state.threshold * ctx.surplus
+        fits = known(state.target == k)
         if ctx.step % self.interval == 0 or fits is False:
             return kth_magnitude(acc, k, ctx.candidates)
         if fits is True:
-            return followed
+            return state.threshold
         sample = acc[:: -(-acc.numel() // SAMPLE)]
-        return torch.where(fits, followed, kth_magnitude(sample, max(1, k * sample.numel() // acc.numel())))
+        return torch.where(fits, state.threshold, kth_magnitude(sample, max(1, k * sample.numel() // acc.numel())))

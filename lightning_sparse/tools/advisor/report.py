@@ -132,8 +132,7 @@ def figure(advice: Advice, path: Path) -> None:
 
 CHOSEN = (
     *("dense", "rules", "memory", "node_size", "timeout"),
-    *("single_device", "lr_aware", "watch"),
-    *("save_residuals", "strict_resume", "resize"),
+    *("single_device", "watch", "save_residuals", "strict_resume", "resize"),
 )
 """Settings of our strategy that an advice leaves as they are."""
 

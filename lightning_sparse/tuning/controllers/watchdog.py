@@ -130,7 +130,7 @@ class GroupHistory:
         if not self.reference and step - self._since >= FILLING / self.density:
             self.reference, self.reference_step = self.norm, step
         self._noted = {}
-        self._wait(group.spans, statistics, moved - group.unused)  # with lr_aware, all residuals move
+        self._wait(group.spans, statistics, moved - group.unused)
 
     def _wait(self, spans: dict[str, slice], statistics: Statistics, moved: set[str]) -> None:
         if statistics.indices is None:
@@ -265,7 +265,7 @@ class Watchdog:
             self._check(engine, whole=True)
             if now > 1:
                 self._check_that_all_are_held(engine)
-        elif looks and "growth" not in self._told and not engine.settings.lr_aware:
+        elif looks and "growth" not in self._told and not engine.settings.memory_in_use.reads_rates:
             self._check(engine, whole=False)
         if self._is_due(now + 1):
             for group in self._sparse_groups(engine):
@@ -375,7 +375,7 @@ class Watchdog:
                 history.measure(group, columns)
         if whole:
             self._check_groups(engine, list(histories.values()))
-        if not engine.settings.lr_aware:  # with it, residuals change with the learning rate
+        if not engine.settings.memory_in_use.reads_rates:  # residuals would change with the rates
             self._check_filling(engine, groups)
 
     def after_skipped_step(self, engine: Engine) -> None:
@@ -409,7 +409,7 @@ class Watchdog:
         settings = self._settings
         for kind, sentence in WARNINGS.items():
             found = [history for history in histories if history.in_a_row[kind] >= IN_A_ROW]
-            if found and not (kind == "growth" and engine.settings.lr_aware):
+            if found and not (kind == "growth" and engine.settings.memory_in_use.reads_rates):
                 worst, more = max(found, key=WORST[kind]), others(found)
                 self._tell(engine, kind, sentence.format(worst, others=more, checks=IN_A_ROW, excess=settings.excess))
         starving = [found for history in histories for found in history.starving(settings.missed)]

@@ -70,7 +70,6 @@ CASES: dict[str, Case] = {
     "skipped second moment": Case({"sparsifier": "union_top_k"}, bad=1, **ADAMW),
     "skipped and clipped": Case({"memory": ls.memories.ClipByNorm(100.0)}, bad=1, off=ROUNDED),
     "skipped and scaled": Case(bad=1, scale=64.0),
-    "lr_aware": Case({"lr_aware": True}),
     "regrouped": Case({"sparsifier": "union_top_k"}, regroup=1),
     "no memory": Case({"memory": ls.memories.NoMemory()}),
     "some dense": Case({"rules": ls.Rules(dense=["*.third"], dense_ndim=0, dense_numel=0)}),
@@ -84,7 +83,7 @@ MADE = [False, True, True, False]
 MOMENTS = ["within backward", "after backward", "after a step"]
 PAIRS = [*in_turns(list(CASES), MOMENTS), ("emptied", "emptied"), ("clipped and scaled", "clipped")]
 LEFT = {"nesterov", "clip and momentum", "scaled second moment", "clipped and scaled", "reduce union"}
-LEFT |= {"four optimizers of Adam", "density 1 in bfloat16", "flushed momentum", "emptied second moment", "lr_aware"}
+LEFT |= {"four optimizers of Adam", "density 1 in bfloat16", "flushed momentum", "emptied second moment"}
 LEFT |= {"skipped momentum", "skipped low pass", "skipped and clipped", "skipped and scaled", "bfloat16 momentum"}
 LEFT |= {"exdyna", "decay", "momentum", "float16 scaled", "two exchanges of momentum", "two exchanges of low pass"}
 LEFT |= {"two exchanges of two optimizers", "unused in one group", "skipped second moment"}

@@ -224,10 +224,7 @@ NO_STATES: dict[str, Any] = {
     "parameters to be a dict with names as keys, but got nothing": drop("parameters"),
     "counters to be a dict with names as keys, but got {1: 2}": put({1: 2}, "counters"),
     "groups to be a list": put({}, "groups"),
-    "0.bias of the state's rates to be a finite number above 0, but got 'high'": put({"0.bias": "high"}, "rates"),
     "as Engine.state_dict() gives it, but got format True.": put(True, "format"),
-    "surplus of 0.bias to be of step 3 at most, but got 4": put({"0.bias": [2.0, 4]}, "surplus"),
-    "0.bias of the state's surplus to be a list of a number from 1 on": put({"0.bias": [0.5, 1]}, "surplus"),
     "steps of 0.bias of the state's counters to be a finite number, but got 'many'": put(
         {"0.bias": {"steps": "many"}}, "counters"
     ),

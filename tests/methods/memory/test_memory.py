@@ -270,18 +270,6 @@ def test_averages_that_nobody_has_applied_are_given_back(memory: ls.memories.Mem
 
 
 @every_memory
-def test_residuals_are_scaled_and_nothing_else_is(memory: ls.memories.Memory) -> None:
-    state = memory.init(4, CPU, torch.float32)
-    accumulate(memory, state, torch.tensor([1.0, 2.0, 3.0, 4.0]))
-    settle(memory, state, release([3]))
-    before = copies(memory, state)
-    memory.scale_(state, [(slice(0, 2), 0.5), (slice(3, 4), 3.0)])
-    for name, vector in copies(memory, state).items():
-        factors = torch.tensor([0.5, 0.5, 1.0, 3.0]) if name == "residual" else torch.ones(4)
-        assert torch.equal(vector, before[name] * factors)
-
-
-@every_memory
 def test_narrow_gradients_enter_wide_accumulators(memory: ls.memories.Memory) -> None:
     # The values have 7 bits and fit into bfloat16: nothing may be rounded on the way but by clipping.
     gradients = [noise(1, 6, seed=seed, grain=16)[0] for seed in range(4)]
