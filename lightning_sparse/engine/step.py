@@ -555,7 +555,7 @@ class Stepper(Groups):
                 group.settle(one, flag)
                 if skipped and static_shapes(self.device):  # settled by the flag, for which the host knew nothing
                     forget_overflow_(group.state, group.memory, self.comm.world_size)
-            self._count(skipped)
+            self.record.count(skipped)
             self._unapplied, self._units = frozenset() if skipped else used, units
         self._note_what_waits(groups, used, flush, skipped)
         self._measure(begin, groups)

@@ -100,6 +100,8 @@ class OptimizerBinding(MemoryChoice):
     def _owners(self, names: Iterable[str]) -> dict[Stepper, list[str]]:
         """Return who exchanges these parameters: of several engines that have one, the one that came last."""
         later = list(reversed(in_life()))
+        if later == [self]:
+            return {self._stepper: list(names)}
         found: dict[Stepper, list[str]] = {}
         for name in names:
             key = id(self._parameters[name])

@@ -6,6 +6,7 @@ import inspect
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def stepping(optimizer: Optimizer) -> Optimizer:
         >>> type(stepping(torch.optim.AdamW([weight]))).__name__
         'AdamW'
     """
-    sharded = any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
+    sharded = _is_sharded(type(optimizer))
     for name in ("optim", "optimizer"):
         inner = getattr(optimizer, name, None)
         if not isinstance(inner, Optimizer) or inner is optimizer:
@@ -64,6 +65,11 @@ def stepping(optimizer: Optimizer) -> Optimizer:
         if sharded or ids_of(inner) == ids_of(optimizer):
             return stepping(inner)
     return optimizer
+
+
+@cache
+def _is_sharded(kind: type) -> bool:
+    return any(one.__name__ == "ZeroRedundancyOptimizer" for one in kind.__mro__)
 
 
 def listed(optimizers: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
