@@ -289,7 +289,7 @@ class Stepper(Groups):
         with self.failing_together("in clipping"):
             self._announce(NORM, [self.names[id(p)] for p in local], True, [], _look)
             self._hosts.hear()
-            sums = sketch(pieces, self.backwards)
+            sums = sketch(pieces, self.record.counts.step)
             self._said += ring_all_reduce_bytes(sums.nbytes, self.comm.world_size)
             mean = self.comm.all_reduce(sums) / self.comm.world_size
         norm: Tensor = torch.linalg.vector_norm(mean)
