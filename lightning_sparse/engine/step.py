@@ -11,6 +11,7 @@ last step of an optimizer that holds them. What plain DDP would not have average
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import lru_cache
@@ -672,6 +673,22 @@ def clip_by_norm(
         raise RuntimeError("The norm of the mean gradient is not finite, so it cannot be clipped.")
     torch.nn.utils.clip_grads_with_norm_(given, max_norm, norm, foreach)
     return norm
+
+
+def clip_by_value(steppers: Iterable[Stepper], parameters: Iterable[Tensor], limit: float) -> None:
+    """Clip values: each rank's own of gradients that are not averaged yet, which are longer than their mean."""
+    given = [p for p in parameters if p.grad is not None]
+    for stepper in steppers:
+        local = stepper.local(given)
+        _clip_values(local, limit * math.sqrt(stepper.comm.world_size))
+        done = set(map(id, local))
+        given = [p for p in given if id(p) not in done]
+    _clip_values(given, limit)
+
+
+def _clip_values(parameters: Sequence[Tensor], limit: float) -> None:
+    if parameters:  # torch's function does not take none
+        torch.nn.utils.clip_grad_value_(parameters, limit)
 
 
 @lru_cache(maxsize=64)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import math
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import SyncBatchNorm
 from torch.nn.parameter import is_lazy
-from torch.nn.utils import clip_grad_value_
 
 from lightning_sparse.api.attach import DDP_ARGUMENTS, attach_config
 from lightning_sparse.core.checks import is_number
@@ -27,7 +25,7 @@ from lightning_sparse.engine.metrics import Totals
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.kinds import ids_of
 from lightning_sparse.engine.state.checkpoint import SideFiles, restore
-from lightning_sparse.engine.step import Stepper, clip_by_norm
+from lightning_sparse.engine.step import Stepper, clip_by_norm, clip_by_value
 from lightning_sparse.methods.grouping.groupings import CUDA_BUCKET_MB, DDP_BUCKET_MB, MIB, Bucket
 from lightning_sparse.tuning.controllers import Planner
 
@@ -224,14 +222,8 @@ class SparseStrategy:
         return clip_by_norm(self._steppers, parameters, limit, **options)
 
     def _clip_by_value(self, parameters: Iterable[Tensor], limit: float) -> None:
-        """Clip values: each rank's own of gradients that are not averaged yet, which are longer than their mean."""
-        given = [p for p in parameters if p.grad is not None]
-        for stepper in self._steppers:
-            local = stepper.local(given)
-            _clip_values(local, limit * math.sqrt(stepper.comm.world_size))
-            done = set(map(id, local))
-            given = [p for p in given if id(p) not in done]
-        _clip_values(given, limit)
+        """Clip each rank's own values, see :func:`.clip_by_value`."""
+        clip_by_value(self._steppers, parameters, limit)
 
     def _mean_over_ranks(self, numbers: Mapping[str, float]) -> dict[str, float]:
         comm, own = TorchCollective(), torch.tensor(list(numbers.values()), dtype=torch.float64, device="cpu")
@@ -273,11 +265,6 @@ class SparseStrategy:
             if engine._steppers:  # what happens before the step is as with plain DDP
                 continue
             (engine.drop_skipped if drop else engine.ignore_skipped)(optimizer)
-
-
-def _clip_values(parameters: Sequence[Tensor], limit: float) -> None:
-    if parameters:  # torch's function does not take none
-        clip_grad_value_(parameters, limit)
 
 
 def readable(entry: Any) -> dict[str, Any] | None:
