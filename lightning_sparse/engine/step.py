@@ -11,6 +11,7 @@ last step of an optimizer that holds them. What plain DDP would not have average
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import lru_cache
@@ -344,7 +345,8 @@ class Stepper(Groups):
             names = [self.names[id(p)] for p in local]
             self._announce(NORM, names, True, [], _look)
             self._hosts.hear()
-            sums = sketch([self._exchanged(name, self.parameters[name].grad) for name in names], self.backwards)
+            pieces = [self._exchanged(name, self.parameters[name].grad) for name in names]
+            sums = sketch(pieces, self.record.counts.step)
             self._said += ring_all_reduce_bytes(sums.nbytes, self.comm.world_size)
             norm: Tensor = torch.linalg.vector_norm(self.comm.all_reduce(sums) / self.comm.world_size)
             if self.within.world_size > 1:
@@ -783,6 +785,22 @@ def clip_by_norm(
     for stepper in steppers:
         stepper.clipped = _whole(norm)
     return norm
+
+
+def clip_by_value(steppers: Iterable[Stepper], parameters: Iterable[Tensor], limit: float) -> None:
+    """Clip values: each rank's own of gradients that are not averaged yet, which are longer than their mean."""
+    given = [p for p in parameters if p.grad is not None]
+    for stepper in steppers:
+        local = stepper.local(given)
+        _clip_values(local, limit * math.sqrt(stepper.comm.world_size))
+        done = set(map(id, local))
+        given = [p for p in given if id(p) not in done]
+    _clip_values(given, limit)
+
+
+def _clip_values(parameters: Sequence[Tensor], limit: float) -> None:
+    if parameters:  # torch's function does not take none
+        torch.nn.utils.clip_grad_value_(parameters, limit)
 
 
 def _whole(norm: Any) -> Tensor:
