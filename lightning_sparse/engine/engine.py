@@ -75,8 +75,6 @@ class Engine(EngineView):
         """:attr:`observers` that have not said yet that they are done."""
         self.on_warning: Callable[[str, str], None] | None = None
         """Called on rank zero with the kind of each warning and the sentence, for those who pass it on."""
-        self.accumulates = False
-        """True within :meth:`no_sync`."""
         number = comm.broadcast(torch.tensor([secrets.randbits(62)], device=device), 0)
         if share is not None:
             number = share.within.broadcast(number, 0)
@@ -236,7 +234,7 @@ class Engine(EngineView):
         """Average DDP's buckets just as DDP does without a hook, until groups change; for plans that are all dense.
 
         Returns False, with nothing changed, before residuals have been sent (in the first valid step of a dense plan),
-        with memories that also act on dense groups, such as momentum, between nodes, and while gradients are
+        with memories that also act on dense groups, such as momentum, where ranks cut gradients, and while they are
         clipped by :meth:`clip_gradients`. Residuals that are still left, of parameters that the step did not use and of
         rounding, are kept until groups change again. Collective: all ranks get the same answer.
 
@@ -296,19 +294,6 @@ class Engine(EngineView):
         self.router.regroup(parts, chosen)
         if self.optimizers:
             self._binding.suit(self.optimizers)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate the gradients of backwards within the context; the next one outside exchanges all of them.
-
-        For an engine of :func:`~lightning_sparse.attach_hsdp`. A model behind DDP has a context of its own,
-        ``ddp.no_sync()``.
-        """
-        before, self.accumulates = self.accumulates, True
-        try:
-            yield
-        finally:
-            self.accumulates = before
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -397,8 +382,6 @@ class Engine(EngineView):
         """Take the gradients of a ``GradBucket`` and return averages in its buffer: DDP's communication hook."""
         if self.closed:
             raise RuntimeError("The engine is closed. Wrap the model again and attach a new one to train on.")
-        if self.accumulates:
-            raise RuntimeError("engine.no_sync() is for attach_hsdp. Accumulate gradients within ddp.no_sync().")
         if self.router.paused:
             buffer: Tensor = bucket.buffer()
             left: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
@@ -413,8 +396,8 @@ class Engine(EngineView):
             if thawed:
                 raise RuntimeError(
                     f"The parameter {thawed[0]} needs gradients now, and did not when DistributedDataParallel was "
-                    "built, or the engine attached to a sharded model, so that nobody would average them. Wrap the "
-                    "model again, attach a new engine and give it the state_dict() of this one. (The strategies for "
+                    "built, or the engine attached, so that nobody would average them. Wrap the model again, "
+                    " attach a new engine and give it the state_dict() of this one. (The strategies for "
                     "DDP do so by themselves, between two steps.)"
                 )
             self._binding.begin_step()
@@ -483,8 +466,8 @@ class Engine(EngineView):
             if names:
                 raise ValueError(
                     f"Expected groups of which each rank has some coordinates, but rank {rank} has none of group "
-                    f"{names[0]!r}. Choose a coarser grouping, such as 'bucket' or 'model', or fewer ranks in a "
-                    "node or replica."
+                    f"{names[0]!r}. Choose a coarser grouping, such as 'bucket' or 'model', or fewer ranks that "
+                    "share a parameter."
                 )
         return parts
 

@@ -107,7 +107,7 @@ class Reducer(Groups):
         self.loss_scale, self._before_exchange = loss_scale, before_exchange
         self.networks = [comm] if within is None else [within, comm]
         """The ranks that have other parts, if there are any, and those that have the same: they reach all ranks."""
-        # Ranks of a node, of which each may use other parameters, exchange the mean of their gradients.
+        # Ranks near each other, of which each may use other parameters, exchange the mean of their gradients.
         self._usage = Usage(parameters, comm) if watch_usage else None
         self._looking = refuse_sparse_gradients(parameters, self.failing_together)
         self._executor = make_executor(settings.executor, device, comm.world_size, self.on_stream.host_knows)
@@ -278,7 +278,7 @@ class Reducer(Groups):
 
     @property
     def rank(self) -> int:
-        """Number of this rank among all, also those that have other parts: in order, those of a node or replica."""
+        """Number of this rank among all, also those that have other parts, which follow one another."""
         return self.comm.rank * self.within.world_size + self.within.rank
 
     def _anywhere_within(self, flag: Tensor) -> Tensor:

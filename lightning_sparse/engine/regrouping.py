@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_sparse.core.checks import expect
-from lightning_sparse.core.layout import own, shaped, sharded_as
+from lightning_sparse.core.layout import own, shaped, whole_of
 from lightning_sparse.core.messages import AllGather, AllReduce, Message
 from lightning_sparse.core.step import Agreement, Context
 from lightning_sparse.engine.config import SparsificationConfig
@@ -233,7 +233,7 @@ def _by_name(averages: Sequence[Averages]) -> dict[str, Averages]:
 def _shaped(averages: Averages, name: str, parameter: Tensor) -> Tensor:
     """Return the averages of a parameter, of all its coordinates here, in its shape."""
     assert averages.values is not None
-    return sharded_as(shaped(averages.values[averages.spans[name]], own(parameter)), parameter)
+    return whole_of(shaped(averages.values[averages.spans[name]], own(parameter)), parameter)
 
 
 def check_covers(plan: Sequence[Group], parameters: Mapping[str, Parameter]) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_sparse.core.layout import flattened, laid_out, own, sharded_as
+from lightning_sparse.core.layout import flattened, laid_out, own, whole_of
 from lightning_sparse.core.messages import AllGather, AllReduce, Message, Steps, ring_all_reduce_bytes
 from lightning_sparse.core.messages import started as first
 from lightning_sparse.core.step import Context
@@ -189,7 +189,7 @@ class Stepper(Groups):
 
     @property
     def rank(self) -> int:
-        """Number of this rank among all: in order, those of a node or replica."""
+        """Number of this rank among all; those near each other follow one another."""
         return self.comm.rank * self.within.world_size + self.within.rank
 
     @property
@@ -400,7 +400,10 @@ class Stepper(Groups):
         """Count a step whose gradients DDP has averaged, unless these are not finite."""
         with self.failing_together("before the step"):
             self._before_exchange()
-        if not self._are_finite(fresh):
+        finite = self._are_finite(fresh)
+        if self._broken and self.within.world_size > 1:  # each rank has looked at its part
+            finite, _ = self.meet(STEP, fresh, finite)
+        if not finite:
             return self._skip()
         self._count(skipped=False)
         self.shared_bytes, self._said = self._said, 0.0
@@ -604,7 +607,7 @@ class Stepper(Groups):
         if not self._broken:
             return True
         grads = [p.grad for p in (self.parameters[name] for name in names) if p.grad is not None]
-        return all(bool(all_finite(flattened(grad))) for grad in grads)
+        return all(bool(all_finite(flattened(own(grad)))) for grad in grads)
 
     def _take(self, group: GroupReducer, used: Collection[str]) -> None:
         """Give a group the places of its gradients."""
@@ -613,7 +616,7 @@ class Stepper(Groups):
             if name in used and p.grad is None:
                 p.grad = torch.zeros_like(p)
             elif name in used and p.grad is not None and (lies := laid_out(own(p.grad), own(p))) is not own(p.grad):
-                p.grad = sharded_as(lies, p)
+                p.grad = whole_of(lies, p)
             group.arrived[name] = self._exchanged(name, p.grad if name in used else None)
 
     def _steps_of(self, group: GroupReducer, used: set[str], scale: Tensor | None, flush: bool) -> Steps[None]:
@@ -751,7 +754,7 @@ def clip_by_norm(
         norm = norm_of_mean(steppers, given)
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError("The norm of the mean gradient is not finite, so it cannot be clipped.")
-        # Of sharded gradients, each rank scales its own part by the norm of all.
+        # Of gradients in parts, each rank scales its own by the norm of all.
         here: Any = [SimpleNamespace(grad=p.grad if p.grad is None else own(p.grad)) for p in given]
         torch.nn.utils.clip_grads_with_norm_(here, max_norm, norm, foreach)
     else:
@@ -762,7 +765,7 @@ def clip_by_norm(
 
 
 def _whole(norm: Any) -> Tensor:
-    """Return a norm as a plain tensor; collective where gradients are sharded."""
+    """Return a norm as a plain tensor; collective where ranks have parts of gradients."""
     found: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     return found
 

@@ -452,7 +452,7 @@ class OptimizerBinding:
         if self.takes(optimizer):
             return True
         # Gradients of the first step that are not clipped would wait, and move parameters without any limit later. Of
-        # parameters that are sharded over ranks, each rank sees a part.
+        # parameters that are cut over ranks, each rank sees a part.
         sparsified = self._sparsified
         if not known or not self.left_open or self._reducer.settings.memory_in_use.needs_second:
             return False

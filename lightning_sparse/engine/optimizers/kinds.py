@@ -56,13 +56,13 @@ def stepping(optimizer: Optimizer) -> Optimizer:
         >>> type(stepping(torch.optim.AdamW([weight]))).__name__
         'AdamW'
     """
-    sharded = any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
+    in_parts = any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
     for name in ("optim", "optimizer"):
         inner = getattr(optimizer, name, None)
         if not isinstance(inner, Optimizer) or inner is optimizer:
             continue
-        # Not one for some parameters only, as in mixed optimizers. Of a sharded one it is this rank's part.
-        if sharded or ids_of(inner) == ids_of(optimizer):
+        # Not one for some parameters only, as in mixed optimizers. Of one in parts it is this rank's.
+        if in_parts or ids_of(inner) == ids_of(optimizer):
             return stepping(inner)
     return optimizer
 

@@ -11,7 +11,6 @@ A source calls ``engine.entrance``, on all ranks in the same order:
 - ``pass_by(averages)`` where it averages all gradients by itself, and ``direct`` says so.
 
 Every backward passes on all gradients of a group or none; a parameter that this rank did not use has zeros.
-Sources are :class:`~lightning_sparse.engine.sources.comm_hook.BucketSource` in DDP's communication hook, and
-:class:`~lightning_sparse.hsdp.source.ShardSource` over ``.grad`` of FSDP2's shards. The entrance is the
-engine's router, or with ``node_size`` what stands in front of it: :mod:`.within_a_node`. Sources do not notice.
+The source is :class:`~lightning_sparse.engine.sources.comm_hook.BucketSource` in DDP's communication hook, and the
+entrance the engine's router.
 """

@@ -38,7 +38,7 @@ class Usage:
     Args:
         parameters: parameters by name.
         comm: the ranks.
-        within: ranks of this node, where the mean of their gradients is exchanged; None: each rank's own are.
+        within: ranks near this one, where the mean of their gradients is exchanged; None: each rank's own are.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Usage:
         self.comm = comm.between_hosts()
         """Collective for facts of the hosts, without a device."""
         self.within = None if within is None else within.between_hosts()
-        """Ranks of this node, likewise."""
+        """Ranks near this one, likewise."""
         used = self._used = set[str]()
 
         def note(name: str, _: Tensor) -> None:  # keeps no more than the set alive
@@ -110,6 +110,6 @@ def refuse_sparse_gradients(
                 )
 
     for name, p in parameters.items():
-        if own(p) is p:  # FSDP reduces dense gradients only
+        if own(p) is p:  # gradients of parts are dense
             handles[name] = p.register_post_accumulate_grad_hook(partial(look, name))  # type: ignore[no-untyped-call]
     return list(handles.values())
