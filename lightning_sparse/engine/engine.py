@@ -297,8 +297,8 @@ class Engine(EngineView):
             if thawed:
                 raise RuntimeError(
                     f"The parameter {thawed[0]} needs gradients now, and did not when DistributedDataParallel was "
-                    "built, or the engine attached to a sharded model, so that nobody would average them. Wrap the "
-                    "model again, attach a new engine and give it the state_dict() of this one. (The strategies for "
+                    "built, or the engine attached, so that nobody would average them. Wrap the model again, "
+                    " attach a new engine and give it the state_dict() of this one. (The strategies for "
                     "DDP do so by themselves, between two steps.)"
                 )
             self._binding.begin_step()
@@ -363,8 +363,8 @@ class Engine(EngineView):
             if names:
                 raise ValueError(
                     f"Expected groups of which each rank has some coordinates, but rank {rank} has none of group "
-                    f"{names[0]!r}. Choose a coarser grouping, such as 'bucket' or 'model', or fewer ranks in a "
-                    "node or replica."
+                    f"{names[0]!r}. Choose a coarser grouping, such as 'bucket' or 'model', or fewer ranks that "
+                    "share a parameter."
                 )
         return parts
 

@@ -56,20 +56,20 @@ def stepping(optimizer: Optimizer) -> Optimizer:
         >>> type(stepping(torch.optim.AdamW([weight]))).__name__
         'AdamW'
     """
-    sharded = _is_sharded(type(optimizer))
+    in_parts = _is_in_parts(*type(optimizer).__mro__)
     for name in ("optim", "optimizer"):
         inner = getattr(optimizer, name, None)
         if not isinstance(inner, Optimizer) or inner is optimizer:
             continue
-        # Not one for some parameters only, as in mixed optimizers. Of a sharded one it is this rank's part.
-        if sharded or ids_of(inner) == ids_of(optimizer):
+        # Not one for some parameters only, as in mixed optimizers. Of one in parts it is this rank's.
+        if in_parts or ids_of(inner) == ids_of(optimizer):
             return stepping(inner)
     return optimizer
 
 
 @cache
-def _is_sharded(kind: type) -> bool:
-    return any(one.__name__ == "ZeroRedundancyOptimizer" for one in kind.__mro__)
+def _is_in_parts(*kinds: type[object]) -> bool:
+    return "ZeroRedundancyOptimizer" in [kind.__name__ for kind in kinds]
 
 
 def listed(optimizers: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:

@@ -68,7 +68,7 @@ class Engine:
             ],
         }
 
-    _ranks_of_a_replica = 1
+    _parts = 1
     refuses = False
     frozen: ClassVar[dict[str, Any]] = {}
 
