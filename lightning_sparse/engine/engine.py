@@ -20,9 +20,9 @@ from lightning_sparse.engine.backward import BackwardEnd
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.binding import OptimizerBinding
+from lightning_sparse.engine.record import Counts
 from lightning_sparse.engine.regrouping import check_covers
 from lightning_sparse.engine.share import Share
-from lightning_sparse.engine.state.record import Counts
 from lightning_sparse.engine.state.schema import renamed
 from lightning_sparse.engine.state.state import EngineState
 from lightning_sparse.engine.step import Stepper, clip_by_norm

@@ -20,8 +20,8 @@ from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.metrics import Totals
 from lightning_sparse.engine.network import TorchCollective, send
 from lightning_sparse.engine.pipeline import GroupReducer
+from lightning_sparse.engine.record import Counts, Record
 from lightning_sparse.engine.share import Share
-from lightning_sparse.engine.state.record import Counts, Record
 from lightning_sparse.engine.stream import ExchangeStream
 from lightning_sparse.methods.grouping import Group
 from lightning_sparse.methods.memory import Memory

@@ -34,10 +34,10 @@ from lightning_sparse.engine.metrics import Stamp
 from lightning_sparse.engine.network import Going, TorchCollective, joined
 from lightning_sparse.engine.pipeline import Exchanged as OfGroup
 from lightning_sparse.engine.pipeline import GroupReducer, any_set, forget_overflow_
+from lightning_sparse.engine.record import Counts
 from lightning_sparse.engine.regrouping import Groups
 from lightning_sparse.engine.share import Share
 from lightning_sparse.engine.signals import SAVING, Hold, held
-from lightning_sparse.engine.state.record import Counts
 from lightning_sparse.methods.grouping import Group
 from lightning_sparse.methods.memory import NoMemory
 from lightning_sparse.ops import all_finite, static_shapes

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_sparse.api.checkpoint import DAMAGED, Found, SideFileError, is_whole, load_together, sealed
 from lightning_sparse.core.layout import own, sum_dtype, whole_of
 from lightning_sparse.engine.agreement import failing_together, reason
 from lightning_sparse.engine.config import Resize
@@ -34,7 +35,6 @@ from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.kinds import stepping
 from lightning_sparse.engine.optimizers.rules import WAITED
-from lightning_sparse.engine.state.checkpoint import DAMAGED, Found, SideFileError, is_whole, load_together, sealed
 from lightning_sparse.engine.state.schema import State, check_state, checksum, with_pending
 
 METADATA, CHECKSUMS = ".metadata", "checksums.json"

@@ -19,13 +19,13 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_sparse.api.attach import attach_config, wrapped
+from lightning_sparse.api.checkpoint import SideFiles, listing, restore
 from lightning_sparse.core.checks import expect
 from lightning_sparse.engine import Engine, failing_together
 from lightning_sparse.engine.config import SparsificationConfig, StrategyConfig, from_keywords, with_keywords_of
 from lightning_sparse.engine.metrics import Totals
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.kinds import stepping
-from lightning_sparse.engine.state.checkpoint import SideFiles, listing, restore
 from lightning_sparse.engine.step import Stepper, clip_by_norm, clip_by_value
 from lightning_sparse.integrations.earlier import Left, go_on
 from lightning_sparse.tuning.controllers.announcer import Announcer

@@ -16,13 +16,13 @@ from torch.nn import SyncBatchNorm
 from torch.nn.parameter import is_lazy
 
 from lightning_sparse.api.attach import DDP_ARGUMENTS, attach_config
+from lightning_sparse.api.checkpoint import SideFiles, restore
 from lightning_sparse.core.checks import is_number
 from lightning_sparse.core.names import named_modules, named_parameters
 from lightning_sparse.engine import Engine, StepObserver, check_equal_on_ranks
 from lightning_sparse.engine.config import StrategyConfig, from_keywords
 from lightning_sparse.engine.metrics import Totals
 from lightning_sparse.engine.network import TorchCollective
-from lightning_sparse.engine.state.checkpoint import SideFiles, restore
 from lightning_sparse.engine.step import Stepper, clip_by_norm, clip_by_value
 from lightning_sparse.methods.grouping.groupings import CUDA_BUCKET_MB, DDP_BUCKET_MB
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 
+from lightning_sparse.api.checkpoint import FORMAT, MARKER, Found, SideFileError, resume
 from lightning_sparse.core.checks import expect, is_integer
 from lightning_sparse.engine import Engine, check_equal_on_ranks, failing_together
 from lightning_sparse.engine.config import StrategyConfig, keywords_of, with_keywords_of
 from lightning_sparse.engine.network import TorchCollective
-from lightning_sparse.engine.state.checkpoint import FORMAT, MARKER, Found, SideFileError, resume
 from lightning_sparse.hsdp.attach import attach_hsdp_config, grid_of, networks_of, refuse_without_ddp
 from lightning_sparse.hsdp.source import apart
 from lightning_sparse.hsdp.state import read_sharded, remove_others, save_sharded

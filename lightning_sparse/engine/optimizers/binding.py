@@ -166,7 +166,7 @@ class OptimizerBinding(MemoryChoice):
 
     def _meet(self, optimizer: Optimizer, held: Sequence[str]) -> None:
         """Note an optimizer that steps for the first time, and cut groups by what it holds."""
-        self._stepper.record.hold(optimizer)
+        self._stepper.record.hold(ids_of(optimizer))
         if not any(known() is optimizer for known in self._found):
             self._found.append(ref(optimizer))
         self._stepper.split(held)

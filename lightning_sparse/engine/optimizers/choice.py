@@ -29,10 +29,9 @@ from lightning_sparse.engine.optimizers.kinds import (
 )
 from lightning_sparse.engine.optimizers.momentum import has_velocities
 from lightning_sparse.engine.optimizers.rules import AdamRule, go_on_from_dense
-from lightning_sparse.engine.state.schema import second_moment_in
 from lightning_sparse.engine.step import Stepper
 from lightning_sparse.methods.exchanges import EXCHANGES, as_exchange
-from lightning_sparse.methods.memory import Memory, NoMemory, Residual
+from lightning_sparse.methods.memory import Memory, NoMemory, Residual, SecondMoment
 
 SPENT = (
     "SGD applies averages that have waited together with the momentum that they would have had by now "
@@ -84,7 +83,7 @@ class MemoryChoice:
     def show(self, optimizers: Optimizer | Iterable[Optimizer]) -> None:
         """See :meth:`.Engine._show`."""
         # Lightning has an optimizer of nothing where configure_optimizers returns None.
-        chosen = [optimizer for optimizer in listed(optimizers) if self._stepper.record.hold(optimizer)]
+        chosen = [optimizer for optimizer in listed(optimizers) if self._stepper.record.hold(ids_of(optimizer))]
         self.suit(chosen)
         self._check(chosen)
         self._shown, self._found = chosen, []  # those that step on are found again
@@ -233,3 +232,12 @@ class MemoryChoice:
         if self._stepper.rank == 0 and (kind or sentence) not in self._told:
             self._told.add(kind or sentence)
             tell(sentence)
+
+
+def second_moment_in(settings: object) -> SecondMoment | None:
+    """Return the memory of this kind in a state's settings, see :attr:`SparsificationConfig.algorithm`; or None."""
+    if not isinstance(settings, Mapping):
+        return None
+    if settings.get("class") == SecondMoment.__name__:
+        return SecondMoment(settings["beta2"], settings["eps"])
+    return next(filter(None, map(second_moment_in, settings.values())), None)
