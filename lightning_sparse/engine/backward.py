@@ -50,13 +50,14 @@ class BackwardEnd:
                 raise RuntimeError(CAPTURED)
             if not self._pending:
                 self._names, self._aside = [], stepper.steps_aside
+                stepper.begin_backward()
             self._names += [name for p in bucket.parameters() if (name := stepper.names.get(id(p))) is not None]
             last = bucket.is_last()
             if self._aside:
                 future = stepper.comm.start_average(buffer, wait=last)
             else:
                 future = Future(devices=[buffer.device] if buffer.is_cuda else None)
-                self._near += filter(None, [stepper.share.average(buffer, last)])
+                self._near += filter(None, [stepper.share.average(buffer)])
             self._pending.append((future, buffer))
             if last:
                 buckets, self._pending = self._pending, []
@@ -65,8 +66,10 @@ class BackwardEnd:
 
     def _end(self, buckets: list[tuple[Future[Tensor], Tensor]]) -> None:
         near, self._near = self._near, []
-        for each in [future for future, _ in buckets] if self._aside else near:
-            each.wait()
+        self._stepper.share.hosts.hear()
+        self._stepper.share.within.end_averages(near)
+        if self._aside:
+            self._stepper.comm.end_averages([future for future, _ in buckets])
         finite, _ = self._stepper.end_backward(self._names, [buffer for _, buffer in buckets], self._aside)
         for future, buffer in buckets if not self._aside else ():
             future.set_result(buffer if finite else buffer.fill_(float("nan")))

@@ -25,7 +25,7 @@ from lightning_sparse.core.layout import flattened, laid_out, own, sharded_as
 from lightning_sparse.core.messages import AllGather, AllReduce, Message, Steps, ring_all_reduce_bytes
 from lightning_sparse.core.messages import started as first
 from lightning_sparse.core.step import Context
-from lightning_sparse.engine.calls import BACKWARD, NORM, STEP, Call, compare
+from lightning_sparse.engine.calls import BACKWARD, BEGIN, NORM, STEP, Call, compare
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.delivery import Delivery
 from lightning_sparse.engine.executor import SAVING, Hold, held
@@ -231,17 +231,33 @@ class Stepper(Groups):
     ) -> None:
         """Begin a call that all ranks take part in; what they say is looked at before a later message is waited for."""
         flags = used or [False] * len(self.parameters)
-        call = Call(kind, _digest_of(tuple(names)), self.backwards, self.steps, self.flush_asked, self._digest)
-        if self.within.world_size > 1:  # first those near this one, whose parts have other sizes
+        if self.within.world_size > 1:  # first those near this one
             near: list[tuple[bool, list[bool]]] = []
-            words = call._replace(settings=self._digest_of_names).words(finite, flags)
-            self.share.hosts.announce(words, lambda rows: near.append(compare(rows)))
+            self._announce_near(kind, names, finite, flags, lambda *met: near.append(met))
             self.share.hosts.hear()
             [(finite, flags)] = near
             flags = flags[: len(self.parameters)]
-        words = call.words(finite, flags)
+        words = self._call(kind, names).words(finite, flags)
         self._said += AllGather(words).bytes_sent(self.comm.world_size)
-        self._hosts.announce(words, lambda rows: look(*compare(rows)))
+        ranks = [number * self.within.world_size + self.within.rank for number in range(self.comm.world_size)]
+        self._hosts.announce(words, lambda rows: look(*compare(rows, ranks)))
+
+    def _announce_near(
+        self,
+        kind: int,
+        names: Collection[str],
+        finite: bool,
+        used: Sequence[bool],
+        look: Callable[[bool, list[bool]], None],
+    ) -> None:
+        """Begin a call of the ranks near this one, whose parts have other sizes."""
+        call, several = self._call(kind, names)._replace(settings=self._digest_of_names), self.within.world_size
+        ranks = [self.comm.rank * several + number for number in range(several)]
+        self.share.hosts.announce(call.words(finite, used), lambda rows: look(*compare(rows, ranks)))
+
+    def _call(self, kind: int, names: Collection[str]) -> Call:
+        """Return what this rank is about to do."""
+        return Call(kind, _digest_of(tuple(names)), self.backwards, self.steps, self.flush_asked, self._digest)
 
     def on_host(self, flag: Tensor) -> bool:
         """Return a () flag of the current stream, on which messages of ranks may be that have failed meanwhile.
@@ -271,6 +287,11 @@ class Stepper(Groups):
         ended = memory.needs_second and self._sparse_before
         goes_on = not ended or all(group.plan.dense for group in self.groups)
         return goes_on and not any(group.selects(step) for group in self.groups)
+
+    def begin_backward(self) -> None:
+        """Begin a synchronised backward: what ranks near this one do is looked at before it ends."""
+        if self.share.cuts:
+            self._announce_near(BEGIN, [], True, [False] * len(self.parameters), _look)
 
     def end_backward(
         self, names: Sequence[str], gradients: Sequence[Tensor], averaged: bool, used: Sequence[bool] = ()
@@ -659,7 +680,11 @@ class Stepper(Groups):
     # ------------------------------------------------------------------------------------------------- groups
 
     def split(self, held: Collection[str]) -> None:
-        """Cut groups in two where an optimizer holds some of their parameters, and others the rest."""
+        """Cut groups in two where an optimizer holds some of their parameters, and others the rest.
+
+        Raises:
+            ValueError: on a rank that has no coordinate of one of them.
+        """
         if len(held) == len(self.parameters):
             return
         plan: list[Group] = []
@@ -673,6 +698,13 @@ class Stepper(Groups):
                 group._replace(name=f"{group.name}.{number}", parameters=tuple(part))
                 for number, part in enumerate((inside, outside))
             ]
+        if empty := [p.name for group in plan if not group.numel for p in group.parameters]:
+            with self.failing_together("before the step"):
+                raise ValueError(
+                    f"An optimizer holds nothing but {', '.join(empty)}, of which rank {self.rank} has no coordinate: "
+                    "these are fewer than the ranks that share them. Let one optimizer hold larger parameters, too; "
+                    "param_groups may have settings of their own."
+                )
         if len(plan) > len(self.groups):
             self.regroup(plan, self.messages)
 
