@@ -74,8 +74,7 @@ def attach(ddp: DistributedDataParallel, **keywords: Any) -> Engine:
     model: ``.grad`` is this rank's own before, and whatever is done to it counts. Steps with gradients that are not
     finite on some rank are left out on all. To clip as with plain DDP, call :meth:`.Engine.clip_grad_norm_`.
 
-    With ``node_size``, gradients are exchanged in backward: call ``engine.bind([optimizer])`` then, which lets the
-    engine take the steps of torch's Adam and AdamW, and pass the ``scaler`` of the loss.
+    With ``node_size``, ``.grad`` is the mean of this rank's node between backward and step.
 
     Returns:
         The engine, for statistics and for :meth:`Engine.close`.
@@ -116,8 +115,8 @@ def attach_config(
     nodes = nodes_of(config.node_size, ranks, device)
     config = replace(config, node_size=nodes.size)  # 1 is None
     in_steps = IN_STEPS if in_steps is None else in_steps
-    # What asks for messages while backward goes on, or is planned by measuring it, exchanges in backward.
-    in_steps = in_steps and config.messages != "group" and not Planner.wanted(config)
+    # What asks for messages while backward goes on, or is planned by measuring it, exchanges in backward; never nodes.
+    in_steps = bool(config.node_size) or (in_steps and config.messages != "group" and not Planner.wanted(config))
     alone = ranks.world_size in (1, nodes.size)
     with failing_together(ranks, device):
         _check_ddp(ddp)

@@ -90,8 +90,8 @@ class AllRanksDivide:
         joining = getattr(self._ddp(), "_join_config", None)
         if joining is not None and joining.enable and self._in_steps(engine):
             raise ValueError(
-                "join() lets ranks end before others, and below a density of 1 all ranks exchange when optimizers "
-                "step. Give all ranks equally many batches, or train at a density of 1."
+                "join() lets ranks end before others, and all ranks exchange together when optimizers step. Give all "
+                "ranks equally many batches, or let DDP average by itself: density=1 without node_size."
             )
 
     @staticmethod
