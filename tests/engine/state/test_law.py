@@ -16,10 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import lightning_sparse as ls
+from lightning_sparse.api.attach import sizes_of
 from lightning_sparse.methods.density.schedules import DensitySchedule
 from lightning_sparse.methods.grouping import make_plan
 from tests.covering import by_default, covering, in_one_test, in_turns
 from tests.engine.state.account import Case, Look, Training, check, check_resized
+from tests.nodes.model import part
 from tests.ranks import Ranks
 from tests.sums import SPARSE, Sums
 
@@ -217,10 +219,16 @@ class InTurn(DensitySchedule):
 
 
 class History:
-    """A training in which anything may happen, the same on all ranks; what it has given, and stepped with."""
+    """A training in which anything may happen, the same on all ranks; what it has given, and stepped with.
 
-    def __init__(self, seed: int, dense: bool) -> None:
-        self.random, self.module = random.Random(seed), Sums().double()
+    Args:
+        seed: of what happens.
+        dense: whether some steps are.
+        size: ranks of a node, whose means are given: each rank of it exchanges a part.
+    """
+
+    def __init__(self, seed: int, dense: bool, size: int = 1) -> None:
+        self.random, self.module, self.size = random.Random(seed), Sums().double(), size
         self.density: Any = InTurn() if dense else 0.05
         self.parameters = dict(self.module.named_parameters())
         self.given, self.stepped = ({n: torch.zeros_like(p) for n, p in self.parameters.items()} for _ in range(2))
@@ -229,7 +237,9 @@ class History:
 
     def attach(self) -> None:
         self.ddp = DistributedDataParallel(self.module, find_unused_parameters=True, bucket_cap_mb=0.002)
-        self.engine = ls.attach(self.ddp, **{**SPARSE, "density": self.density, "memory": "residual"})
+        self.engine = ls.attach(
+            self.ddp, **{**SPARSE, "density": self.density, "memory": "residual", "node_size": self.size}
+        )
 
     def make_optimizers(self) -> None:
         every, cut = list(self.parameters.values()), self.random.choice([1, 2, 4])
@@ -279,7 +289,7 @@ class History:
     def between(self) -> str:
         what = self.random.choice(["nothing", "nothing", "regroup", "flush", "load", "optimizers", "send all"])
         if what == "regroup":
-            sizes = [p for group in self.engine.plan for p in group.parameters]
+            sizes = sizes_of(self.engine.parameters)
             self.random.shuffle(sizes)
             grouping: Any = self.random.choice(["model", "layer"])
             self.engine.regroup(make_plan(sizes, grouping, rules=ls.Rules(dense_ndim=0, dense_numel=0)))
@@ -301,21 +311,23 @@ class History:
 
     def check(self, what: str) -> None:
         """Whether all that was given is stepped with, or waits; and weights are equal on all ranks."""
-        n = dist.get_world_size()
+        n, place = dist.get_world_size(), dist.get_rank() % self.size
         for name, p in self.parameters.items():
             residual = self.engine.residual(name)
-            lost = self.given[name].flatten() - (0 if residual is None else residual)
+            lost = torch.zeros_like(p).flatten()
+            part(lost, place, self.size).copy_(part(self.given[name].flatten(), place, self.size))
+            part(lost, place, self.size).sub_(0 if residual is None else residual)
             dist.all_reduce(lost)
-            lost -= n * self.stepped[name].flatten()
+            lost -= n // self.size * self.stepped[name].flatten()
             assert lost.abs().max() < 1e-8, (what, name, self.engine.step)
             others = [torch.empty_like(p) for _ in range(n)]
             dist.all_gather(others, p.detach())
             assert all(torch.equal(other, p) for other in others), (what, name, self.engine.step)
 
 
-def history(seed: int) -> tuple[int, int]:
+def history(seed: int, size: int = 1) -> tuple[int, int]:
     """Steps, and skipped ones, of a history."""
-    history = History(seed, dense=seed % 4 == 1)
+    history = History(seed, dense=seed % 4 == 1, size=size)
     for _ in range(25):
         history.backward()
         history.check("backward")
@@ -331,5 +343,14 @@ def history(seed: int) -> tuple[int, int]:
 @pytest.mark.parametrize("seed", by_default(range(1, 61), 2))
 def test_whatever_happens_nothing_is_lost(two_ranks: Ranks, three_ranks: Ranks, seed: int) -> None:
     taken, *others = (three_ranks if seed % 2 == 0 else two_ranks)(history, seed)
+    assert all(other == taken for other in others)
+    assert taken[0] > 10
+
+
+@pytest.mark.filterwarnings("ignore:.*not finite")
+@pytest.mark.parametrize(("seed", "ranks"), by_default([(seed, 2 if seed % 5 == 0 else 4) for seed in range(1, 31)], 2))
+def test_whatever_happens_nothing_of_a_part_is_lost(request: pytest.FixtureRequest, seed: int, ranks: int) -> None:
+    """Of two nodes of two ranks, or of one."""
+    taken, *others = request.getfixturevalue("two_ranks" if ranks == 2 else "four_ranks")(history, seed, 2)
     assert all(other == taken for other in others)
     assert taken[0] > 10
