@@ -234,7 +234,8 @@ class Stepper(Groups):
         call = Call(kind, _digest_of(tuple(names)), self.backwards, self.steps, self.flush_asked, self._digest)
         if self.within.world_size > 1:  # first those near this one, whose parts have other sizes
             near: list[tuple[bool, list[bool]]] = []
-            words = call._replace(settings=self._digest_of_names).words(finite, flags)
+            alike = self._digest_of_names if self.share.cuts else _digest_of(tuple(self.parameters))
+            words = call._replace(settings=alike).words(finite, flags)
             self.share.hosts.announce(words, lambda rows: near.append(compare(rows)))
             self.share.hosts.hear()
             [(finite, flags)] = near
@@ -498,10 +499,12 @@ class Stepper(Groups):
         for group in self.groups:
             if not group.spans.keys().isdisjoint(fresh):
                 group.unused = group.spans.keys() - used
-        groups = [group for group in self.groups if not used.isdisjoint(group.spans)]
+        self._lay_out(used)
+        groups = [group for group in self.groups if any(self._has(name) for name in used & group.spans.keys())]
         flush, self.flush_asked = self.flush_asked, False
         for group in groups:
-            self._take(group, used)
+            for name in group.spans:
+                group.arrived[name] = self._exchanged(name, self.parameters[name].grad if name in used else None)
         with held(SAVING), self.on_stream.between_steps():
             steps = [self._steps_of(group, used, scale, flush) for group in groups]
             return Started(groups, used, scale, flush, first(joined(steps, self.comm)))
@@ -539,7 +542,7 @@ class Stepper(Groups):
             self._count(skipped)
             self._unapplied, self._scale = frozenset() if skipped else used, scale
         deliveries = {name: one for name, one in deliveries.items() if name in used}
-        self._note_what_waits(groups, used, flush, skipped)
+        self._note_what_waits(used, flush, skipped)
         self._measure(begin, groups)
         for group in groups:
             group.end_step()
@@ -567,9 +570,8 @@ class Stepper(Groups):
                 found[name] = places.cpu(), flat[places].cpu()
         return found
 
-    def _note_what_waits(
-        self, groups: Sequence[GroupReducer], used: Collection[str], flush: bool, skipped: bool
-    ) -> None:
+    def _note_what_waits(self, used: Collection[str], flush: bool, skipped: bool) -> None:
+        groups = [group for group in self.groups if not group.spans.keys().isdisjoint(used)]  # equal on all ranks
         if skipped:  # what was finite of gradients waits
             self._waits.update(name for group in groups for name in group.spans.keys() & used)
             self.flush_asked = self.flush_asked or flush
@@ -609,15 +611,18 @@ class Stepper(Groups):
         grads = [p.grad for p in (self.parameters[name] for name in names) if p.grad is not None]
         return all(bool(all_finite(flattened(own(grad)))) for grad in grads)
 
-    def _take(self, group: GroupReducer, used: Collection[str]) -> None:
-        """Give a group the places of its gradients."""
-        for name in group.spans:
-            p = self.parameters[name]
-            if name in used and p.grad is None:
+    def _has(self, name: str) -> bool:
+        """Return True for a parameter of which this rank exchanges any coordinate."""
+        place = self.share.places.get(name)
+        return place is None or place.length > 0
+
+    def _lay_out(self, used: Collection[str]) -> None:
+        """Let parameters have gradients that lie in memory as they do; zeros, where only another rank has one."""
+        for p in (self.parameters[name] for name in used):
+            if p.grad is None:
                 p.grad = torch.zeros_like(p)
-            elif name in used and p.grad is not None and (lies := laid_out(own(p.grad), own(p))) is not own(p.grad):
+            elif (lies := laid_out(own(p.grad), own(p))) is not own(p.grad):
                 p.grad = whole_of(lies, p)
-            group.arrived[name] = self._exchanged(name, p.grad if name in used else None)
 
     def _steps_of(self, group: GroupReducer, used: set[str], scale: Tensor | None, flush: bool) -> Steps[None]:
         with self.failing_together(f"in the exchange of group {group.plan.name!r}"):
@@ -669,7 +674,8 @@ class Stepper(Groups):
         for group in (group.plan for group in self.groups):
             inside = [p for p in group.parameters if p.name in held]
             outside = [p for p in group.parameters if p.name not in held]
-            if not inside or not outside:
+            nothing = not self.share.cuts and not all(sum(p.numel for p in part) for part in (inside, outside))
+            if not inside or not outside or nothing:  # here, of one of them
                 plan.append(group)
                 continue
             plan += [

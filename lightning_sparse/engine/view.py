@@ -238,7 +238,7 @@ class EngineView:
         return 1 if self.router.settings.node_size and self._parts == 1 else self.comm.world_size
 
     def _sum_within(self, x: Tensor) -> Tensor:
-        """Return the sum of a small vector on the CPU over the ranks that hold the parts of the same gradients; collective."""
+        """Return the sum of a small vector on the CPU over the ranks that hold parts of the same; collective."""
         whole = self.router.share.cuts or self.router.within.world_size == 1
         return x if whole else self.router.within.all_reduce(x.to(self.device)).cpu()
 

@@ -158,6 +158,8 @@ class StepBinding(OptimizerBinding):
         self._refuse(optimizer, held)
         if bool(getattr(optimizer, "found_inf", None) or 0):  # of a scaler: nobody steps, on any rank
             stepper.leave(held)
+            if self.takes(inner):  # which would look for moments where there is a count alone
+                self._adam.rehearse(inner, self._served(inner))
             return
         if stepper.flushed is not None:
             self._act(inner, stepper.flushed, 0)
