@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -46,13 +46,6 @@ class ExchangeStream:
         with torch.cuda.stream(self.stream):
             yield
         caller.wait_stream(self.stream)
-
-    def ready(self) -> Callable[[], None]:
-        """Return a function that makes the stream wait for all work of the caller's stream up to now."""
-        if (stream := self.stream) is None:
-            return lambda: None
-        event = torch.cuda.current_stream(self._device).record_event()
-        return lambda: stream.wait_event(event)
 
     def synchronize(self) -> None:
         """Wait until all work is done."""
