@@ -23,7 +23,6 @@ from lightning_sparse.engine.optimizers.kinds import (
     decays_of,
     ids_of,
     listed,
-    made_for,
     refusal,
     stepping,
 )
@@ -99,10 +98,9 @@ class MemoryChoice:
             ValueError: for an optimizer that does not go with the memory.
         """
         stepper, (adoptions, _), known = self._stepper, self._read, self.optimizers
-        optimizers = known or made_for({id(p) for p in self._parameters.values()})
-        decays = decays_of(optimizers)
+        decays = decays_of(known)
         if (stepper.adoptions, decays) != self._read or not known:
-            self.suit(optimizers, begins=True)
+            self.suit(known, begins=True)
         self._read = stepper.adoptions, decays
         if stepper.adoptions != adoptions:
             settings = stepper.settings
@@ -110,7 +108,7 @@ class MemoryChoice:
             for network in reversed(stepper.networks):
                 check_equal_on_ranks(chosen, network, stepper.device)
             with stepper.record.changing(), stepper.on_stream.between_steps():
-                go_on_from_dense(stepper, [optimizer for optimizer in optimizers if self.takes(optimizer)])
+                go_on_from_dense(stepper, [optimizer for optimizer in known if self.takes(optimizer)])
         self._check([one for one in known if one not in self._checked])
 
     def suit(self, optimizers: Sequence[Optimizer], begins: bool = False) -> None:
