@@ -1,4 +1,4 @@
-"""Which engine acts in the steps of an optimizer, and what it is told of optimizers that nobody bound."""
+"""Which engine acts in the steps of an optimizer, and what is said of optimizers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lightning_sparse as ls
-from lightning_sparse.engine.optimizers import binding
+from lightning_sparse.engine.optimizers import choice
 from tests.engine.optimizers.test_adam_rule import Training
 from tests.ranks import Ranks
 
@@ -55,15 +55,15 @@ def exchanges_of(sparsifier: str, kind: str, **options: Any) -> tuple[list[Any],
     """Exchanges before a step with Adam, after it, after a reload, and with SGD again; whether steps are equal."""
     told: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(binding, "say", told.append)
-        training = Training(kind, follow=False, sparsifier=sparsifier, density=0.3, **options)
+        patch.setattr(choice, "say", told.append)
+        training = Training(kind, sparsifier=sparsifier, density=0.3, **options)
         seen = [training.engine.settings.exchange]
         training.engine._show([training.optimizer] if kind != "ours" else [])  # those of this package are found
         training.engine._show([training.optimizer] if kind != "ours" else [])
         training.step(0)
         seen.append(training.engine.settings.exchange)
         training.step(1)
-        again = Training(kind, follow=kind != "ours", sparsifier=sparsifier, density=0.3, **options)
+        again = Training(kind, shown=kind != "ours", sparsifier=sparsifier, density=0.3, **options)
         misfits = again.load(training.saved())
         seen.append(again.engine.settings.exchange)
         for one in (training, again):
@@ -86,8 +86,8 @@ def test_an_exchange_without_second_moments_is_replaced_and_said_once(two_ranks:
 
 
 def refused(name: str) -> list[str]:
-    """What is said where an Adam is bound, and what is taken where the user has decided."""
-    training = Training(follow=False, sparsifier=name)
+    """What is said where an Adam is shown, and what is taken where the user has decided."""
+    training = Training(sparsifier=name)
     with pytest.raises(ValueError, match="is its exchange") as error:
         training.engine._show([training.optimizer])
     training.engine._show(torch.optim.SGD(training.ddp.parameters(), lr=0.1))
@@ -107,8 +107,8 @@ def test_methods_that_are_their_exchange_refuse_adam(two_ranks: Ranks, name: str
 
 
 def found_late(name: str) -> None:
-    """An Adam of this package that nobody bound."""
-    Training("ours", follow=False, sparsifier=name).step(0)
+    """An Adam that steps."""
+    Training("ours", sparsifier=name).step(0)
 
 
 def test_an_adam_that_is_found_in_a_step_is_refused_on_all_ranks(two_ranks: Ranks) -> None:
