@@ -62,12 +62,12 @@ AVERAGES = "all_reduce float32"
 
 
 TALKS: list[tuple[str, dict[str, Any], dict[str, int], int]] = [
-    # what ranks say in backward and in the step; picks, parts of sums, sums: of several dtypes as bytes
-    ("default", {"grouping": "layer"}, {WORDS: 2, INTS: 3}, 4),
-    ("small_buckets", {"grouping": "bucket", "bucket_cap_mb": 0.01}, {WORDS: 2, INTS: 3}, 3),
-    ("default", MANY, {WORDS: 2, INTS: 1, BYTES: 2}, 5),
-    ("find_unused", {"grouping": "layer"}, {WORDS: 2, INTS: 3}, 4),
-    ("find_unused", MANY, {WORDS: 2, INTS: 1, BYTES: 2}, 5),
+    # what two ranks say in backward and in the step; picks, and vectors to add up: of several dtypes as bytes
+    ("default", {"grouping": "layer"}, {WORDS: 2, INTS: 2}, 4),
+    ("small_buckets", {"grouping": "bucket", "bucket_cap_mb": 0.01}, {WORDS: 2, INTS: 2}, 3),
+    ("default", MANY, {WORDS: 2, INTS: 1, BYTES: 1}, 5),
+    ("find_unused", {"grouping": "layer"}, {WORDS: 2, INTS: 2}, 4),
+    ("find_unused", MANY, {WORDS: 2, INTS: 1, BYTES: 1}, 5),
     ("default", {**MANY, "sparsifier": "everything"}, {AVERAGES: 1}, 5),  # DDP's own
     ("default", {"grouping": "layer", "sparsifier": "top_k"}, {WORDS: 2, INTS: 1}, 4),
 ]
@@ -78,6 +78,12 @@ def test_a_step_talks_as_often_as_one_group(two_ranks: Ranks, case: int) -> None
     layout, options, expected, groups = TALKS[case]
     for seen in two_ranks(collectives, layout, {"density": 0.05, **options}):
         assert seen == (expected, groups)
+
+
+def test_between_more_than_two_ranks_sums_are_formed_in_parts(three_ranks: Ranks) -> None:
+    layout, options, expected, groups = TALKS[-3]
+    for seen in three_ranks(collectives, layout, {"density": 0.05, **options}):
+        assert seen == ({**expected, BYTES: 2}, groups)
 
 
 # ---- Errors

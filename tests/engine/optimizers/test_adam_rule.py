@@ -548,7 +548,7 @@ def with_an_older_engine(closed: bool) -> list[Tensor]:
     if closed:
         old.engine.close()
     ddp = DistributedDataParallel(old.module)
-    engine = ls.attach(ddp, density=0.1, grouping="model")
+    ls.attach(ddp, density=0.1, grouping="model")
     optimizer = torch.optim.AdamW(ddp.parameters(), **HYPER)
     for step in range(3, 8):
         optimizer.zero_grad()
@@ -595,7 +595,7 @@ def test_two_backwards_before_the_steps_are_two_averages(at_the_end: bool) -> No
     torch.manual_seed(0)
     pair = Pair()
     ddp = DistributedDataParallel(pair, find_unused_parameters=True)
-    engine = ls.attach(ddp, density=0.1, grouping="layer", watch=None, single_device="sparse")
+    ls.attach(ddp, density=0.1, grouping="layer", watch=None, single_device="sparse")
     optimizers = {name: torch.optim.AdamW(getattr(pair, name).parameters(), lr=0.01) for name in ("first", "second")}
     for _ in range(60):
         ddp.zero_grad()
