@@ -16,6 +16,7 @@ from tests.ranks import Ranks
 def attached_twice() -> tuple[bool, bool]:
     """Whether the engine takes steps of its AdamW before and after another attach, which fails."""
     training = Training()
+    training.step(0)
     before = training.engine._takes_steps_of(training.optimizer)
     with pytest.raises(RuntimeError, match="has a communication hook already"):
         ls.attach(training.ddp, density=0.1)
