@@ -47,11 +47,6 @@ class ExchangeStream:
             yield
         caller.wait_stream(self.stream)
 
-    def join(self) -> None:
-        """Let the caller's stream wait for all work of this one."""
-        if self.stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self.stream)
-
     def ready(self) -> Callable[[], None]:
         """Return a function that makes the stream wait for all work of the caller's stream up to now."""
         if (stream := self.stream) is None:

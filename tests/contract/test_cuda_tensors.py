@@ -126,7 +126,7 @@ def test_steps_of_adam_stay_on_the_device(dtype: torch.dtype, scaled: bool) -> N
         made = drive(one.exchange_steps(Context(0, 0.05, 1, 4), pieces), Mirror(1, 4, CUDA))
         one.settle(made, made.proposed.skipped)
         parameters = {name: nn.Parameter(torch.zeros(500, dtype=dtype, device=CUDA)) for name in one.spans}
-        optimizer = ls.AdamW(parameters.values())
+        optimizer = torch.optim.AdamW(parameters.values())
         for name, parameter in parameters.items():
             parameter.grad = pieces[name]
         if scaled:

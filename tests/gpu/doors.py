@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 
 import lightning_sparse as ls
 from tests.gpu.one_training import TOPK, close, train
-from tests.hsdp import Net, batches, made, weights
+from tests.hsdp.model import Net, batches, made, weights
 from tests.trainers import EVERYTHING_SPARSE
 
 
@@ -39,7 +39,6 @@ def _sharded(device: str, optimizer: Any) -> dict[str, torch.Tensor]:
     settings = {**TOPK, "rules": EVERYTHING_SPARSE, "single_device": "sparse", "watch": None}
     engine = ls.attach_hsdp(model, mesh, **settings)
     stepped = optimizer(model.parameters())
-    engine._show([stepped])
     for [(x, y)] in batches(6):
         mse_loss(model(x.to(device)), y.to(device)).backward()
         stepped.step()

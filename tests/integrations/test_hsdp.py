@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 import lightning_sparse as ls
 from lightning_sparse.integrations.base import CHECKPOINT_KEY as KEY
 from tests.covering import by_default
-from tests.hsdp import weights
+from tests.hsdp.model import weights
 from tests.integrations.everything import (
     EVERYTHING,
     check_callbacks,
@@ -188,11 +187,8 @@ def test_callbacks_see_sharded_replicas_and_a_second_trainer_trains_on(four_rank
 
 
 def loop(package: str, path: Path) -> dict[str, Any]:
-    """And what is said to a scaler."""
     kind = classes(package, "SparseHSDPStrategy")[1]
-    fabric, net, found = in_fabric(package, path, lambda: kind(shard, **SETTINGS))
-    with pytest.raises(ValueError, match="bf16-mixed"):
-        fabric.strategy._attach_shards(net, SimpleNamespace(scaler=torch.amp.GradScaler("cpu")))
+    fabric, _, found = in_fabric(package, path, lambda: kind(shard, **SETTINGS))
     fabric.strategy.engine.close()
     return found
 
@@ -202,6 +198,25 @@ def loop(package: str, path: Path) -> dict[str, Any]:
 )
 def test_a_loop_in_fabric_is_resumed_bit_for_bit(four_ranks: Ranks, tmp_path: Path, package: str) -> None:
     check_loop(four_ranks(loop, package, tmp_path / "saved"))
+
+
+def scaled(package: str) -> tuple[int, int, float, dict[str, Any]]:
+    """Steps, skipped ones, and the scale after a run in float16, whose first scale is too large; with its weights."""
+    precision = importlib.import_module(f"{package}.plugins.precision").MixedPrecision
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22)
+    plugins = [precision("16-mixed", "cpu", scaler)]
+    trainer, module = fit(package, "momentum", {}, max_epochs=8, plugins=plugins, gradient_clip_val=1.0)
+    engine = trainer.strategy.engine
+    return engine.step, engine.skipped_steps, scaler.get_scale(), weights(module)
+
+
+@pytest.mark.filterwarnings("ignore:.*not finite")
+def test_a_loss_scale_is_the_same_on_all_parts(four_ranks: Ranks) -> None:
+    of_ranks = four_ranks(scaled, "pytorch_lightning")
+    for steps, skipped, scale, found in of_ranks:
+        assert (steps, skipped, scale) == of_ranks[0][:3]
+        assert skipped > 0 and steps > 0 and scale == 2.0 ** (22 - skipped)
+        assert all(w.isfinite().all() and torch.equal(w, of_ranks[0][3][name]) for name, w in found.items())
 
 
 def test_wrong_sizes_are_refused() -> None:

@@ -23,10 +23,8 @@ from tests.reference.length import Length
 HYPER: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
 N, WIDTH, STEPS = 2, 24, 12
 CLASSES: dict[str, Any] = {
-    "torch": torch.optim.AdamW,
-    "ours": ls.AdamW,
-    "torch_adam": torch.optim.Adam,
-    "adam": ls.Adam,
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
     "wrapped": lambda parameters, **settings: Around(torch.optim.AdamW(parameters, **settings)),
     "sharded": lambda parameters, **settings: sharded(parameters, torch.optim.AdamW, **settings),
     "sharded_nadam": lambda parameters, **settings: sharded(parameters, torch.optim.NAdam, **settings),
@@ -72,7 +70,7 @@ class Training:
     hyper: Mapping[str, Any] = HYPER
     options: Mapping[str, Any] = {"density": 0.1, "grouping": "model"}
 
-    def __init__(self, kind: str = "torch", *, shown: bool = False, hyper: Any = None, **options: Any) -> None:
+    def __init__(self, kind: str = "adamw", *, shown: bool = False, hyper: Any = None, **options: Any) -> None:
         self.module = model()
         self.ddp = DistributedDataParallel(self.module)
         self.engine = ls.attach(self.ddp, **{**self.options, **options})
@@ -201,11 +199,10 @@ def train(
 @pytest.mark.parametrize(
     ("kind", "closure", "shown", "schedule"),
     [
-        ("torch", False, True, None),
-        ("ours", True, False, None),
-        ("torch", False, False, rising),
+        ("adamw", False, True, None),
+        ("adamw", True, False, None),
+        ("adamw", False, False, rising),
         ("wrapped", True, True, rising),
-        ("ours", False, False, rising),
     ],
 )
 def test_the_steps_are_those_of_the_rule(
@@ -256,7 +253,7 @@ def short_run(
 def test_adam_within_another_optimizer_is_stepped_for_as_by_itself(
     two_ranks: Ranks, kind: str, closure: bool, limit: float | None
 ) -> None:
-    runs = [two_ranks(short_run, name, closure, limit) for name in ("torch", kind)]
+    runs = [two_ranks(short_run, name, closure, limit) for name in ("adamw", kind)]
     for (expected, *_), (weights, memory, taken, warned) in zip(*runs, strict=True):
         assert memory == ls.memories.SecondMoment(0.95) and taken and warned == []
         assert all(torch.equal(a, b) for a, b in zip(expected, weights, strict=True))
@@ -268,13 +265,13 @@ def test_another_adam_within_an_optimizer_is_warned_of_once(two_ranks: Ranks) ->
     assert "NAdam keeps a first moment" in warned and others == []
 
 
-def several_settings(cls: Any, shown: bool) -> list[str]:
+def several_settings(shown: bool) -> list[str]:
     """What is said in three steps of an optimizer with two second betas, of which one has a schedule."""
     module = model()
     ddp = DistributedDataParallel(module)
     engine = ls.attach(ddp, density=0.1)
     betas = (0.9, 0.92, 0.94, 0.96)
-    optimizer = cls([{"params": [p], "betas": (0.9, beta)} for p, beta in zip(module.parameters(), betas, strict=True)])
+    optimizer = torch.optim.AdamW([{"params": [p], "betas": (0.9, beta)} for p, beta in zip(module.parameters(), betas, strict=True)])
     with warnings.catch_warnings(record=True, action="always") as caught:
         for step in range(3):
             if shown:
@@ -286,9 +283,9 @@ def several_settings(cls: Any, shown: bool) -> list[str]:
     return [str(w.message) for w in caught]
 
 
-@pytest.mark.parametrize(("cls", "shown"), [(ls.AdamW, False), (torch.optim.AdamW, True), (torch.optim.AdamW, False)])
-def test_several_second_betas_are_warned_of_once_on_rank_zero(two_ranks: Ranks, cls: Any, shown: bool) -> None:
-    [warned], others = two_ranks(several_settings, cls, shown)
+@pytest.mark.parametrize("shown", [True, False])
+def test_several_second_betas_are_warned_of_once_on_rank_zero(two_ranks: Ranks, shown: bool) -> None:
+    [warned], others = two_ranks(several_settings, shown)
     assert "[(0.9, 1e-08), (0.94, 1e-08)]" in warned and others == []
 
 
@@ -296,7 +293,7 @@ def dense_runs(kind: str, options: dict[str, Any], hyper: dict[str, Any]) -> tup
     ours = Training(kind, hyper=hyper, **options)
     module = model()
     plain = DistributedDataParallel(module)
-    theirs = CLASSES["torch_adam" if "adam" in kind else "torch"](plain.parameters(), **hyper)
+    theirs = CLASSES[kind](plain.parameters(), **hyper)
     for step in range(4):
         ours.step(step)
         theirs.zero_grad()
@@ -315,26 +312,10 @@ DENSE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("settings", "kind"), covering(in_turns(list(DENSE), ["ours", "adam"]), together=1))
+@pytest.mark.parametrize(("settings", "kind"), covering(in_turns(list(DENSE), ["adamw", "adam"]), together=1))
 def test_behind_a_dense_exchange_it_is_torchs_bit_for_bit(two_ranks: Ranks, kind: str, settings: str) -> None:
     for ours, theirs in two_ranks(dense_runs, kind, DENSE[settings], HYPER):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
-@pytest.mark.parametrize("hyper", [{}, HYPER, {"amsgrad": True}, {"maximize": True, "foreach": False}])
-def test_without_an_engine_it_is_torchs_bit_for_bit(hyper: dict[str, Any]) -> None:
-    weights = []
-    for cls in (torch.optim.AdamW, ls.AdamW):
-        module = model()
-        optimizer = cls(module.parameters(), **hyper)
-        for step in range(3):
-            optimizer.zero_grad()
-            loss_of(module, step, 0).backward()
-            optimizer.step()
-        again = cls(module.parameters(), **hyper)
-        again.load_state_dict(optimizer.state_dict())
-        weights.append([p.detach() for p in module.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
 def resumed(kind: str, shown: bool, scheduled: bool) -> tuple[list[Tensor], list[Tensor]]:
@@ -357,7 +338,7 @@ def resumed(kind: str, shown: bool, scheduled: bool) -> tuple[list[Tensor], list
 
 @pytest.mark.parametrize(
     ("kind", "shown", "scheduled"),
-    [("torch", True, False), ("torch", True, True), ("torch", False, False), ("ours", False, True)],
+    [("adamw", True, False), ("wrapped", True, True), ("adamw", False, False), ("adamw", False, True)],
 )
 def test_a_resumed_run_goes_on_bit_for_bit(two_ranks: Ranks, kind: str, shown: bool, scheduled: bool) -> None:
     for whole, again in two_ranks(resumed, kind, shown, scheduled):
@@ -421,7 +402,7 @@ def narrow(dtype: torch.dtype) -> tuple[list[Tensor], ls.memories.Memory]:
     module = model().to(dtype)
     ddp = DistributedDataParallel(module)
     engine = ls.attach(ddp, density=0.1)
-    optimizer = ls.AdamW(ddp.parameters(), lr=torch.tensor(0.01))  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=torch.tensor(0.01))
     for step in range(4):
         optimizer.zero_grad()
         (ddp(batch(step, dist.get_rank()).to(dtype)) - 1).square().mean().backward()
@@ -441,7 +422,7 @@ def test_other_precisions_and_a_rate_in_a_tensor(two_ranks: Ranks, dtype: torch.
 
 def left_alone(hyper: dict[str, Any], options: dict[str, Any]) -> tuple[Any, bool, list[str]]:
     with warnings.catch_warnings(record=True, action="always") as caught:
-        training = Training("torch_adam", hyper=hyper, **options)
+        training = Training("adam", hyper=hyper, **options)
         for step in range(3):
             training.step(step)
     memory = training.engine.settings.memory
@@ -563,7 +544,7 @@ def test_an_engine_that_was_not_closed_takes_no_steps_of_a_later_one(two_ranks: 
 
 
 def regrouped() -> list[bool]:
-    training = Training("ours")
+    training = Training()
     plan = training.engine.plan
     all_dense = [group._replace(dense=True) for group in plan]
     taken = []

@@ -52,19 +52,19 @@ CANNOT = [
 ]
 
 
-def exchanges_of(sparsifier: str, kind: str, **options: Any) -> tuple[list[Any], bool, int]:
+def exchanges_of(sparsifier: str, shown: bool) -> tuple[list[Any], bool, int]:
     """Exchanges before a step with Adam, after it, after a reload, and with SGD again; whether steps are equal."""
     told: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choice, "say", told.append)
-        training = Training(kind, sparsifier=sparsifier, density=0.3, **options)
+        training = Training(sparsifier=sparsifier, density=0.3)
         seen = [training.engine.settings.exchange]
-        training.engine._show([training.optimizer] if kind != "ours" else [])  # those of this package are found
-        training.engine._show([training.optimizer] if kind != "ours" else [])
+        for _ in range(2 if shown else 0):
+            training.engine._show([training.optimizer])
         training.step(0)
         seen.append(training.engine.settings.exchange)
         training.step(1)
-        again = Training(kind, shown=kind != "ours", sparsifier=sparsifier, density=0.3, **options)
+        again = Training(shown=shown, sparsifier=sparsifier, density=0.3)
         misfits = again.load(training.saved())
         seen.append(again.engine.settings.exchange)
         for one in (training, again):
@@ -76,14 +76,14 @@ def exchanges_of(sparsifier: str, kind: str, **options: Any) -> tuple[list[Any],
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [(name, ("torch", "ours")[at % 2]) for at, name in enumerate(sorted({*CANNOT} - {*OWN}))]
+    ("name", "shown"), [(name, at % 2 == 0) for at, name in enumerate(sorted({*CANNOT} - {*OWN}))]
 )
-def test_an_exchange_without_second_moments_is_replaced_and_said_once(two_ranks: Ranks, name: str, kind: str) -> None:
+def test_an_exchange_without_second_moments_is_replaced_and_said_once(two_ranks: Ranks, name: str, shown: bool) -> None:
     natural = ls.engine.config.SparsificationConfig(sparsifier=name).exchange_in_use
     union = ls.exchanges.ReduceUnion()
-    for rank, (seen, alike, told) in enumerate(two_ranks(exchanges_of, name, kind)):
+    for rank, (seen, alike, told) in enumerate(two_ranks(exchanges_of, name, shown)):
         assert seen == [natural, union, union, natural] and alike
-        assert told == (rank == 0) * (2 if kind == "torch" else 1)  # a loaded state has brought it to the second engine
+        assert told == (rank == 0) * (2 if shown else 1)  # a loaded state has brought it to the second engine
 
 
 def refused(name: str) -> list[str]:
@@ -109,7 +109,7 @@ def test_methods_that_are_their_exchange_refuse_adam(two_ranks: Ranks, name: str
 
 def found_late(name: str) -> None:
     """An Adam that steps."""
-    Training("ours", sparsifier=name).step(0)
+    Training(sparsifier=name).step(0)
 
 
 def test_an_adam_that_is_found_in_a_step_is_refused_on_all_ranks(two_ranks: Ranks) -> None:

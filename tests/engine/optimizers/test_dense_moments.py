@@ -80,7 +80,7 @@ def first_step(kind: str, shown: bool, everywhere: bool) -> tuple[float, float, 
 
 
 @pytest.mark.parametrize(
-    ("kind", "shown", "everywhere"), [("torch", True, True), ("ours", False, True), ("wrapped", True, False)]
+    ("kind", "shown", "everywhere"), [("adamw", True, True), ("adamw", False, True), ("wrapped", True, False)]
 )
 def test_second_moments_go_on_from_those_of_dense_steps(
     two_ranks: Ranks, kind: str, shown: bool, everywhere: bool

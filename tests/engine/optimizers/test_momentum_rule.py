@@ -22,7 +22,7 @@ N, STEPS, DENSITY = 2, 12, 0.1
 HYPER: dict[str, Any] = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.01}
 OPTIONS: dict[str, Any] = {"density": DENSITY, "grouping": "model", "sparsifier": "shared_top_k"}
 MADE: dict[str, Any] = {
-    "torch": torch.optim.SGD,
+    "sgd": torch.optim.SGD,
     "wrapped": lambda parameters, **settings: Around(torch.optim.SGD(parameters, **settings)),
     "sharded": lambda parameters, **settings: sharded(parameters, torch.optim.SGD, **settings),
 }
@@ -30,6 +30,9 @@ MADE: dict[str, Any] = {
 
 class Training(test_adam_rule.Training):
     classes, hyper, options = MADE, HYPER, OPTIONS
+
+    def __init__(self, kind: str = "sgd", **options: Any) -> None:
+        super().__init__(kind, **options)
 
 
 def reference(hyper: dict[str, Any], spends: bool = True) -> list[Tensor]:
@@ -79,7 +82,7 @@ def train(kind: str, closure: bool, hyper: dict[str, Any], options: dict[str, An
     for step in range(STEPS):
         training.step(step, closure)
     assert all(p.grad is not None for p in training.module.parameters())
-    if kind == "torch":
+    if kind == "sgd":
         counted = {p for p, state in training.optimizer.state.items() if "waited" in state}
         chosen = "memory" in options
         assert counted == {p for p in training.module.parameters() if p.dim() == 2 and not chosen}
@@ -90,11 +93,11 @@ def train(kind: str, closure: bool, hyper: dict[str, Any], options: dict[str, An
     ("kind", "closure", "extra"),
     by_default(
         [
-            ("torch", False, {}),
-            ("torch", True, {"nesterov": True}),
+            ("sgd", False, {}),
+            ("sgd", True, {"nesterov": True}),
             ("wrapped", False, {"fused": True}),
             ("sharded", True, {}),
-            ("torch", False, {"nesterov": True, "foreach": True, "weight_decay": 0.0}),  # torch then writes to .grad
+            ("sgd", False, {"nesterov": True, "foreach": True, "weight_decay": 0.0}),  # torch then writes to .grad
         ],
         3,
     ),
@@ -109,7 +112,7 @@ def test_the_steps_are_those_of_the_rule(two_ranks: Ranks, kind: str, closure: b
 @pytest.mark.parametrize("options", [{"memory": "residual"}, {"memory": ls.memories.Residual()}])
 def test_a_memory_that_was_chosen_leaves_momentum_to_the_optimizer(two_ranks: Ranks, options: dict[str, Any]) -> None:
     expected = reference(HYPER, spends=False)
-    for weights in two_ranks(train, "torch", False, HYPER, options):
+    for weights in two_ranks(train, "sgd", False, HYPER, options):
         assert_near(weights, expected)
 
 
