@@ -43,7 +43,7 @@ def main() -> None:
         DataLoader(digits.val_set, 64),
     )
     if not args.dense:
-        attach(accelerator, model, optimizer, density=args.density, max_grad_norm=LIMIT)
+        attach(accelerator, model, optimizer, density=args.density)
     if args.checkpoint and os.path.isdir(args.checkpoint):
         accelerator.load_state(args.checkpoint)
 

@@ -49,12 +49,9 @@ else:
     )
 
 if TYPE_CHECKING:
-    from lightning_sparse.engine.optimizers.adam import Adam, AdamW
     from lightning_sparse.tools.advisor import advise
 
 __all__ = [
-    "Adam",
-    "AdamW",
     "Engine",
     "FabricSparseDDPStrategy",
     "FabricSparseHSDPStrategy",
@@ -91,11 +88,11 @@ def _second_name(name: str, module: _ModuleType) -> _ModuleType:
 for _name in ("density", "exchanges", "grouping", "memories", "metrics", "sparsifiers"):
     globals()[_name] = _second_name(_name, globals()[_name])
 
-_LATER = {"Adam": "engine.optimizers.adam", "AdamW": "engine.optimizers.adam", "advise": "tools.advisor"}
+_LATER = {"advise": "tools.advisor"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use optimizers, which LightningCLI would offer, and tools, which training does not need."""
+    """Import tools on first use: training does not need them."""
     if name in _LATER:
         return getattr(_importlib.import_module(f"lightning_sparse.{_LATER[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

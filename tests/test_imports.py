@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -17,7 +18,8 @@ PACKAGE = Path(lightning_sparse.__file__).parent
 DOORS = ["accelerate", "huggingface", "ray"]
 ALONE = "minimal"
 """Imports nothing of the package, and is imported by nothing of it."""
-ROOMS = [ALONE, "core", "ops", "methods", "engine", "tuning", "api", "integrations", *DOORS, "tools", "__init__"]
+EXCHANGE = ["core", "ops", "methods", "engine"]
+ROOMS = [ALONE, *EXCHANGE, "tuning", "nodes", "api", "hsdp", "integrations", *DOORS, "tools", "__init__"]
 """From the ground up: each imports from itself and from those before it."""
 CLI = PACKAGE.parent / "lightning_sparse_cli"
 FILES = sorted([*PACKAGE.rglob("*.py"), *CLI.rglob("*.py")])
@@ -82,11 +84,32 @@ def test_rooms_import_only_what_stands_below_them_and_files_do_not_import_each_o
 @in_one_test("path", ((path,) for path in FILES), apart=0)
 def test_the_network_and_the_framework_are_touched_in_their_rooms_only(path: Path) -> None:
     names = set(imported(path))
-    if room_of(path) not in {"engine", "api", ALONE}:
+    if room_of(path) not in {"engine", "nodes", "api", "hsdp", ALONE}:
         assert not any(name.startswith(("torch.distributed", "torch.nn.parallel")) for name in names)
     if room_of(path) not in {"integrations", "cli"}:
         packages = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_pytorch"}
         assert not any(name.split(".")[0] in packages for name in names)
+
+
+NOT_ITS_BUSINESS = re.compile(r"\b(?!node_size\b)\w*(?:node|shard|replica|[hf]sdp)\w*", re.IGNORECASE)
+
+
+def words_of_neighbours(text: str) -> list[str]:
+    """Words for what stands on the engine; a setting may be called ``node_size``."""
+    return NOT_ITS_BUSINESS.findall(text)
+
+
+def test_words_of_neighbours_are_found() -> None:
+    text = "node_size of a Node, engine.shards, FSDP2's and lightning_sparse.hsdp; replicated, snodes, anode_size"
+    assert len(words_of_neighbours(text)) == 7
+
+
+@in_one_test("path", ((path,) for path in FILES if room_of(path) == "engine"), apart=0)
+def test_the_engine_knows_neither_nodes_nor_shards_nor_replicas(path: Path) -> None:
+    """What a rank exchanges is its share, and who has the rest is near: packages that stand on it know more."""
+    assert {room_of(MODULES[name]) for name in modules_imported(path)} <= set(EXCHANGE)
+    if path.name != "config.py":  # of the setting
+        assert not words_of_neighbours(path.read_text())
 
 
 def imported_at_once(nodes: list[Any]) -> Iterator[str]:

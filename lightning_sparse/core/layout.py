@@ -199,7 +199,7 @@ def own(x: Tensor) -> Tensor:
     return part
 
 
-def sharded_as(part: Tensor, like: Tensor) -> Tensor:
+def whole_of(part: Tensor, like: Tensor) -> Tensor:
     """Return a tensor that is sharded as another one, given the part that this rank has; else the part itself."""
     kind: Any = type(like)
     if not hasattr(kind, "from_local"):

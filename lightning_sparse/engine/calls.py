@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -55,7 +57,7 @@ class Call(NamedTuple):
             finite: whether all gradients of this rank are finite.
             used: of each parameter of the engine, whether this rank has a gradient that would be exchanged.
         """
-        flags = [sum(bit << place for place, bit in enumerate(used[i : i + BITS])) for i in range(0, len(used), BITS)]
+        flags = [int("".join(["01"[bit] for bit in used[i : i + BITS]])[::-1], 2) for i in range(0, len(used), BITS)]
         return torch.tensor([*map(int, self), int(finite), *flags], dtype=torch.int64, device="cpu")
 
 
@@ -78,19 +80,13 @@ def compare(rows: Tensor) -> tuple[bool, list[bool]]:
     Raises:
         RuntimeError: if ranks are about to do different things, saying what each of them does.
     """
-    first, *_ = every = rows.tolist()
-    if any(row[:LENGTH] != first[:LENGTH] for row in every):
-        raise RuntimeError(_told([Call(*row[:LENGTH]) for row in every]))
-    anywhere = [_joined(word) for word in rows[:, LENGTH + 1 :].unbind(1)]
-    used = [bool(word >> place & 1) for word in anywhere for place in range(BITS)]
-    return all(row[LENGTH] for row in every), used
-
-
-def _joined(words: Tensor) -> int:
-    found = 0
-    for word in words.tolist():
-        found |= word
-    return found
+    every = rows.tolist()
+    said = [row[:LENGTH] for row in every]
+    if said.count(said[0]) < len(said):
+        raise RuntimeError(_told([Call(*one) for one in said]))
+    _, finite, *words = zip(*[row[LENGTH - 1 :] for row in every], strict=True)
+    used = [bool(word >> place & 1) for word in [reduce(or_, each) for each in words] for place in range(BITS)]
+    return all(finite), used
 
 
 def _told(calls: Sequence[Call]) -> str:

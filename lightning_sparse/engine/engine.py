@@ -20,9 +20,9 @@ from lightning_sparse.engine.backward import BackwardEnd
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.binding import OptimizerBinding
+from lightning_sparse.engine.record import Counts
 from lightning_sparse.engine.regrouping import check_covers
 from lightning_sparse.engine.share import Share
-from lightning_sparse.engine.state.record import Counts
 from lightning_sparse.engine.state.schema import renamed
 from lightning_sparse.engine.state.state import EngineState
 from lightning_sparse.engine.step import Stepper, clip_by_norm
@@ -297,8 +297,8 @@ class Engine(EngineView):
             if thawed:
                 raise RuntimeError(
                     f"The parameter {thawed[0]} needs gradients now, and did not when DistributedDataParallel was "
-                    "built, or the engine attached to a sharded model, so that nobody would average them. Wrap the "
-                    "model again, attach a new engine and give it the state_dict() of this one. (The strategies for "
+                    "built, or the engine attached, so that nobody would average them. Wrap the model again, "
+                    " attach a new engine and give it the state_dict() of this one. (The strategies for "
                     "DDP do so by themselves, between two steps.)"
                 )
             self._binding.begin_step()
@@ -363,8 +363,8 @@ class Engine(EngineView):
             if names:
                 raise ValueError(
                     f"Expected groups of which each rank has some coordinates, but rank {rank} has none of group "
-                    f"{names[0]!r}. Choose a coarser grouping, such as 'bucket' or 'model', or fewer ranks in a "
-                    "node or replica."
+                    f"{names[0]!r}. Choose a coarser grouping, such as 'bucket' or 'model', or fewer ranks that "
+                    "share a parameter."
                 )
         return parts
 

@@ -56,6 +56,6 @@ def refuse_sparse_gradients(
                 )
 
     for name, p in parameters.items():
-        if own(p) is p:  # FSDP reduces dense gradients only
+        if own(p) is p:  # gradients of parts are dense
             handles[name] = p.register_post_accumulate_grad_hook(partial(look, name))  # type: ignore[no-untyped-call]
     return list(handles.values())

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_sparse.core.checks import expect
-from lightning_sparse.core.layout import own, rates_at, shaped, sharded_as
+from lightning_sparse.core.layout import own, rates_at, shaped, whole_of
 from lightning_sparse.core.messages import AllGather, AllReduce, Message
 from lightning_sparse.core.step import Agreement, Context
 from lightning_sparse.engine.average import Average
@@ -20,8 +20,8 @@ from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.metrics import Totals
 from lightning_sparse.engine.network import TorchCollective, send
 from lightning_sparse.engine.pipeline import GroupReducer
+from lightning_sparse.engine.record import Counts, Record
 from lightning_sparse.engine.share import Share
-from lightning_sparse.engine.state.record import Counts, Record
 from lightning_sparse.engine.stream import ExchangeStream
 from lightning_sparse.methods.grouping import Group
 from lightning_sparse.methods.memory import Memory
@@ -237,7 +237,7 @@ def _by_name(averages: Sequence[Average]) -> dict[str, Average]:
 
 def _shaped(average: Average, name: str, parameter: Tensor) -> Tensor:
     """Return the average of a parameter, of all its coordinates here, in its shape."""
-    return sharded_as(shaped(average.values[average.spans[name]], own(parameter)), parameter)
+    return whole_of(shaped(average.values[average.spans[name]], own(parameter)), parameter)
 
 
 def check_covers(plan: Sequence[Group], parameters: Mapping[str, Parameter]) -> None:

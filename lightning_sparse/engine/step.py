@@ -11,6 +11,7 @@ last step of an optimizer that holds them. What plain DDP would not have average
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import lru_cache
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_sparse.core.layout import flattened, laid_out, own, sharded_as
+from lightning_sparse.core.layout import flattened, laid_out, own, whole_of
 from lightning_sparse.core.messages import AllGather, AllReduce, Message, Steps, ring_all_reduce_bytes
 from lightning_sparse.core.messages import started as first
 from lightning_sparse.core.step import Context
@@ -33,10 +34,10 @@ from lightning_sparse.engine.metrics import Stamp
 from lightning_sparse.engine.network import Going, TorchCollective, joined
 from lightning_sparse.engine.pipeline import Exchanged as OfGroup
 from lightning_sparse.engine.pipeline import GroupReducer, any_set, forget_overflow_
+from lightning_sparse.engine.record import Counts
 from lightning_sparse.engine.regrouping import Groups
 from lightning_sparse.engine.share import Share
 from lightning_sparse.engine.signals import SAVING, Hold, held
-from lightning_sparse.engine.state.record import Counts
 from lightning_sparse.methods.grouping import Group
 from lightning_sparse.methods.memory import NoMemory
 from lightning_sparse.ops import all_finite, static_shapes
@@ -187,7 +188,7 @@ class Stepper(Groups):
 
     @property
     def rank(self) -> int:
-        """Number of this rank among all: in order, those of a node or replica."""
+        """Number of this rank among all; those near each other follow one another."""
         return self.comm.rank * self.within.world_size + self.within.rank
 
     @property
@@ -235,7 +236,8 @@ class Stepper(Groups):
         call = Call(kind, _digest_of(tuple(names)), *counts, self._digest, by)
         if self.within.world_size > 1:  # first those near this one, whose parts have other sizes
             near: list[tuple[bool, list[bool]]] = []
-            words = call._replace(settings=self._digest_of_names).words(finite, flags)
+            alike = self._digest_of_names if self.share.cuts else _digest_of(tuple(self.parameters))
+            words = call._replace(settings=alike).words(finite, flags)
             self.share.hosts.announce(words, lambda rows: near.append(compare(rows)))
             self.share.hosts.hear()
             [(finite, flags)] = near
@@ -344,7 +346,8 @@ class Stepper(Groups):
             names = [self.names[id(p)] for p in local]
             self._announce(NORM, names, True, [], _look)
             self._hosts.hear()
-            sums = sketch([self._exchanged(name, self.parameters[name].grad) for name in names], self.backwards)
+            pieces = [self._exchanged(name, self.parameters[name].grad) for name in names]
+            sums = sketch(pieces, self.record.counts.step)
             self._said += ring_all_reduce_bytes(sums.nbytes, self.comm.world_size)
             norm: Tensor = torch.linalg.vector_norm(self.comm.all_reduce(sums) / self.comm.world_size)
             if self.within.world_size > 1:
@@ -406,7 +409,10 @@ class Stepper(Groups):
         """Count a step whose gradients DDP has averaged, unless these are not finite."""
         with self.failing_together("before the step"):
             self._before_exchange()
-        if not self._are_finite(fresh):
+        finite = self._are_finite(fresh)
+        if self._broken and self.within.world_size > 1:  # each rank has looked at its part
+            finite, _ = self.meet(STEP, fresh, finite)
+        if not finite:
             return self._skip()
         self._count(skipped=False)
         self.shared_bytes, self._said = self._said, 0.0
@@ -518,9 +524,13 @@ class Stepper(Groups):
         for group in self.groups:
             if not group.spans.keys().isdisjoint(fresh):
                 group.unused = group.spans.keys() - used
-        groups = [group for group in self.groups if not used.isdisjoint(group.spans)]
+        self._lay_out(used)
+        groups = [group for group in self.groups if any(self._has(name) for name in used & group.spans.keys())]
         flush, self.flush_asked = self.flush_asked, False
-        taken = [self._take(group, used) for group in groups]
+        taken = [
+            {name: self._exchanged(name, self.parameters[name].grad if name in used else None) for name in group.spans}
+            for group in groups
+        ]
         with held(SAVING), self.on_stream.between_steps():
             steps = [
                 self._steps_of(group, pieces, used, units, flush) for group, pieces in zip(groups, taken, strict=True)
@@ -555,9 +565,9 @@ class Stepper(Groups):
                 group.settle(one, flag)
                 if skipped and static_shapes(self.device):  # settled by the flag, for which the host knew nothing
                     forget_overflow_(group.state, group.memory, self.comm.world_size)
-            self._count(skipped)
+            self.record.count(skipped)
             self._unapplied, self._units = frozenset() if skipped else used, units
-        self._note_what_waits(groups, used, flush, skipped)
+        self._note_what_waits(used, flush, skipped)
         self._measure(begin, groups)
         return Exchanged(skipped, {} if skipped else averages)
 
@@ -585,9 +595,8 @@ class Stepper(Groups):
                 found[name] = places.cpu(), flat[places].cpu()
         return found
 
-    def _note_what_waits(
-        self, groups: Sequence[GroupReducer], used: Collection[str], flush: bool, skipped: bool
-    ) -> None:
+    def _note_what_waits(self, used: Collection[str], flush: bool, skipped: bool) -> None:
+        groups = [group for group in self.groups if not group.spans.keys().isdisjoint(used)]  # equal on all ranks
         if skipped:  # what was finite of gradients waits
             self._waits.update(name for group in groups for name in group.spans.keys() & used)
             self.flush_asked = self.flush_asked or flush
@@ -625,19 +634,20 @@ class Stepper(Groups):
         if not self._broken:
             return True
         grads = [p.grad for p in (self.parameters[name] for name in names) if p.grad is not None]
-        return all(bool(all_finite(flattened(grad))) for grad in grads)
+        return all(bool(all_finite(flattened(own(grad)))) for grad in grads)
 
-    def _take(self, group: GroupReducer, used: Collection[str]) -> dict[str, Tensor]:
-        """Return the places of a group's gradients."""
-        taken = {}
-        for name in group.spans:
-            p = self.parameters[name]
-            if name in used and p.grad is None:
+    def _has(self, name: str) -> bool:
+        """Return True for a parameter of which this rank exchanges any coordinate."""
+        place = self.share.places.get(name)
+        return place is None or place.length > 0
+
+    def _lay_out(self, used: Collection[str]) -> None:
+        """Let parameters have gradients that lie in memory as they do; zeros, where only another rank has one."""
+        for p in (self.parameters[name] for name in used):
+            if p.grad is None:
                 p.grad = torch.zeros_like(p)
-            elif name in used and p.grad is not None and (lies := laid_out(own(p.grad), own(p))) is not own(p.grad):
-                p.grad = sharded_as(lies, p)
-            taken[name] = self._exchanged(name, p.grad if name in used else None)
-        return taken
+            elif (lies := laid_out(own(p.grad), own(p))) is not own(p.grad):
+                p.grad = whole_of(lies, p)
 
     def _steps_of(
         self, group: GroupReducer, pieces: Mapping[str, Tensor], used: set[str], units: Units, flush: bool
@@ -688,7 +698,8 @@ class Stepper(Groups):
         for group in (group.plan for group in self.groups):
             inside = [p for p in group.parameters if p.name in held]
             outside = [p for p in group.parameters if p.name not in held]
-            if not inside or not outside:
+            nothing = not self.share.cuts and not all(sum(p.numel for p in part) for part in (inside, outside))
+            if not inside or not outside or nothing:  # here, of one of them
                 plan.append(group)
                 continue
             plan += [
@@ -775,7 +786,7 @@ def clip_by_norm(
         norm = norm_of_mean(steppers, given)
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError("The norm of the mean gradient is not finite, so it cannot be clipped.")
-        # Of sharded gradients, each rank scales its own part by the norm of all.
+        # Of gradients in parts, each rank scales its own by the norm of all.
         here: Any = [SimpleNamespace(grad=p.grad if p.grad is None else own(p.grad)) for p in given]
         torch.nn.utils.clip_grads_with_norm_(here, max_norm, norm, foreach)
     else:
@@ -785,8 +796,24 @@ def clip_by_norm(
     return norm
 
 
+def clip_by_value(steppers: Iterable[Stepper], parameters: Iterable[Tensor], limit: float) -> None:
+    """Clip values: each rank's own of gradients that are not averaged yet, which are longer than their mean."""
+    given = [p for p in parameters if p.grad is not None]
+    for stepper in steppers:
+        local = stepper.local(given)
+        _clip_values(local, limit * math.sqrt(stepper.comm.world_size))
+        done = set(map(id, local))
+        given = [p for p in given if id(p) not in done]
+    _clip_values(given, limit)
+
+
+def _clip_values(parameters: Sequence[Tensor], limit: float) -> None:
+    if parameters:  # torch's function does not take none
+        torch.nn.utils.clip_grad_value_(parameters, limit)
+
+
 def _whole(norm: Any) -> Tensor:
-    """Return a norm as a plain tensor; collective where gradients are sharded."""
+    """Return a norm as a plain tensor; collective where ranks have parts of gradients."""
     found: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     return found
 

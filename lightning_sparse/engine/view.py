@@ -164,7 +164,7 @@ class EngineView:
         """Return the (numel,) residual of a parameter on this rank, or None if the memory keeps none.
 
         Coordinates are in the order of memory, which is another one than that of ``flatten()`` for ``channels_last``.
-        With ``node_size`` and with sharded parameters, of this rank's part. A view, valid until the next step begins.
+        Where ranks have parts, of this rank's. A view, valid until the next step begins.
 
         Raises:
             ValueError: for another name than those of :attr:`parameters`.
@@ -215,20 +215,20 @@ class EngineView:
     @property
     def world_size(self) -> int:
         """Number of all ranks, also of those that have other parts."""
-        return self.comm.world_size * self._ranks_of_a_replica
+        return self.comm.world_size * self._parts
 
     @property
-    def _ranks_of_a_replica(self) -> int:
-        """Number of ranks that exchange the parts of a replica or of a node's mean; 1 where each exchanges all."""
+    def _parts(self) -> int:
+        """Number of ranks that exchange the parts of the same gradients; 1 where each exchanges all."""
         return self.router.within.world_size
 
     @property
     def _exchanging(self) -> int:
-        """Number of ranks, or of nodes, that exchange gradients; 1 where the only node trains densely."""
-        return 1 if self.router.settings.node_size and self._ranks_of_a_replica == 1 else self.comm.world_size
+        """Number of ranks that exchange the same part of gradients; 1 where those near each other are all."""
+        return 1 if self.router.settings.node_size and self._parts == 1 else self.comm.world_size
 
     def _sum_within(self, x: Tensor) -> Tensor:
-        """Return the sum of a small vector on the CPU over the ranks that hold the parts of a replica; collective."""
+        """Return the sum of a small vector on the CPU over ranks that hold parts of the same gradients; collective."""
         whole = self.router.share.cuts or self.router.within.world_size == 1
         return x if whole else self.router.within.all_reduce(x.to(self.device)).cpu()
 

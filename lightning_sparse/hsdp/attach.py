@@ -32,7 +32,7 @@ from lightning_sparse.engine.agreement import checksum
 from lightning_sparse.engine.config import SparsificationConfig, from_keywords, with_keywords_of
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.share import Place, Share
-from lightning_sparse.hsdp.source import ShardSource
+from lightning_sparse.hsdp.source import ShardSource, groups_of
 from lightning_sparse.methods.grouping import DDP_BUCKET_MB, ParameterSize, dense_plan, make_plan
 from lightning_sparse.tuning.controllers.announcer import Announcer
 
@@ -82,17 +82,19 @@ def refuse_without_ddp(config: SparsificationConfig) -> None:
 def attach_hsdp(model: Module, mesh: DeviceMesh, **keywords: Any) -> Engine:
     """Exchange the gradients of a model sharded by FSDP2 sparsely between its replicas. All ranks must call this.
 
-    Each replica shards the model over its ranks with ``fully_shard``; FSDP sums gradients within it, densely. At the
-    end of every backward, each rank exchanges its own part of the gradients, sparsified and with error feedback, with
-    the ranks of the other replicas that hold the same part. ``.grad`` then holds its part of the average.
+    Each replica shards the model over its ranks with ``fully_shard``; FSDP averages gradients within it, densely. When
+    an optimizer steps, each rank exchanges its own part of the gradients, sparsified and with error feedback, with the
+    ranks of the other replicas that hold the same part. Until then ``.grad`` is the replica's own, and what is done to
+    it between backward and step counts. At a density of 1 gradients are averaged at the end of backward, as FSDP does.
 
     ``mesh`` has two dimensions, replicas first, or is that of the replicas alone. ``model`` is sharded over its second
     dimension, such as ``mesh["shard"]``, and has run no backward yet. All other arguments are
     keywords: the settings of :class:`.SparsificationConfig`, and ``observers``. Parameters, and
     buffers, become those of the first replica.
 
-    Bind the optimizer with ``engine.bind([optimizer])``, before a checkpoint is loaded into it. Accumulate gradients
-    within ``engine.no_sync()``.
+    Optimizers of torch are found when they step; for others, see :meth:`.Engine.exchange`. Clip with
+    ``engine.clip_grad_norm_(model.parameters(), max_norm)``, by the norm of all parts of the mean over replicas.
+    Accumulate gradients as with FSDP2 alone, also with ``model.set_requires_all_reduce(False)``.
 
     Returns:
         The engine, for statistics and for :meth:`Engine.close`.
@@ -113,7 +115,9 @@ def attach_hsdp(model: Module, mesh: DeviceMesh, **keywords: Any) -> Engine:
         >>> mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
         >>> model = fully_shard(torch.nn.Linear(20, 20, bias=False), mesh=mesh["shard"])
         >>> engine = ls.attach_hsdp(model, mesh, density=0.1, single_device="sparse")
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> model(torch.ones(1, 20)).sum().backward()
+        >>> optimizer.step()
         >>> int(model.weight.grad.to_local().count_nonzero())
         40
         >>> engine.close()
@@ -275,13 +279,12 @@ def refuse_offload(model: Module) -> None:
         ValueError: naming the module.
     """
     for name, module in named_modules(model):
-        state = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
-        for group in getattr(state, "_fsdp_param_groups", ()):
-            if isinstance(group.offload_policy, CPUOffloadPolicy):
-                raise ValueError(
-                    f"FSDP keeps the parameters of {name or type(module).__name__!r} on the CPU (CPUOffloadPolicy): "
-                    "their gradients come there one by one, while backward goes on. Leave offload_policy out."
-                )
+        of_module = groups_of(module, recurse=False)
+        if any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in of_module):
+            raise ValueError(
+                f"FSDP keeps the parameters of {name or type(module).__name__!r} on the CPU (CPUOffloadPolicy): "
+                "their gradients come there one by one, while backward goes on. Leave offload_policy out."
+            )
 
 
 def _parameters_of(model: Module) -> tuple[dict[str, Parameter], dict[str, Parameter]]:

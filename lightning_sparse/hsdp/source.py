@@ -1,12 +1,15 @@
 """The end of a backward of a model that FSDP2 shards: ``.grad`` holds this rank's part of its replica's gradients.
 
 ``fully_shard`` averages gradients within a replica, adds up micro-batches, and leaves this rank's part in ``.grad``.
-When a backward is over, all ranks agree whether gradients are finite.
+When a backward is over, all ranks agree whether gradients are finite. ``model.set_requires_all_reduce(False)`` leaves
+that out, as it leaves out the messages between replicas where FSDP2 averages over them by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +42,7 @@ class ShardSource:
         states = (module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule))
         self._contexts = {id(context): context for state in states if (context := state._state_ctx)}
         """FSDP's own notes about a backward, one for each root."""
+        self._groups = list(groups_of(model))
         self._backward = -1
         """Id of the backward at whose end ranks agree."""
         self._hooks = on_gradients(self._parameters, self._note)
@@ -58,9 +62,10 @@ class ShardSource:
         if self.engine.closed:
             raise RuntimeError("The engine is closed, and replicas would drift apart. Attach a new one to train on.")
         backward = torch._C._current_graph_task_id()
-        if backward != self._backward and not self._stepper.paused:
+        if backward != self._backward:
             self._backward = backward
-            _at_the_end(lambda: _at_the_end(self._end))
+            if not self._stepper.paused and any(group.all_reduce_grads for group in self._groups):
+                _at_the_end(lambda: _at_the_end(self._end))
 
     @torch.no_grad()
     def _end(self) -> None:
@@ -82,6 +87,29 @@ class ShardSource:
                     stepper.comm.start_average(flattened(own(p.grad)), wait=True)
             for grad in () if finite else grads:
                 grad.fill_(float("nan"))
+
+
+def groups_of(model: Module, recurse: bool = True) -> Iterator[Any]:
+    """Return FSDP's groups of a model's parameters, each of which it gathers and reduces together."""
+    for module in model.modules() if recurse else [model]:
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            one = [state._fsdp_param_group] if "_fsdp_param_group" in vars(state) else state._fsdp_param_groups
+            yield from filter(None, one)  # torch had one group a module at first
+
+
+@contextmanager
+def apart(model: Module) -> Iterator[None]:
+    """Accumulate gradients within each replica in the context, and send nothing between replicas."""
+    groups = list(groups_of(model))
+    before = [group.all_reduce_grads for group in groups]
+    for group in groups:
+        group.all_reduce_grads = False
+    try:
+        yield
+    finally:
+        for group, reduces in zip(groups, before, strict=True):
+            group.all_reduce_grads = reduces
 
 
 def _at_the_end(act: Callable[[], None]) -> None:

@@ -6,12 +6,10 @@ Users call :func:`attach`, as ``lightning_sparse.accelerate``.
 from __future__ import annotations
 
 import json
-import math
 import os
 import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import IO, Any
 from weakref import WeakSet
@@ -21,13 +19,14 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_sparse.api.attach import attach_config, wrapped
-from lightning_sparse.core.checks import expect, is_number
+from lightning_sparse.api.checkpoint import SideFiles, listing, restore
+from lightning_sparse.core.checks import expect
 from lightning_sparse.engine import Engine, failing_together
 from lightning_sparse.engine.config import SparsificationConfig, StrategyConfig, from_keywords, with_keywords_of
 from lightning_sparse.engine.metrics import Totals
 from lightning_sparse.engine.network import TorchCollective
-from lightning_sparse.engine.optimizers.kinds import ids_of, stepping
-from lightning_sparse.engine.state.checkpoint import SideFiles, listing, restore
+from lightning_sparse.engine.optimizers.kinds import stepping
+from lightning_sparse.engine.step import Stepper, clip_by_norm, clip_by_value
 from lightning_sparse.integrations.earlier import Left, go_on
 from lightning_sparse.tuning.controllers.announcer import Announcer
 
@@ -41,7 +40,7 @@ _known: WeakSet[Accelerated] = WeakSet()
 
 
 class Accelerated:
-    """Attaches an engine to a wrapped model, and moves clipping, skipped steps and files to it.
+    """Attaches an engine to a wrapped model, and moves clipping and files to it.
 
     Args:
         accelerator: that has prepared model and optimizers.
@@ -49,13 +48,11 @@ class Accelerated:
     """
 
     def __init__(self, accelerator: Any, config: StrategyConfig) -> None:
-        config.refuse_rates()
         self.accelerator = accelerator
         self.config = config
         self.engine: Engine | None = None
         """None with a single process, which has nobody to send to."""
         self._ddp: Any = None
-        self._optimizers: list[Optimizer] = []
         self._files = SideFiles()
         self.undo = ExitStack()
         """Callbacks that undo changes of the Accelerator, when the engine ends."""
@@ -64,13 +61,12 @@ class Accelerated:
         """Number among the models of this Accelerator, for files of its own."""
         _known.add(self)
 
-    def attach(self, model: Any, optimizers: Sequence[Any], limit: float | None = None) -> Engine | None:
+    def attach(self, model: Any, optimizers: Sequence[Any]) -> Engine | None:
         """Attach an engine, or let the one that the model has go on with these optimizers; collective.
 
         Args:
             model: as the Accelerator has prepared it.
             optimizers: that apply its averages, as the Accelerator has prepared them.
-            limit: of the norm of gradients, where it is known before the first step.
 
         Raises:
             ValueError: if the Accelerator has not wrapped the model in ``DistributedDataParallel``.
@@ -82,27 +78,25 @@ class Accelerated:
         if self.engine is None or ddp is not self._ddp:
             left = self._close()
             self._take_place(ddp)
-            scaler = getattr(self.accelerator, "scaler", None)
-            self.engine = attach_config(ddp, SparsificationConfig.of(self.config), scaler, (), in_steps=False)
+            self.engine = attach_config(ddp, SparsificationConfig.of(self.config), ())
             self.engine.add_observer(Announcer())
-            self._ddp, self._optimizers = ddp, []
+            self._ddp = ddp
             self._redirect_clipping()
             go_on(self.engine, left)
-        stepped = [stepping(optimizer) for optimizer in optimizers]
-        if list(map(id, stepped)) != list(map(id, self._optimizers)):
-            with self.engine._failing_together():
-                self.engine.bind(stepped)
-            self._optimizers = stepped
-        if limit is not None and limit > 0:
-            clip, known = self.engine._binding.clip_in_place_of_averages, not self.engine.step
-            for optimizer in stepped:
-                clip(float(limit), "norm", optimizer, known)
+        with self.engine._failing_together():
+            self.engine._show(map(stepping, optimizers))
         return self.engine
+
+    @property
+    def _beside(self) -> list[Accelerated]:
+        """Those of this Accelerator that have an open engine, in the same order on all ranks."""
+        mine = (one for one in _known if one.accelerator is self.accelerator and one.engine and not one.engine.closed)
+        return sorted(mine, key=lambda one: one._place)
 
     def _take_place(self, ddp: Any) -> None:
         """Take the place of an earlier engine for these parameters, which ends; else one that no other model has."""
         own = {id(p) for p in ddp.parameters()}
-        others = [one for one in _known if one.accelerator is self.accelerator and one.engine and not one.engine.closed]
+        others = self._beside
         before = [one for one in others if one._ddp is not ddp and own & {id(p) for p in one._ddp.parameters()}]
         taken = {one._place for one in others}
         free = next(place for place in range(len(taken) + 1) if place not in taken)
@@ -126,17 +120,32 @@ class Accelerated:
         )
 
     def _redirect_clipping(self) -> None:
-        """Let the Accelerator ask the engine before it clips averages."""
+        """Let the Accelerator clip by the mean gradient, which nobody has before the exchange."""
         norm, value = self.accelerator.clip_grad_norm_, self.accelerator.clip_grad_value_
 
         def clip_grad_norm_(parameters: Any, max_norm: Any, norm_type: Any = 2) -> Any:
-            return self._clip(norm, "norm", parameters, max_norm, norm_type)
+            given, steppers = self._exchanged_of(parameters)
+            if not steppers or float(norm_type) != 2:
+                return norm(given, max_norm, norm_type)
+            self.accelerator.unscale_gradients()
+            return clip_by_norm(steppers, given, max_norm)
 
-        def clip_grad_value_(parameters: Any, clip_value: Any) -> Any:
-            return self._clip(value, "value", parameters, clip_value)
+        def clip_grad_value_(parameters: Any, clip_value: Any) -> None:
+            given, steppers = self._exchanged_of(parameters)
+            if not steppers:
+                value(given, clip_value)
+                return
+            self.accelerator.unscale_gradients()
+            clip_by_value(steppers, given, clip_value)
 
         for redirected in (clip_grad_norm_, clip_grad_value_):
             self.redirect(redirected.__name__, redirected)
+
+    def _exchanged_of(self, parameters: Any) -> tuple[list[torch.Tensor], list[Stepper]]:
+        """Return parameters as a list, and who exchanges some of them: maybe engines of several models."""
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        steppers = [one.engine.router for one in self._beside if one.engine]
+        return given, [stepper for stepper in steppers if any(id(p) in stepper.names for p in given)]
 
     def redirect(self, name: str, redirected: Callable[..., Any]) -> None:
         """Replace a method of the Accelerator, until the engine ends."""
@@ -160,27 +169,6 @@ class Accelerated:
             self.engine.close()
         self.undo.close()
         self.engine = self._ddp = None
-
-    def _clip(
-        self, original: Callable[..., Any], algorithm: str, parameters: Any, limit: Any, norm_type: Any = 2.0
-    ) -> Any:
-        """Clip as the Accelerator does, unless each rank's gradients were clipped before the exchange.
-
-        Returns:
-            The norm of the gradients, which are averages, before they are clipped; None with values.
-        """
-        several = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        here = {id(p) for p in several if p.requires_grad}
-        by_euclid = algorithm == "value" or float(norm_type) == 2.0
-        mine = [one for one in self._optimizers if ids_of(one) & here]
-        alone = here <= set().union(*map(ids_of, mine))  # a norm over parameters of other engines, too, is not known
-        if self.engine is not None and by_euclid and 0 < limit < math.inf and mine and alone:
-            done = [self.engine._binding.clip_in_place_of_averages(float(limit), algorithm, one) for one in mine]
-            if all(done):
-                limit = math.inf
-        if algorithm == "value":
-            return None if limit == math.inf else original(several, limit)
-        return original(several, limit, norm_type)
 
     def quantities(self) -> dict[str, float]:
         """Return logged quantities of the latest step as ``sparse/<name>``, once for each step; collective."""
@@ -247,10 +235,7 @@ class Accelerated:
 
     def _close(self) -> Left | None:
         """End; return the state for the next engine."""
-        left = None
-        if self.engine is not None and self.engine.step:
-            self.engine.count_as_applied()
-            left = Left.by(self.engine)
+        left = Left.by(self.engine) if self.engine is not None and self.engine.step else None
         self.end()
         return left
 
@@ -287,28 +272,16 @@ def _read(path: str) -> Any:
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
-@dataclass(frozen=True, kw_only=True)
-class AccelerateArguments(StrategyConfig):  # type: ignore[misc]  # see StrategyConfig
-    """Arguments of :func:`attach`: the settings of the strategies, and facts that are known before the first step."""
-
-    max_grad_norm: float | None = None
-    """Limit that ``accelerator.clip_grad_norm_`` will be called with; the first step is then clipped as all others."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        limit = self.max_grad_norm
-        expect(limit is None or (is_number(limit) and limit > 0), "max_grad_norm", "a number above 0, or None", limit)
-
-
-@with_keywords_of(AccelerateArguments)
+@with_keywords_of(StrategyConfig)
 def attach(accelerator: Any, model: Any, optimizer: Any, **keywords: Any) -> Engine | None:
     """Replace the gradient all-reduce of a model that an ``Accelerator`` has prepared. All ranks must call this.
 
     Model and optimizer, or a list of optimizers, are those that ``accelerator.prepare`` returned. After this call,
 
-    - the optimizer is bound: steps of AdamW and of momentum are adapted to sparse averages;
-    - ``accelerator.clip_grad_norm_`` and ``clip_grad_value_`` clip each rank's gradients before they wait, if that
-      is better than to clip averages (``docs/training.md``);
+    - gradients are exchanged when the optimizer steps, and steps of AdamW and of momentum are adapted to sparse
+      averages; ``.grad`` is this rank's own before;
+    - ``accelerator.clip_grad_norm_`` clips by the norm of the mean gradient and returns it, as with DDP, see
+      :meth:`.Engine.clip_grad_norm_`; ``clip_grad_value_`` clips each rank's own (``docs/training.md``);
     - steps whose gradients are not finite on some rank are skipped on all ranks;
     - ``accelerator.save_state`` writes each rank's residuals into the checkpoint's folder, with a marker that is
       written last, and ``accelerator.load_state`` lets the engine continue with them;
@@ -325,9 +298,8 @@ def attach(accelerator: Any, model: Any, optimizer: Any, **keywords: Any) -> Eng
     several = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     for one in several:
         expect(isinstance(one, Optimizer), "optimizer", "an optimizer, or a list of them", one)
-    arguments = from_keywords(AccelerateArguments, keywords, "attach")
-    attached = Accelerated(accelerator, StrategyConfig.of(arguments))
-    engine = attached.attach(model, several, arguments.max_grad_norm)
+    attached = Accelerated(accelerator, from_keywords(StrategyConfig, keywords, "attach"))
+    engine = attached.attach(model, several)
     if engine is not None:
         _refuse_to_register(attached, accelerator.register_for_checkpointing)
         _add_files(attached)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import math
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from functools import partial, wraps
@@ -15,17 +14,16 @@ import torch
 from torch import Tensor
 from torch.nn import SyncBatchNorm
 from torch.nn.parameter import is_lazy
-from torch.nn.utils import clip_grad_value_
 
 from lightning_sparse.api.attach import DDP_ARGUMENTS, attach_config
+from lightning_sparse.api.checkpoint import SideFiles, restore
 from lightning_sparse.core.checks import is_number
 from lightning_sparse.core.names import named_modules, named_parameters
 from lightning_sparse.engine import Engine, StepObserver, check_equal_on_ranks
 from lightning_sparse.engine.config import StrategyConfig, from_keywords
 from lightning_sparse.engine.metrics import Totals
 from lightning_sparse.engine.network import TorchCollective
-from lightning_sparse.engine.state.checkpoint import SideFiles, restore
-from lightning_sparse.engine.step import Stepper, clip_by_norm
+from lightning_sparse.engine.step import Stepper, clip_by_norm, clip_by_value
 from lightning_sparse.methods.grouping.groupings import CUDA_BUCKET_MB, DDP_BUCKET_MB
 
 CHECKPOINT_KEY = "lightning_sparse"
@@ -181,14 +179,8 @@ class SparseStrategy:
         return clip_by_norm(self._steppers, parameters, limit, **options)
 
     def _clip_by_value(self, parameters: Iterable[Tensor], limit: float) -> None:
-        """Clip values: each rank's own of gradients that are not averaged yet, which are longer than their mean."""
-        given = [p for p in parameters if p.grad is not None]
-        for stepper in self._steppers:
-            local = stepper.local(given)
-            _clip_values(local, limit * math.sqrt(stepper.comm.world_size))
-            done = set(map(id, local))
-            given = [p for p in given if id(p) not in done]
-        _clip_values(given, limit)
+        """Clip each rank's own values, see :func:`.clip_by_value`."""
+        clip_by_value(self._steppers, parameters, limit)
 
     def _mean_over_ranks(self, numbers: Mapping[str, float]) -> dict[str, float]:
         comm, own = TorchCollective(), torch.tensor(list(numbers.values()), dtype=torch.float64, device="cpu")
@@ -214,11 +206,6 @@ class SparseStrategy:
         """Let an engine continue with side files beside a checkpoint, see :func:`.checkpoint.restore`."""
         load = partial(self.checkpoint_io.load_checkpoint, weights_only=True)
         restore(engine, path, marker, load, self.config.resize, self.config.strict_resume, dense)
-
-
-def _clip_values(parameters: Sequence[Tensor], limit: float) -> None:
-    if parameters:  # torch's function does not take none
-        clip_grad_value_(parameters, limit)
 
 
 def readable(entry: Any) -> dict[str, Any] | None:

@@ -18,13 +18,13 @@ from urllib.parse import quote
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from lightning_sparse.api.checkpoint import side_directory
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.config import keywords_of
 from lightning_sparse.engine.metrics import Totals
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.hooks import uninterrupted
 from lightning_sparse.engine.optimizers.kinds import ids_of, stepping
-from lightning_sparse.engine.state.checkpoint import side_directory
 from lightning_sparse.integrations.base import CHECKPOINT_KEY, SparseStrategy, StrategyArguments, readable
 from lightning_sparse.integrations.earlier import Left, go_on
 from lightning_sparse.tuning.controllers.announcer import Announcer

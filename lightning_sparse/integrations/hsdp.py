@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 
+from lightning_sparse.api.checkpoint import FORMAT, MARKER, Found, SideFileError, resume
 from lightning_sparse.core.checks import expect, is_integer
 from lightning_sparse.engine import Engine, check_equal_on_ranks, failing_together
 from lightning_sparse.engine.config import StrategyConfig, keywords_of, with_keywords_of
 from lightning_sparse.engine.network import TorchCollective
-from lightning_sparse.engine.state.checkpoint import FORMAT, MARKER, Found, SideFileError, resume
 from lightning_sparse.hsdp.attach import attach_hsdp_config, grid_of, networks_of, refuse_without_ddp
+from lightning_sparse.hsdp.source import apart
 from lightning_sparse.hsdp.state import read_sharded, remove_others, save_sharded
 from lightning_sparse.integrations.base import CHECKPOINT_KEY, SparseStrategy, readable
 from lightning_sparse.integrations.earlier import go_on
@@ -128,15 +129,10 @@ class HSDPStrategy(SparseStrategy):
         """Arguments of samplers: all ranks of all replicas have different samples."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
-    def _attach_shards(self, model: Any, precision: Any) -> Engine:
+    def _attach_shards(self, model: Any) -> Engine:
         """Attach an engine to a model that is sharded now."""
         comm = TorchCollective()
         with failing_together(comm, self.root_device):
-            if getattr(precision, "scaler", None) is not None:
-                raise ValueError(
-                    "Expected a precision without a loss scale, such as 'bf16-mixed', but got '16-mixed': each rank "
-                    "would look at its own part of the gradients only."
-                )
             networks = networks_of(model, self._device_mesh["replicate", "data_parallel"])
         config = replace(self.config, timeout=self._timeout)
         return attach_hsdp_config(model, networks, config, self.observers)
@@ -195,8 +191,8 @@ class SparseHSDPMixin(HSDPStrategy, SparseTrainerMixin, TrainerBase):
     need DDP's buckets, and those of :class:`~lightning_sparse.integrations.hsdp.HSDPArguments`.
 
     Raises:
-        ValueError: for settings that cannot work; at the start of fit, for a model that is sharded in another way, for
-            ``precision="16-mixed"``, or for an optimizer that does not go with the memory.
+        ValueError: for settings that cannot work; at the start of fit, for a model that is sharded in another way, or
+            for an optimizer that does not go with the memory.
         TypeError: for keywords that this strategy does not know.
 
     Example:
@@ -225,7 +221,7 @@ class SparseHSDPMixin(HSDPStrategy, SparseTrainerMixin, TrainerBase):
         """Set up as Lightning does; then attach the engine, if there is something to train."""
         super().setup(trainer)
         if trainer.state.fn == "fit":
-            self._begin(lambda: self._attach_shards(self.model, self.precision_plugin))
+            self._begin(lambda: self._attach_shards(self.model))
             assert self.engine is not None
             self._follow_optimizers(self.engine)
 
@@ -236,9 +232,9 @@ class SparseHSDPMixin(HSDPStrategy, SparseTrainerMixin, TrainerBase):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Accumulate gradients in this context, and do not exchange them."""
-        engine = self._open_engine
-        with nullcontext() if engine is None else engine.no_sync():
+        """Accumulate gradients within each replica in this context."""
+        assert self.model is not None
+        with apart(self.model):
             yield
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -256,7 +252,6 @@ class SparseHSDPMixin(HSDPStrategy, SparseTrainerMixin, TrainerBase):
         checkpoint[CHECKPOINT_KEY] = own
         writing: AbstractContextManager[Any] = nullcontext()
         if self.config.save_residuals and not (self._trainer.interrupted or engine.closed):
-            self._count_steps_left_out(engine)
             writing = self._residuals_in(path, engine, own)
         elif self.config.save_residuals:
             own["residuals"] = "it was saved after fit, or after an error, without them"
@@ -318,7 +313,7 @@ class FabricSparseHSDPMixin(HSDPStrategy, SparseFabricMixin, FabricBase):
         """Shard a module as it is told to, and attach an engine, which continues from the module's engine before."""
         left, totals = self._end_before(module)
         sharded = super().setup_module(module)
-        engine = self._attach_shards(sharded, self.precision)
+        engine = self._attach_shards(sharded)
         self._start(sharded, engine, totals)
         if left is not None:
             go_on(engine, left)
@@ -356,6 +351,5 @@ class FabricSparseHSDPMixin(HSDPStrategy, SparseFabricMixin, FabricBase):
         return rest
 
     def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
-        """Return a context in which gradients of a module are accumulated and not exchanged, if it is enabled."""
-        engine = self.engine_of(module) if enabled else None
-        return nullcontext() if engine is None else engine.no_sync()
+        """Return a context in which gradients of a module are accumulated within each replica, if it is enabled."""
+        return apart(module) if enabled else nullcontext()

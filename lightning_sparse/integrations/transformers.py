@@ -19,9 +19,10 @@ def prepare_trainer(trainer: Trainer, /, **keywords: Any) -> Trainer:
 
     The Trainer stays the object it is, of a subclass of its class. From then on,
 
-    - ``train()`` attaches the engine to the model that Accelerate has wrapped, and binds the optimizer;
-    - ``max_grad_norm`` (1.0 by default) clips each rank's gradients before they wait, if that is better than to clip
-      averages (``docs/training.md``);
+    - ``train()`` attaches the engine to the model that Accelerate has wrapped; gradients are exchanged when the
+      optimizer steps;
+    - ``max_grad_norm`` (1.0 by default) clips by the norm of the mean gradient, as with DDP, which is logged as
+      ``grad_norm``; below a density of 1 it is estimated (``docs/training.md``);
     - checkpoints hold every rank's residuals, with a marker that is written last, and
       ``train(resume_from_checkpoint=...)`` continues with them; not with ``save_only_model``;
     - rows of the log with a loss also have ``sparse/...``, in all loggers of the Trainer;
@@ -41,7 +42,7 @@ def prepare_trainer(trainer: Trainer, /, **keywords: Any) -> Trainer:
         raise TypeError(f"Expected a transformers.Trainer, but got {type(trainer).__name__}.")
     if isinstance(trainer, _Prepared):
         raise RuntimeError("This Trainer was prepared already: call prepare_trainer once.")
-    config = StrategyConfig.of(from_keywords(StrategyConfig, keywords, "prepare_trainer"))
+    config = from_keywords(StrategyConfig, keywords, "prepare_trainer")
     kind = type(trainer)
     trainer.__class__ = type(kind.__name__, (_Prepared, kind), {"__module__": kind.__module__})
     callback = SparseDDPCallback(trainer, config)
@@ -80,7 +81,7 @@ class SparseDDPCallback(TrainerCallback):  # type: ignore[misc]  # without types
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Attach to the wrapped model, bind the optimizer, and continue with the residuals of a checkpoint."""
         self._attached.accelerator = self._trainer.accelerator
-        self._attached.attach(self._trainer.model_wrapped, [self._trainer.optimizer], args.max_grad_norm)
+        self._attached.attach(self._trainer.model_wrapped, [self._trainer.optimizer])
         resume, self.resume = self.resume, None
         if resume is True:
             resume = get_last_checkpoint(args.output_dir)

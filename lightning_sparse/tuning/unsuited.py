@@ -12,10 +12,7 @@ from torch.optim import ASGD, SGD, Optimizer
 from lightning_sparse.core.console import page
 from lightning_sparse.engine.optimizers.kinds import groups_with, holds, stepping
 
-ADAM = (
-    "torch's AdamW or lightning_sparse.AdamW with an exchange that carries second moments, such as the default one of "
-    "'union_top_k'"
-)
+ADAM = "torch's AdamW with an exchange that carries second moments, such as the default one of 'union_top_k'"
 OTHERS = f"Use torch's SGD, or {ADAM}; or keep the parameters that it steps dense, for instance dense=['*.weight']."
 MEANT = "memory='residual' says that it is meant so."
 BY_NAME = ("lion", "rprop", "muon", "lbfgs")
@@ -44,7 +41,7 @@ PROBLEMS = {
     f"{ADAM}, or search the rate upwards; {MEANT}",
     "unknown": "keeps a state of its own behind the sparse exchange, where a coordinate gets a zero most of the time, "
     "and then the sum of what has waited. Compare its loss with that of dense training (sparsifier='everything'), or "
-    f"use torch's SGD, or its AdamW or lightning_sparse.AdamW; {MEANT}",
+    f"use torch's SGD, or its AdamW; {MEANT}",
     "first moment": "keeps a first moment (beta1 = {beta1:g}) behind the sparse exchange, and spreads what has waited "
     "over the steps after its arrival. A small GPT with AdamW at density 0.01 ended at a perplexity of 264 instead of "
     f"139. Use {ADAM}, with the default memory, and with lightning_sparse.attach call engine.bind([optimizer]) before "

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.api.attach import sizes_of
+from lightning_sparse.api.checkpoint import SideFiles, restore
 from lightning_sparse.engine.network import TorchCollective
-from lightning_sparse.engine.state.checkpoint import SideFiles, restore
 from lightning_sparse.methods.grouping import Group, ParameterSize, make_plan
 from tests.covering import by_default
 from tests.engines import Raises

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch.nn import Module
+from torch.utils.checkpoint import checkpoint
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from lightning_sparse.huggingface import prepare_trainer
@@ -48,15 +50,45 @@ def made(folder: str, settings: dict[str, Any] | None, model: Module, end_at: in
     return trainer if settings is None else prepare_trainer(trainer, **settings)
 
 
+class Checkpointed(Net):
+    """Computes activations again in backward, where a Trainer asks for that."""
+
+    again = False
+
+    def gradient_checkpointing_enable(self, **_: Any) -> None:
+        self.again = True
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        if not self.again:
+            return super().forward(inputs, labels)
+        return checkpoint(super().forward, inputs, labels, use_reentrant=False)
+
+
 def fit(
-    folder: str, settings: dict[str, Any] | None, resume: Any = None, times: int = 1, **told: Any
+    folder: str,
+    settings: dict[str, Any] | None,
+    resume: Any = None,
+    times: int = 1,
+    spoil: int = -1,
+    own: str = "",
+    **told: Any,
 ) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    trainer = made(folder, settings, Net(), **told)
+    """Train `times` times; the loss of forward `spoil` is infinite on one rank; `own`: an optimizer that is given."""
+    model = Checkpointed(spoil if torch.distributed.get_rank() == 1 else -1)
+    trainer = made(folder, settings, model, **told)
+    if own:
+        trainer.optimizer = getattr(torch.optim, own)(model.parameters(), lr=1e-2)
     for _ in range(times):
         trainer.train(resume_from_checkpoint=resume)
     engine = getattr(trainer, "sparse_engine", None)
     rows = [sorted(row) for row in trainer.state.log_history]
-    about = {"rows": rows, "step": engine.step if engine else 0, "skipped": engine.skipped_steps if engine else 0}
+    norms = [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
+    about = {
+        "rows": rows,
+        "norms": norms,
+        "step": engine.step if engine else 0,
+        "skipped": engine.skipped_steps if engine else 0,
+    }
     if engine is not None:
         engine.close()
     return weights(trainer.model), about
@@ -70,11 +102,60 @@ def same_weights(some: list[Any], others: list[Any]) -> bool:
     return all(equal(one[0], other[0]) for one, other in zip(some, others, strict=True))
 
 
-@pytest.mark.parametrize("told", [{}, {"optim": "sgd"}, {"max_grad_norm": 0.0}, {"bf16": True}])
+EACH = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
+TOLD: list[dict[str, Any]] = [
+    {},
+    {"optim": "sgd"},
+    {"max_grad_norm": 0.0},
+    {"bf16": True},
+    EACH,
+    {"optim": "adafactor", "max_grad_norm": 0.1},
+    {"own": "RMSprop", "ddp_find_unused_parameters": True},
+    {"gradient_checkpointing": True, "max_grad_norm": 0.1},
+]
+
+
+@pytest.mark.parametrize("told", TOLD)
 def test_density_one_is_the_trainers_own_ddp(two_ranks: Ranks, tmp_path: Path, told: dict[str, Any]) -> None:
     dense = two_ranks(job, str(tmp_path / "dense"), None, told)
     ours = two_ranks(job, str(tmp_path / "ours"), {"density": 1.0}, told)
     assert same_weights(dense, ours)
+    assert [about["norms"] for _, about in ours] == [about["norms"] for _, about in dense]
+
+
+@pytest.mark.parametrize("told", TOLD)
+def test_ranks_stay_equal(two_ranks: Ranks, tmp_path: Path, told: dict[str, Any]) -> None:
+    (one, about), (other, _) = two_ranks(job, str(tmp_path), SPARSE, told)
+    assert equal(one, other)
+    assert about["step"] == 10
+
+
+@pytest.mark.parametrize("told", [{}, {"optim": "sgd", "max_grad_norm": 0.1}])
+def test_micro_batches_that_are_synchronised_each_train_as_those_that_are_not(
+    two_ranks: Ranks, tmp_path: Path, told: dict[str, Any]
+) -> None:
+    told = {**told, "gradient_accumulation_steps": 4}
+    last = two_ranks(job, str(tmp_path / "last"), SPARSE, told)
+    each = two_ranks(job, str(tmp_path / "each"), SPARSE, {**told, **EACH})
+    assert same_weights(last, each)
+    assert [about["norms"] for _, about in each] == [about["norms"] for _, about in last]
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.1])
+def test_the_norm_that_is_logged_is_that_of_the_mean_gradient(two_ranks: Ranks, tmp_path: Path, limit: float) -> None:
+    told = {"max_grad_norm": limit, "logging_steps": 1, "max_steps": 2}
+    dense = two_ranks(job, str(tmp_path / "dense"), None, told)[0][1]["norms"]
+    ours = on_all([about["norms"] for _, about in two_ranks(job, str(tmp_path / "ours"), SPARSE, told)])
+    assert ours[0] == pytest.approx(dense[0], rel=0.06)  # of a sketch; weights differ from then on
+
+
+def test_a_step_that_is_not_finite_is_skipped_on_all_ranks(two_ranks: Ranks, tmp_path: Path) -> None:
+    told = {"spoil": 7, "logging_steps": 1}
+    (one, about), (other, of_other) = two_ranks(job, str(tmp_path), SPARSE, told)
+    assert about["skipped"] == of_other["skipped"] == 1
+    assert [isfinite(norm) for norm in about["norms"]] == [number != 3 for number in range(10)]
+    assert equal(one, other)
+    assert all(bool(p.isfinite().all()) for p in one)
 
 
 def test_a_run_that_is_resumed_within_a_shuffled_epoch_ends_as_the_uninterrupted_one(

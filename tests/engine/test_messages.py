@@ -20,7 +20,7 @@ from lightning_sparse.core.messages import AllGather, together
 from lightning_sparse.engine import executor as executors
 from lightning_sparse.engine import network, reducer
 from lightning_sparse.engine.network import TorchCollective, drive_ranks
-from lightning_sparse.engine.state.record import Counts
+from lightning_sparse.engine.record import Counts
 from lightning_sparse.methods.exchanges import GatherPairs
 from tests.engine.test_engine import batches, wrapped
 from tests.engines import exchange

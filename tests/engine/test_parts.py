@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from lightning_sparse.engine.delivery import Delivery, bounds_of
 from torch import Tensor
 
 from lightning_sparse.core.layout import even_part
-from lightning_sparse.engine.delivery import Delivery, bounds_of
 from lightning_sparse.engine.network import drive_ranks
-from lightning_sparse.engine.state.record import Averages
+from lightning_sparse.engine.record import Averages
 from lightning_sparse.methods.memory import Residual
 from lightning_sparse.nodes.parts import Parts
 from tests.covering import by_default

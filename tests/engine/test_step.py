@@ -467,6 +467,40 @@ def test_the_norm_of_clipping_is_that_of_the_mean_on_all_ranks(three_ranks: Rank
     assert (limited[0][1] - start).norm() < 0.5 * (found[0][1] - start).norm()
 
 
+def clipped_in_parts(each: bool) -> list[list[float]]:
+    """Norms of a run, and of one whose engine ends after three steps and goes on as another one."""
+    found = []
+    for resumes in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(30, 200), nn.Tanh(), nn.Linear(200, 20))  # longer than its sketch
+        batches, norms = Batches(), []
+        ddp = DistributedDataParallel(model)
+        engine = attached(ddp, density=0.05)
+        optimizer = optimizer_of("sgd", model.parameters())
+        for step in range(6):
+            if resumes and step == 3:
+                state = engine.state_dict()
+                engine.close()
+                ddp = DistributedDataParallel(model)
+                engine = attached(ddp, density=0.05)
+                engine.load_state_dict(state)
+            optimizer.zero_grad()
+            for micro in range(3):
+                with contextlib.nullcontext() if each or micro == 2 else ddp.no_sync():
+                    batches.loss(ddp).backward()
+            norms.append(float(engine.clip_grad_norm_(model.parameters(), 0.01)))
+            optimizer.step()
+        found.append(norms)
+    return found
+
+
+def test_the_norm_of_clipping_is_the_same_after_a_resume_and_with_micro_batches_synchronised_each(
+    two_ranks: Ranks,
+) -> None:
+    found = [norms for each in (False, True) for one in two_ranks(clipped_in_parts, each) for norms in one]
+    assert all(norms == found[0] for norms in found)
+
+
 def logged_norm() -> tuple[float, list[float | None]]:
     model, batches = network(), Batches()
     ddp = DistributedDataParallel(model)

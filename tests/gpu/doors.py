@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 
 import lightning_sparse as ls
 from tests.gpu.one_training import TOPK, close, train
-from tests.hsdp import Net, batches, made, weights
+from tests.hsdp.model import Net, batches, made, weights
 from tests.trainers import EVERYTHING_SPARSE
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import lightning_sparse as ls
-from tests.hsdp import weights
+from tests.hsdp.model import weights
 from tests.ranks import Ranks
 from tests.trainers import INTEGRATIONS, make_data, make_trainer
 

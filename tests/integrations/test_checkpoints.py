@@ -426,7 +426,7 @@ def test_two_ranks_become_one_node_that_trains_densely(two_ranks: Ranks, tmp_pat
     saved = pending_on_disk(tmp_path).double().mean(0)
     results = two_ranks(resume, str(tmp_path), SPARSE | {"node_size": 2, "resize": "zero", "strict_resume": True})
     [told] = results[0][0]
-    assert "1 node instead of 2 and resize='zero'" in told
+    assert "1 group of ranks instead of 2 and resize='zero'" in told
     assert f"an update of norm {saved.norm():.4g} " in told
     assert not any(bool(x.any()) for _, pending, _ in results for x in pending)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import lightning_sparse as ls
-from tests.hsdp import weights
+from tests.hsdp.model import weights
 from tests.integrations.everything import (
     EVERYTHING,
     check_callbacks,

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from tests.hsdp import grid
+from tests.hsdp.model import grid
 from tests.integrations.test_checkpoints import Fit, saver
 from tests.ranks import Ranks
 from tests.trainers import flat

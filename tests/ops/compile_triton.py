@@ -89,9 +89,6 @@ def kernels(what: list[str]) -> Iterator[tuple[str, Any, dict[str, Any], dict[st
             types |= {"WEIGHT": tl.float32, "GRAD": getattr(tl, {"fp32": "float32", "bf16": "bfloat16"}[grad])}
             given = {"table": "*i64", "skip": "*fp32"} | dict.fromkeys(("rate", "keep"), "fp32" if numbers else "*fp32")
             yield f"adam_{grad}", triton_tables._step, tile | types, given, 8
-    if "sampled" in what:
-        given = {"addresses": "*i64", "places": "*i64", "values": "*fp64"}
-        yield "sampled", triton_tables._take, {"KIND": tl.bfloat16, "SIZE": 64}, given, 1
     if "momentum" in what:
         for number, grad in ((True, "fp32"), (False, "bf16")):
             types = {"ALIGNED": True, "NUMBER": number, "SKIPS": not number, "LONGEST": 255, "WEIGHT": tl.float32}

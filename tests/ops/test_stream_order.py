@@ -77,7 +77,7 @@ def test_kernels_wait_for_each_other_and_memory_is_not_given_back_in_use(
     train(optimizer)
     on = {stream: {name for name, where in kernels.launched if where == stream} for stream in ("side", "main")}
     assert {"_hear", "_list", "_average", "_subtract_at", "_form" if optimizer is SGD else "_weigh"} <= on["side"]
-    assert on["main"] == ({"_spend"} if optimizer is SGD else {"_step", "_take"})
+    assert on["main"] == ({"_spend"} if optimizer is SGD else {"_step"})
     assert not kernels.findings, "\n".join(dict.fromkeys(kernels.findings))
 
 

@@ -100,6 +100,8 @@ class OptimizerBinding(MemoryChoice):
     def _owners(self, names: Iterable[str]) -> dict[Stepper, list[str]]:
         """Return who exchanges these parameters: of several engines that have one, the one that came last."""
         later = list(reversed(in_life()))
+        if later == [self]:
+            return {self._stepper: list(names)}
         found: dict[Stepper, list[str]] = {}
         for name in names:
             key = id(self._parameters[name])
@@ -164,7 +166,7 @@ class OptimizerBinding(MemoryChoice):
 
     def _meet(self, optimizer: Optimizer, held: Sequence[str]) -> None:
         """Note an optimizer that steps for the first time, and cut groups by what it holds."""
-        self._stepper.record.hold(optimizer)
+        self._stepper.record.hold(ids_of(optimizer))
         if not any(known() is optimizer for known in self._found):
             self._found.append(ref(optimizer))
         self._stepper.split(held)
@@ -174,6 +176,8 @@ class OptimizerBinding(MemoryChoice):
         self._refuse(optimizer, held)
         if bool(getattr(optimizer, "found_inf", None) or 0):  # of a scaler: nobody steps, on any rank
             stepper.leave(held)
+            if self.takes(inner):  # which would look for moments where there is a count alone
+                self._adam.rehearse(inner, self._served(inner))
             return
         if stepper.flushed is not None:
             self._act(inner, stepper.flushed, 0)

@@ -17,22 +17,20 @@ from torch.optim import Optimizer
 from lightning_sparse.core.console import page, say
 from lightning_sparse.engine.agreement import check_equal_on_ranks
 from lightning_sparse.engine.config import SparsificationConfig
-from lightning_sparse.engine.optimizers.hooks import in_life
+from lightning_sparse.engine.optimizers.hooks import called, in_life
 from lightning_sparse.engine.optimizers.kinds import (
     check_pair,
     decays_of,
     ids_of,
     listed,
-    made_for,
     refusal,
     stepping,
 )
 from lightning_sparse.engine.optimizers.momentum import has_velocities
 from lightning_sparse.engine.optimizers.rules import AdamRule, go_on_from_dense
-from lightning_sparse.engine.state.schema import second_moment_in
 from lightning_sparse.engine.step import Stepper
 from lightning_sparse.methods.exchanges import EXCHANGES, as_exchange
-from lightning_sparse.methods.memory import Memory, NoMemory, Residual
+from lightning_sparse.methods.memory import Memory, NoMemory, Residual, SecondMoment
 
 SPENT = (
     "SGD applies averages that have waited together with the momentum that they would have had by now "
@@ -62,6 +60,9 @@ class MemoryChoice:
         """By what the memory was chosen in the latest step: for which groups, and by which settings."""
         self._second: tuple[int, set[int]] = (-1, set())
         """Parameters whose averages come with what Adam divides them by: for which groups, and their ids."""
+        self._among: Any = None
+        """Among whom :attr:`_mine` was found."""
+        self._own: Mapping[int, str] = {}
         self._told: set[str] = set()
 
     @property
@@ -73,13 +74,15 @@ class MemoryChoice:
     @property
     def _mine(self) -> Mapping[int, str]:
         """Names of parameters by id, but for those of a later engine: an earlier one does nothing for them any more."""
-        later = list(takewhile(lambda one: one is not self, reversed(in_life())))
-        return {key: name for key, name in self._names.items() if not any(key in one._names for one in later)}
+        if self._among is not (now := called()):
+            later = set().union(*(one._names for one in takewhile(lambda one: one is not self, reversed(in_life()))))
+            self._among, self._own = now, {key: name for key, name in self._names.items() if key not in later}
+        return self._own
 
     def show(self, optimizers: Optimizer | Iterable[Optimizer]) -> None:
         """See :meth:`.Engine._show`."""
         # Lightning has an optimizer of nothing where configure_optimizers returns None.
-        chosen = [optimizer for optimizer in listed(optimizers) if self._stepper.record.hold(optimizer)]
+        chosen = [optimizer for optimizer in listed(optimizers) if self._stepper.record.hold(ids_of(optimizer))]
         self.suit(chosen)
         self._check(chosen)
         self._shown, self._found = chosen, []  # those that step on are found again
@@ -95,10 +98,9 @@ class MemoryChoice:
             ValueError: for an optimizer that does not go with the memory.
         """
         stepper, (adoptions, _), known = self._stepper, self._read, self.optimizers
-        optimizers = known or made_for({id(p) for p in self._parameters.values()})
-        decays = decays_of(optimizers)
+        decays = decays_of(known)
         if (stepper.adoptions, decays) != self._read or not known:
-            self.suit(optimizers, begins=True)
+            self.suit(known, begins=True)
         self._read = stepper.adoptions, decays
         if stepper.adoptions != adoptions:
             settings = stepper.settings
@@ -106,7 +108,7 @@ class MemoryChoice:
             for network in reversed(stepper.networks):
                 check_equal_on_ranks(chosen, network, stepper.device)
             with stepper.record.changing(), stepper.on_stream.between_steps():
-                go_on_from_dense(stepper, [optimizer for optimizer in optimizers if self.takes(optimizer)])
+                go_on_from_dense(stepper, [optimizer for optimizer in known if self.takes(optimizer)])
         self._check([one for one in known if one not in self._checked])
 
     def suit(self, optimizers: Sequence[Optimizer], begins: bool = False) -> None:
@@ -228,3 +230,12 @@ class MemoryChoice:
         if self._stepper.rank == 0 and (kind or sentence) not in self._told:
             self._told.add(kind or sentence)
             tell(sentence)
+
+
+def second_moment_in(settings: object) -> SecondMoment | None:
+    """Return the memory of this kind in a state's settings, see :attr:`SparsificationConfig.algorithm`; or None."""
+    if not isinstance(settings, Mapping):
+        return None
+    if settings.get("class") == SecondMoment.__name__:
+        return SecondMoment(settings["beta2"], settings["eps"])
+    return next(filter(None, map(second_moment_in, settings.values())), None)

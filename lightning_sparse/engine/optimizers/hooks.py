@@ -31,8 +31,8 @@ class Watching(Protocol):
         """Look how often an optimizer has called its closure in one step."""
 
 
-_called: list[ref[Any]] = []
-"""Who is called."""
+_called: tuple[ref[Any], ...] = ()
+"""Who is called; replaced, never changed."""
 _holds: list[Hold] = []
 """Of contexts in which signals wait while optimizers step."""
 
@@ -64,18 +64,31 @@ def holding() -> list[Hold]:
 
 def in_life() -> list[Any]:
     """Return those who are called around the steps of optimizers, in the order in which they came."""
-    return [one for known in list(_called) if (one := known()) is not None]
+    return [one for known in _called if (one := known()) is not None]
+
+
+def called() -> tuple[ref[Any], ...]:
+    """Return another object whenever somebody begins or ceases to be called."""
+    return _called
 
 
 def call_around_steps(one: Watching) -> None:
     """Call an object around the steps of all optimizers, as long as it lives; see :func:`leave_alone`."""
+    global _called
     _register_hooks()
-    _called.append(ref(one, _called.remove))
+    _called = (*_called, ref(one, _leave))
 
 
 def leave_alone(one: Watching) -> None:
     """Do not call an object any more."""
-    _called[:] = [known for known in _called if known() is not one]
+    for known in _called:
+        if known() is one:
+            _leave(known)
+
+
+def _leave(known: ref[Any]) -> None:
+    global _called
+    _called = tuple(other for other in _called if other is not known)
 
 
 @cache

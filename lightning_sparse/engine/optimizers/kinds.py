@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,31 +17,13 @@ from lightning_sparse.core.checks import TINY, expect
 from lightning_sparse.core.layout import own
 from lightning_sparse.methods.memory import Memory
 
-_made: weakref.WeakSet[Any] = weakref.WeakSet()
 ADAPTING = {"betas", "rho", "alpha", "etas", "lr_decay", "beta2_decay", "history_size"}
 """Settings of torch's optimizers other than SGD, each of which has one of these."""
 
 
-class Found:
-    """Makes engines find an optimizer, also a copied or unpickled one.
-
-    With one of torch's a base of the classes in :mod:`lightning_sparse.engine.optimizers.adam`.
-
-    No optimizer by itself: LightningCLI offers all classes that are.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        _made.add(self)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[misc]  # the optimizer's
-        _made.add(self)
-
-
 def is_adam(kind: type[Optimizer]) -> bool:
-    """Return True for torch's Adam and AdamW and this package's; nobody knows the steps of other subclasses."""
-    return kind in (torch.optim.Adam, torch.optim.AdamW) or Found in kind.__bases__
+    """Return True for torch's Adam and AdamW; nobody knows the steps of subclasses."""
+    return kind in (torch.optim.Adam, torch.optim.AdamW)
 
 
 def stepping(optimizer: Optimizer) -> Optimizer:
@@ -55,15 +37,20 @@ def stepping(optimizer: Optimizer) -> Optimizer:
         >>> type(stepping(torch.optim.AdamW([weight]))).__name__
         'AdamW'
     """
-    sharded = any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
+    in_parts = _is_in_parts(*type(optimizer).__mro__)
     for name in ("optim", "optimizer"):
         inner = getattr(optimizer, name, None)
         if not isinstance(inner, Optimizer) or inner is optimizer:
             continue
-        # Not one for some parameters only, as in mixed optimizers. Of a sharded one it is this rank's part.
-        if sharded or ids_of(inner) == ids_of(optimizer):
+        # Not one for some parameters only, as in mixed optimizers. Of one in parts it is this rank's.
+        if in_parts or ids_of(inner) == ids_of(optimizer):
             return stepping(inner)
     return optimizer
+
+
+@cache
+def _is_in_parts(*kinds: type[object]) -> bool:
+    return "ZeroRedundancyOptimizer" in [kind.__name__ for kind in kinds]
 
 
 def listed(optimizers: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
@@ -141,11 +128,6 @@ def rehearses(optimizer: Optimizer) -> bool:
         return False
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     return all(p.grad is not None and not bool(own(p.grad).any()) for p in parameters)
-
-
-def made_for(parameters: Collection[int]) -> list[Optimizer]:
-    """Return the optimizers of this package that hold some of these parameters, given by their ids."""
-    return [optimizer for optimizer in list(_made) if holds(optimizer, parameters)]
 
 
 def holds(optimizer: Optimizer, parameters: Collection[int]) -> bool:

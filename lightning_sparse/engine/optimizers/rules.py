@@ -114,7 +114,7 @@ class AdamRule:
 
     @torch.no_grad()
     def rehearse(self, optimizer: Optimizer, served: Collection[int]) -> None:
-        """Keep sharded parameters whose steps are taken here from a step that only makes an optimizer's state.
+        """Keep parameters in parts whose steps are taken here from a step that only makes an optimizer's state.
 
         Args:
             optimizer: that takes it.
@@ -125,7 +125,7 @@ class AdamRule:
                 self._take_aside(optimizer, parameter, 0, keeps=self._keeps_moments)
 
     def _take_aside(self, optimizer: Optimizer, parameter: Parameter, steps: int, keeps: bool) -> None:
-        """Take a parameter's gradient away while the optimizer steps, and count the steps of one that is sharded.
+        """Take a parameter's gradient away while the optimizer steps, and count those of one that is in parts.
 
         Distributed checkpoints cannot load a parameter of which the optimizer has no state at all.
 

@@ -19,11 +19,11 @@ def merge_states(states: Iterable[State]) -> State:
     Every vector becomes its mean over the old ranks, ``1/W sum_i v_i``, in double precision and then in its own. If all
     of n new ranks load it, their mean residual is that mean again: the update that was still to be sent is unchanged,
     and so are sums of momenta. What was learned about groups, such as thresholds, starts anew. All else is rank 0's.
-    Where ranks of a node have parts, old ranks are nodes here, see :func:`join_parts`.
+    Where ranks have parts, all that have those of the same gradients are one old rank here, see :func:`join_parts`.
 
     Args:
-        states: of ``Engine.state_dict()``, one of each old rank, in any order. Taken one at a time, or one node at a
-            time: a generator need not hold all of them.
+        states: of ``Engine.state_dict()``, one of each old rank, in any order. Taken one at a time, or all
+            parts at a time: a generator need not hold all of them.
 
     Returns:
         A state for ``Engine.load_state_dict`` on every new rank.
@@ -83,7 +83,7 @@ def merge_states(states: Iterable[State]) -> State:
 
 
 def join_parts(states: Iterable[State]) -> State:
-    """Make one state of the states of the ranks of a node, which have parts of the same gradients.
+    """Make one state of the states of ranks that have parts of the same gradients.
 
     Vectors and averages that nobody has applied are put one behind the other. What was learned about groups of parts,
     such as thresholds, starts anew. All else is that of the first part.
@@ -92,18 +92,18 @@ def join_parts(states: Iterable[State]) -> State:
         states: checked; of all parts, in any order; or one state that is whole, of which nothing else changes.
 
     Raises:
-        ValueError: if these are not the parts of one node at one step.
+        ValueError: if these are not the parts of the same gradients at one step.
     """
     parts = sorted(states, key=lambda state: state["part"])
     first, facts = parts[0], [(state["rank"], state["step"], state["world_size"]) for state in parts]
     expected = [[number, len(parts)] for number in range(len(parts))] if first["part"] else [[]]
     if [state["part"] for state in parts] != expected or len(set(facts)) > 1:
-        raise ValueError(f"Expected the states of all parts of a node at one step, but got {facts}.")
+        raise ValueError(f"Expected the states of all parts of the same gradients at one step, but got {facts}.")
     parameters: dict[str, dict[str, Tensor]] = {}
     for name, vectors in first["parameters"].items():
         whole = all(state["parameters"].get(name, {}).keys() == vectors.keys() for state in parts)
         if not whole:
-            raise ValueError(f"Expected all parts of a node to remember the same of {name}.")
+            raise ValueError(f"Expected all parts of the same gradients to remember the same of {name}.")
         parameters[name] = {key: torch.cat([state["parameters"][name][key] for state in parts]) for key in vectors}
     pending = {name: _joined([(s["pending"].get(name), s["spans"][name]) for s in parts]) for name in first["pending"]}
     spans = {name: [0, numel, numel] for name, (*_, numel) in first["spans"].items()}
@@ -120,7 +120,7 @@ def _joined(parts: Sequence[tuple[Mapping[str, Tensor] | None, Sequence[int]]]) 
     indices, values = [], []
     for averages, (start, length, _) in parts:
         if averages is None:
-            raise ValueError("Expected averages of all parts of a node, or of none, to wait for optimizers.")
+            raise ValueError("Expected averages of all parts, or of none, to wait for optimizers.")
         places = averages.get("indices", torch.arange(length, dtype=torch.int32, device="cpu"))
         indices.append(places + start)
         values.append(averages["values"])
@@ -128,7 +128,7 @@ def _joined(parts: Sequence[tuple[Mapping[str, Tensor] | None, Sequence[int]]]) 
 
 
 def _whole(states: Iterable[State]) -> Iterator[State]:
-    """Return states of ranks, of which those of a node's parts are joined as soon as all of them are there."""
+    """Return states of ranks, of which those of parts are joined as soon as all of them are there."""
     waiting: dict[int, list[State]] = {}
     for state in states:
         if not state["part"]:

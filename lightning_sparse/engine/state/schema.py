@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lightning_sparse.core.checks import is_integer, is_number
 from lightning_sparse.core.layout import is_layout, sum_dtype
-from lightning_sparse.methods.memory import SecondMoment
 
 STATE_FORMAT = 3
 """Version of the format of ``Engine.state_dict()``; changes when its meaning does."""
@@ -233,15 +232,6 @@ def renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> tuple[State, 
         if old not in names and old in remembered
     ]
     return {**state, **changed, "absorbed": new(state["absorbed"])}, gone
-
-
-def second_moment_in(settings: object) -> SecondMoment | None:
-    """Return the memory of this kind in a state's settings, see :attr:`SparsificationConfig.algorithm`; or None."""
-    if not isinstance(settings, Mapping):
-        return None
-    if settings.get("class") == SecondMoment.__name__:
-        return SecondMoment(settings["beta2"], settings["eps"])
-    return next(filter(None, map(second_moment_in, settings.values())), None)
 
 
 def in_units_of_rates(settings: object) -> bool:

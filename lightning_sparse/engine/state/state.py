@@ -116,7 +116,7 @@ class EngineState:
         }
 
     def _layouts(self) -> dict[str, list[int]]:
-        """Return in which order coordinates are remembered, of parameters that are not sharded."""
+        """Return in which order coordinates are remembered, of parameters that this rank has as a whole."""
         every = {**self._reducer.parameters, **self._frozen}
         return {name: layout_of(p) for name, p in every.items() if p.dim() > 1 and p.numel() and own(p) is p}
 

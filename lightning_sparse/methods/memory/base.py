@@ -112,14 +112,6 @@ class Memory(Settings, ABC):
         """
         return None
 
-    def lengthen_(self, divisors: Tensor, by: Tensor) -> None:  # most divide nothing
-        """Adjust :meth:`divisors`, in place, to gradients multiplied by a factor.
-
-        Args:
-            divisors: (u,) numbers.
-            by: (u,) or () factors of the gradients, at least 0.
-        """
-
     @abstractmethod
     def vectors(self, state: Any) -> dict[str, Tensor]:
         """Return the vectors of the state by name: the live buffers, of numel slots and a spare one."""

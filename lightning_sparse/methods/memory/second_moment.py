@@ -85,8 +85,7 @@ class SecondMoment(CountedFeedback):
     far longer than those before are clipped, see :func:`~lightning_sparse.ops.length.measure`. Both factors are 1 while
     gradients keep their length, and at density 1.
 
-    The engine applies these steps to sparsified parameters in place of ``torch.optim.Adam`` and ``AdamW`` (and
-    :class:`lightning_sparse.AdamW`); the optimizer itself steps dense parameters. With such an optimizer,
+    The engine applies these steps to sparsified parameters in place of ``torch.optim.Adam`` and ``AdamW``; the optimizer itself steps dense parameters. With such an optimizer,
     ``memory=None`` selects this memory, with the optimizer's beta2 and eps of each step.
 
     The average in the gradients is that of :class:`Residual`; only these two factors change it. This memory costs two
@@ -182,10 +181,6 @@ class SecondMoment(CountedFeedback):
         """Return them from the mean of the ranks' second moments."""
         power = torch.pow(self.beta2, state.steps.clamp(min=1))
         return divisors(mean(state.second[:-1]), average, power, self.eps, damping(density))
-
-    def lengthen_(self, divisors: Tensor, by: Tensor) -> None:
-        """Multiply the root, but not eps, which is in units of the optimizer's gradient."""
-        divisors.sub_(self.eps).mul_(by.to(divisors.dtype)).add_(self.eps)
 
     def complete_(self, state: SecondMomentState, span: slice, names: Collection[str]) -> None:
         """Take a residual without a second moment for one gradient of its size, so that first steps are short."""

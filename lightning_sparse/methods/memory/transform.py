@@ -30,7 +30,6 @@ class GradientTransform(Memory):
     skip_ = _inside("skip_")
     divisors = _inside("divisors")
     divide_all = _inside("divide_all")
-    lengthen_ = _inside("lengthen_")
     vectors = _inside("vectors")
     residual = _inside("residual")
     carry_ = _inside("carry_")

@@ -1,7 +1,7 @@
 """Work on many tensors in one launch, which lie in memory of their own: a table says where.
 
 Steps of Adam: 12 bytes a coordinate in float32, 4 without weight decay. Momentum spent early: 6 bytes; of parameters
-and velocities only those elements are touched where an average has arrived. And values at a few places of each vector.
+and velocities only those elements are touched where an average has arrived.
 """
 
 from __future__ import annotations
@@ -170,24 +170,3 @@ def spend_(
         WEIGHT=NAMES[weight], GRAD=NAMES[grad], VELOCITY=NAMES[velocity], ALIGNED=aligned,
         NUMBER=not isinstance(reach, Tensor), SKIPS=skip is not None, LONGEST=len(shares) - 1, TILE=TILE,
     )  # fmt: skip
-
-
-@triton.jit
-def _take(addresses, places, values, KIND: tl.constexpr, SIZE: tl.constexpr):
-    address = tl.load(addresses + tl.program_id(0))
-    i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    at = tl.load(places + i)
-    found = tl.load(_there(address, KIND, False) + at, mask=(at >= 0) & (address != 0), other=float("nan"))
-    tl.store(values + i, found.to(tl.float64))
-
-
-def take(addresses: Tensor, places: Tensor, values: Tensor, kind: torch.dtype) -> None:
-    """Write values.
-
-    Args:
-        addresses: (vectors,) int64, 0 for none.
-        places: (vectors, s) int64, s a power of two.
-        values: (vectors, s) float64, overwritten; NaN where there is no vector.
-        kind: float32, bfloat16 or float16: type of the vectors.
-    """
-    launch(_take, len(addresses), addresses, places, values, warps=1, KIND=NAMES[kind], SIZE=places.shape[1])

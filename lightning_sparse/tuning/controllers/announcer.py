@@ -23,7 +23,7 @@ MORE = "callbacks=[lightning_sparse.SparsityMonitor()] shows more."
 def at_start(engine: Engine) -> str:
     """Return the line on the sparsified parameters, the density and the memory that residuals take."""
     settings, n, plan = engine.settings, engine.comm.world_size, engine.plan
-    within = engine._ranks_of_a_replica
+    within = engine._parts
     size = settings.node_size
     many = f"node{'s' * (n > 1)} of" if size else "replicas of"
     ranks = f"{n} rank{'s' * (n > 1)}" if within == 1 else f"{n * within} ranks ({n} {many} {within})"

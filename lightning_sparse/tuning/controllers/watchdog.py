@@ -18,7 +18,7 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.engine.agreement import checksum
 from lightning_sparse.engine.config import Watch
 from lightning_sparse.engine.metrics import Statistics
-from lightning_sparse.engine.optimizers.kinds import holds, is_adam, made_for, refusal, stepping
+from lightning_sparse.engine.optimizers.kinds import holds, is_adam, refusal, stepping
 from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.methods.memory import SecondMoment
 from lightning_sparse.tuning.controllers.announcer import DIVERGED
@@ -295,12 +295,7 @@ class Watchdog:
     def _check_that_all_are_held(self, engine: Engine) -> None:
         """Warn after two checks in a row: an optimizer that was not bound may take its first step late."""
         apart = engine.router.record.held | engine.router.unused
-        found = [
-            p.name
-            for group in self._selecting(engine)
-            for p in group.plan.parameters
-            if p.name not in apart and not made_for({id(engine.parameters[p.name])})
-        ]
+        found = [p.name for group in self._selecting(engine) for p in group.plan.parameters if p.name not in apart]
         names, self._unheld = [name for name in found if name in self._unheld], set(found)
         if engine.router.record.held and names:
             self._tell(

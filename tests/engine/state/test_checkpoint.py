@@ -24,8 +24,8 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 
 import lightning_sparse as ls
+from lightning_sparse.api.checkpoint import SideFile, SideFiles, restore, side_directory
 from lightning_sparse.engine.config import StrategyConfig
-from lightning_sparse.engine.state.checkpoint import SideFile, SideFiles, restore, side_directory
 from lightning_sparse.engine.state.schema import NOTHING, STATE_FORMAT, check_state, checksum, renamed, with_pending
 from tests.covering import by_default
 from tests.network import AbandonedError, Network, Port
@@ -68,7 +68,7 @@ class Engine:
             ],
         }
 
-    _ranks_of_a_replica = 1
+    _parts = 1
     refuses = False
     frozen: ClassVar[dict[str, Any]] = {}
 

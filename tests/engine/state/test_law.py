@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import math
-import random
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD
 
 import lightning_sparse as ls
-from lightning_sparse.methods.density.schedules import DensitySchedule
-from lightning_sparse.methods.grouping import make_plan
 from tests.covering import by_default, in_turns
 from tests.engine.state.account import Case, Look, Training
+from tests.engine.state.history import History
 from tests.ranks import Ranks
-from tests.sums import SPARSE, Sums
 
 HALF = ls.memories.MomentumCorrection(0.5)
 ROUNDED = 1e-5
@@ -136,123 +129,9 @@ def alone() -> Iterator[Ranks]:
 # ---- Where gradients are exchanged when optimizers step
 
 
-@dataclass(frozen=True)
-class InTurn(DensitySchedule):
-    """Dense for a step now and then."""
-
-    def __call__(self, step: int) -> float:
-        return (0.05, 0.05, 0.3, 0.02, 1.0)[step % 5]
-
-
-class History:
-    """A training in which anything may happen, the same on all ranks; what it has given, and stepped with."""
-
-    def __init__(self, seed: int, dense: bool) -> None:
-        self.random, self.module = random.Random(seed), Sums().double()
-        self.density: Any = InTurn() if dense else 0.05
-        self.parameters = dict(self.module.named_parameters())
-        self.given, self.stepped = ({n: torch.zeros_like(p) for n, p in self.parameters.items()} for _ in range(2))
-        self.attach()
-        self.make_optimizers()
-
-    def attach(self) -> None:
-        self.ddp = DistributedDataParallel(self.module, find_unused_parameters=True, bucket_cap_mb=0.002)
-        self.engine = ls.attach(self.ddp, **{**SPARSE, "density": self.density, "memory": "residual"})
-
-    def make_optimizers(self) -> None:
-        every, cut = list(self.parameters.values()), self.random.choice([1, 2, 4])
-        parts = [every[:cut], every[cut:]] if cut < len(every) else [every]
-        self.optimizers = [SGD(part, lr=1.0) for part in parts]
-
-    def drop(self, optimizer: SGD) -> None:
-        optimizer.zero_grad(set_to_none=self.random.random() < 0.5)
-
-    def backward(self) -> None:
-        kind = self.random.choice(["one", "one", "local", "several", "discarded", "not finite"])
-        for number in range({"one": 1, "not finite": 1}.get(kind, 2)):
-            with self.ddp.no_sync() if kind == "local" and number == 0 else nullcontext():
-                without = self.random.choice([(), (), ("first",), ("second", "third")])
-                odd = self.random.randrange(dist.get_world_size())
-                bad = math.nan if kind == "not finite" and dist.get_rank() == odd else 1.0
-                only_here = ("fourth",) if dist.get_rank() != odd else ()
-                (self.ddp(dist.get_rank(), (*without, *only_here)) * bad).backward()
-            if kind == "discarded" and number == 0:
-                for optimizer in self.optimizers:
-                    self.drop(optimizer)
-
-    def step(self) -> None:
-        order = self.random.sample(self.optimizers, len(self.optimizers))
-        for optimizer in order:
-            what = self.random.choice(["step", "step", "step", "rate of 0", "leave", "drop"])
-            if what in ("step", "rate of 0"):
-                self._step(optimizer, 1.0 if what == "step" else 0.0)
-            if what != "leave":
-                self.drop(optimizer)
-
-    def _step(self, optimizer: SGD, rate: float) -> None:
-        held = {n: p for n, p in self.parameters.items() if any(p is q for q in optimizer.param_groups[0]["params"])}
-        own = {name: p.grad.clone() for name, p in held.items() if p.grad is not None}
-        before = {name: p.detach().clone() for name, p in held.items()}
-        finite = all(bool(grad.isfinite().all()) for grad in own.values())
-        optimizer.param_groups[0]["lr"] = rate
-        optimizer.step()
-        optimizer.param_groups[0]["lr"] = 1.0
-        for name, p in held.items():
-            moved = before[name] - p.detach()
-            assert finite or not moved.any()
-            if finite:
-                self.given[name] += own.get(name, 0.0)
-                self.stepped[name] += moved if rate or p.grad is None else p.grad
-
-    def between(self) -> str:
-        what = self.random.choice(["nothing", "nothing", "regroup", "flush", "load", "optimizers", "send all"])
-        if what == "regroup":
-            sizes = [p for group in self.engine.plan for p in group.parameters]
-            self.random.shuffle(sizes)
-            grouping: Any = self.random.choice(["model", "layer"])
-            self.engine.regroup(make_plan(sizes, grouping, rules=ls.Rules(dense_ndim=0, dense_numel=0)))
-        elif what == "flush":
-            before = {name: p.detach().clone() for name, p in self.parameters.items()}
-            ls.flush(self.engine, self.optimizers)
-            for name, p in self.parameters.items():
-                self.stepped[name] += before[name] - p.detach()
-        elif what == "load":
-            state = self.engine.state_dict()
-            self.engine.close()
-            self.attach()
-            self.engine.load_state_dict(state)
-        elif what == "optimizers":
-            self.make_optimizers()
-        elif what == "send all":
-            self.engine._flush_next_step()
-        return what
-
-    def check(self, what: str) -> None:
-        """Whether all that was given is stepped with, or waits; and weights are equal on all ranks."""
-        n = dist.get_world_size()
-        for name, p in self.parameters.items():
-            residual = self.engine.residual(name)
-            lost = self.given[name].flatten() - (0 if residual is None else residual)
-            dist.all_reduce(lost)
-            lost -= n * self.stepped[name].flatten()
-            assert lost.abs().max() < 1e-8, (what, name, self.engine.step)
-            others = [torch.empty_like(p) for _ in range(n)]
-            dist.all_gather(others, p.detach())
-            assert all(torch.equal(other, p) for other in others), (what, name, self.engine.step)
-
-
 def history(seed: int) -> tuple[int, int]:
     """Steps, and skipped ones, of a history."""
-    history = History(seed, dense=seed % 4 == 1)
-    for _ in range(25):
-        history.backward()
-        history.check("backward")
-        history.step()
-        history.check("step")
-        history.check(history.between())
-    taken = history.engine.step, history.engine.skipped_steps
-    history.engine.close()
-    return taken
+    return History(seed, dense=seed % 4 == 1).run(25)
 
 
 @pytest.mark.filterwarnings("ignore:.*not finite")

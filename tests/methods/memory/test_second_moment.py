@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 import lightning_sparse as ls
 from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.step import Context, Update
+from lightning_sparse.engine.optimizers.choice import second_moment_in
 from lightning_sparse.engine.optimizers.rules import AdamRule
-from lightning_sparse.engine.state.schema import second_moment_in
 from lightning_sparse.methods.exchanges.packed_union import Lanes
 from tests.covering import by_default
 from tests.lockstep import Ranks

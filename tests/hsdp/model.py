@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -57,14 +56,11 @@ def batches(steps: int, each: int = 1, seed: int = 100) -> Iterator[list[tuple[T
         yield [(x, x[:, :3] - x[:, 3:6]) for x in inputs]
 
 
-def backward(model: nn.Module, step: list[tuple[Tensor, Tensor]], engine: ls.Engine | None) -> None:
-    """Gradients of the batches of a step, which are exchanged once; None: by FSDP itself."""
+def backward(model: Any, step: list[tuple[Tensor, Tensor]]) -> None:
+    """Gradients of the batches of a step, which replicas average once, whoever does it."""
     for number, (x, y) in enumerate(step):
-        last = number == len(step) - 1
-        if engine is None:
-            model.set_requires_all_reduce(last)  # type: ignore[operator]
-        with nullcontext() if engine is None or last else engine.no_sync():
-            mse_loss(model(x), y).backward()
+        model.set_requires_all_reduce(number == len(step) - 1)
+        mse_loss(model(x), y).backward()
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
@@ -115,6 +111,4 @@ def summing(mesh: DeviceMesh) -> tuple[nn.Module, ls.Engine, torch.optim.Optimiz
     """A model whose weights are minus the sum of its averages, with its engine and optimizer."""
     model = fully_shard(Given(SHAPES), mesh=mesh["shard"])
     engine = engine_of(model, mesh, sparsifier="top_k", rules=ls.Rules(dense_ndim=0, dense_numel=0))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    engine._show([optimizer])
-    return model, engine, optimizer
+    return model, engine, torch.optim.SGD(model.parameters(), lr=1.0)

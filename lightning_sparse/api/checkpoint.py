@@ -42,7 +42,7 @@ FORMAT = 3
 """Version of the format of side files and of the marker; changes when their meaning does."""
 MARKER: dict[str, int | str] = {
     "world_size": 1,
-    "node_size": 1,
+    "parts": 1,
     "exchanging": 1,
     "step": 0,
     "global_step": -1,
@@ -174,7 +174,7 @@ class SideFiles:
             "save": own.save,
             "global_step": counted,
             "world_size": own.world_size,
-            "node_size": engine._ranks_of_a_replica,
+            "parts": engine._parts,
             "exchanging": engine._exchanging,
             "step": step,
             "directory": os.path.basename(side_directory(path)),
@@ -350,7 +350,7 @@ def load_together(engine: Engine, read: Callable[[], Found]) -> list[str]:
 
 
 def _disagreement(waiting: Sequence[Sequence[str]]) -> list[Note]:
-    """Return a problem where ranks of the first node are before an optimizer's step and behind it.
+    """Return a problem where the first ranks near each other are before an optimizer's step and behind it.
 
     Each of them has the averages of its part that the weights do not hold, which are those of one of them.
 
@@ -359,7 +359,7 @@ def _disagreement(waiting: Sequence[Sequence[str]]) -> list[Note]:
     """
     if all(names == waiting[0] for names in waiting):
         return []
-    return [Note("", "ranks of the first node are at different moments of a step; save a moment later")]
+    return [Note("", "the ranks around rank 0 are at different moments of a step; save a moment later")]
 
 
 def _take(engine: Engine, moment: int | None = None) -> tuple[State | None, str]:
@@ -394,7 +394,7 @@ def check_marker(marker: Any, fields: Mapping[str, int | str]) -> dict[str, Any]
             fits = isinstance(value, str) and re.fullmatch(expected, value, re.ASCII) is not None
         if not fits:
             raise SideFileError(f"the checkpoint names the {field} {value!r}, which is none")
-    for field in {"node_size", "exchanging"} & fields.keys():
+    for field in {"parts", "exchanging"} & fields.keys():
         if marker["world_size"] % (value := marker[field]):
             raise SideFileError(
                 f"the checkpoint names the {field} {value!r} of {marker['world_size']} ranks, which is none"
@@ -411,10 +411,10 @@ def _step_of(marker: Any, fields: Mapping[str, int | str]) -> int:
 
 
 def _read_state(path: Path, marker: dict[str, Any], engine: Engine, load: Callable[[str], Any]) -> State:
-    """Read this rank's own state; join those of its node if parts were others; merge all if nodes were."""
-    size = marker["node_size"]
+    """Read this rank's own state; join those of all parts if these were others; merge all if more than that was."""
+    size = marker["parts"]
     alike = (marker["world_size"] // size, marker["exchanging"]) == (engine.comm.world_size, engine._exchanging)
-    if alike and size == engine._ranks_of_a_replica:
+    if alike and size == engine._parts:
         return _read(path, marker, engine.rank, load)
     if alike:
         first = engine.comm.rank * size
@@ -485,8 +485,8 @@ def _emptied(state: State, engine: Engine) -> tuple[State, str]:
     residuals = [vectors["residual"].double() for vectors in whole if "residual" in vectors]
     norm = sum(float(residual.square().sum()) for residual in residuals) ** 0.5
     empty: State = {name: {} for name in state["parameters"]}
-    kind = "node" if engine.settings.node_size else "rank"
-    ranks = f"{engine._exchanging} {kind}{'s' * (engine._exchanging > 1)}"
+    kinds = ("group of ranks", "groups of ranks") if engine.settings.node_size else ("rank", "ranks")
+    ranks = f"{engine._exchanging} {kinds[engine._exchanging > 1]}"
     return {**state, "parameters": empty, "counters": {}, "pending": {}}, (
         f"Training continues with {ranks} instead of {state['world_size']} and resize='zero': the residuals, an "
         f"update of norm {norm:.4g} that was still to be sent, are dropped."

@@ -7,9 +7,6 @@ from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from torch.optim import Optimizer
-
-from lightning_sparse.engine.optimizers.kinds import ids_of
 from lightning_sparse.engine.signals import held
 
 
@@ -94,9 +91,9 @@ class Record:
         self.counts = self.counts._replace(flushes=self.counts.flushes + 1)
         self.latest_skipped = False
 
-    def hold(self, optimizer: Optimizer) -> Set[str]:
-        """Note that an optimizer holds its parameters; return the names of the engine's among them."""
-        names = {self._names[key] for key in ids_of(optimizer) & self._names.keys()}
+    def hold(self, ids: Set[int]) -> Set[str]:
+        """Note that an optimizer holds the parameters of these ids; return the names of the engine's among them."""
+        names = {self._names[key] for key in ids & self._names.keys()}
         if not names <= self.held:
             self.held = self.held | names
         return names
