@@ -62,6 +62,8 @@ def attach(ddp: DistributedDataParallel, **keywords: Any) -> Engine:
     model: ``.grad`` is this rank's own before, and whatever is done to it counts. Steps with gradients that are not
     finite on some rank are left out on all. To clip as with plain DDP, call :meth:`.Engine.clip_grad_norm_`.
 
+    With ``node_size``, ``.grad`` is the mean of this rank's node between backward and step.
+
     Returns:
         The engine, for statistics and for :meth:`Engine.close`.
 

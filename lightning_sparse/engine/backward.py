@@ -52,13 +52,14 @@ class BackwardEnd:
                 raise RuntimeError(CAPTURED)
             if not self._pending:
                 self._names, self._aside = [], stepper.steps_aside
+                stepper.begin_backward()
             self._names += [name for p in bucket.parameters() if (name := stepper.names.get(id(p))) is not None]
             last = bucket.is_last()
             if self._aside:
                 future = stepper.comm.start_average(buffer, wait=last)
             else:
                 future = Future(devices=[buffer.device] if buffer.is_cuda else None)
-                self._near += filter(None, [stepper.share.average(buffer, last)])
+                self._near += filter(None, [stepper.share.average(buffer)])
             self._pending.append((future, buffer))
             if last:
                 buckets, self._pending = self._pending, []
@@ -67,8 +68,10 @@ class BackwardEnd:
 
     def _end(self, buckets: list[tuple[Future[Tensor], Tensor]]) -> None:
         near, self._near = self._near, []
-        for each in [future for future, _ in buckets] if self._aside else near:
-            each.wait()
+        self._stepper.share.hosts.hear()
+        self._stepper.share.within.end_averages(near)
+        if self._aside:
+            self._stepper.comm.end_averages([future for future, _ in buckets])
         finite, _ = self._stepper.end_backward(self._names, [buffer for _, buffer in buckets], self._aside)
         for future, buffer in buckets if not self._aside else ():
             future.set_result(buffer if finite else buffer.fill_(float("nan")))
@@ -96,8 +99,8 @@ class AllRanksDivide:
         joining = getattr(self._ddp(), "_join_config", None)
         if joining is not None and joining.enable and not engine.router.steps_aside:
             raise ValueError(
-                "join() lets ranks end before others, and below a density of 1 all ranks exchange when optimizers "
-                "step. Give all ranks equally many batches, or train at a density of 1."
+                "join() lets ranks end before others, and all ranks exchange together when optimizers step. Give all "
+                "ranks equally many batches, or let DDP average by itself: density=1 without node_size."
             )
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ and with a sentence.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import or_
 from typing import Any, NamedTuple
@@ -27,9 +27,10 @@ KINDS = (
     "exchanges gradients (engine.exchange)",
     "clips by the norm of all gradients",
     "flushes",
+    "begins a backward",
 )
 """What a call may be; its number is sent."""
-BACKWARD, STEP, EXCHANGE, NORM, FLUSH = range(len(KINDS))
+BACKWARD, STEP, EXCHANGE, NORM, FLUSH, BEGIN = range(len(KINDS))
 
 
 class Call(NamedTuple):
@@ -69,13 +70,14 @@ def digest_of(*facts: Any) -> int:
     return int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:8], "big") >> 2
 
 
-def compare(rows: Tensor) -> tuple[bool, list[bool]]:
+def compare(rows: Tensor, ranks: Sequence[int]) -> tuple[bool, list[bool]]:
     """Return whether gradients are finite on all ranks, and of each parameter whether any rank uses it.
 
     The list is as long as all flags in the words.
 
     Args:
-        rows: (n, length) words of all ranks, see :meth:`Call.words`.
+        rows: (n, length) words of some ranks, see :meth:`Call.words`.
+        ranks: their numbers.
 
     Raises:
         RuntimeError: if ranks are about to do different things, saying what each of them does.
@@ -83,26 +85,27 @@ def compare(rows: Tensor) -> tuple[bool, list[bool]]:
     every = rows.tolist()
     said = [row[:LENGTH] for row in every]
     if said.count(said[0]) < len(said):
-        raise RuntimeError(_told([Call(*one) for one in said]))
+        raise RuntimeError(_told({rank: Call(*one) for rank, one in zip(ranks, said, strict=True)}))
     _, finite, *words = zip(*[row[LENGTH - 1 :] for row in every], strict=True)
     used = [bool(word >> place & 1) for word in [reduce(or_, each) for each in words] for place in range(BITS)]
     return all(finite), used
 
 
-def _told(calls: Sequence[Call]) -> str:
-    """Say what ranks do that is not the same."""
-    first = calls[0]
-    differ = [field for field in Call._fields if any(getattr(c, field) != getattr(first, field) for c in calls)]
+def _told(calls: Mapping[int, Call]) -> str:
+    """Say what ranks do that is not the same; calls are by rank."""
+    lead, first = next(iter(calls.items()))
+    differ = [f for f in Call._fields if any(getattr(call, f) != getattr(first, f) for call in calls.values())]
     alike: dict[str, list[int]] = {}
-    for rank, call in enumerate(calls):
+    for rank, call in calls.items():
         facts = [KINDS[call.kind] if 0 <= call.kind < len(KINDS) else "does something unknown"]
         facts += (
             [f"after {call.backwards} backwards and {call.steps} steps"] if {"backwards", "steps"} & {*differ} else []
         )
-        facts += ["of other parameters than rank 0"] if call.names != first.names and call.kind == first.kind else []
+        others = call.kind == first.kind and call.names != first.names
+        facts += [f"of other parameters than rank {lead}"] if others else []
         facts += ["which flushes" if call.flush else "which does not flush"] if "flush" in differ else []
-        facts += ["with other settings or groups than rank 0"] if call.settings != first.settings else []
-        facts += ["at other learning rates than rank 0"] if call.rates != first.rates else []
+        facts += [f"with other settings or groups than rank {lead}"] if call.settings != first.settings else []
+        facts += [f"at other learning rates than rank {lead}"] if call.rates != first.rates else []
         alike.setdefault(", ".join(facts), []).append(rank)
     said = "; ".join(f"{name_ranks(ranks)} {what}" for what, ranks in alike.items())
     return (

@@ -424,6 +424,12 @@ class TorchCollective:
         started: Future[Tensor] = work.get_future()
         return started.then(lambda _: x)
 
+    def end_averages(self, started: Sequence[Future[Tensor]]) -> None:
+        """Wait for what :meth:`start_average` has started."""
+        with self._together("all_reduce"):
+            for each in started:
+                each.wait()
+
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         """Return x of rank ``src`` on all ranks; in place."""
         return x if self.world_size == 1 else self.start(Broadcast(x, src))()

@@ -50,13 +50,8 @@ class Share:
         """Return a view of what this rank exchanges, given all that it has of a parameter, in one dimension."""
         return flat
 
-    def average(self, buffer: Tensor, last: bool) -> Future[Tensor] | None:
-        """Begin to average gradients over ranks near this one, in place, within backward; None: there are none.
-
-        Args:
-            buffer: flat.
-            last: whether no other one follows in this backward.
-        """
+    def average(self, buffer: Tensor) -> Future[Tensor] | None:
+        """Begin to average flat gradients over ranks near this one, in place, within backward; None: there are none."""
         return None
 
     def whole(self, averages: Sequence[Average]) -> Steps[Sequence[Average]]:

@@ -27,7 +27,7 @@ from lightning_sparse.core.messages import AllGather, AllReduce, Message, Steps,
 from lightning_sparse.core.messages import started as first
 from lightning_sparse.core.step import Context
 from lightning_sparse.engine.average import Average, place
-from lightning_sparse.engine.calls import BACKWARD, NORM, STEP, Call, compare, digest_of
+from lightning_sparse.engine.calls import BACKWARD, BEGIN, NORM, STEP, Call, compare, digest_of
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.gradient_hooks import on_gradients, refuse_sparse_gradients
 from lightning_sparse.engine.metrics import Stamp
@@ -231,20 +231,27 @@ class Stepper(Groups):
     ) -> None:
         """Begin a call that all ranks take part in; what they say is looked at before a later message is waited for."""
         flags = used or [False] * len(self.parameters)
-        counts = self.backwards, self.steps, self.flush_asked
         by = digest_of(sorted(rates.items())) if rates else 0
-        call = Call(kind, _digest_of(tuple(names)), *counts, self._digest, by)
-        if self.within.world_size > 1:  # first those near this one, whose parts have other sizes
+        call = Call(kind, _digest_of(tuple(names)), self.backwards, self.steps, self.flush_asked, self._digest, by)
+        if self.within.world_size > 1:  # first those near this one
             near: list[tuple[bool, list[bool]]] = []
-            alike = self._digest_of_names if self.share.cuts else _digest_of(tuple(self.parameters))
-            words = call._replace(settings=alike).words(finite, flags)
-            self.share.hosts.announce(words, lambda rows: near.append(compare(rows)))
+            self._announce_near(call, finite, flags, lambda *met: near.append(met))
             self.share.hosts.hear()
             [(finite, flags)] = near
             flags = flags[: len(self.parameters)]
         words = call.words(finite, flags)
         self._said += AllGather(words).bytes_sent(self.comm.world_size)
-        self._hosts.announce(words, lambda rows: look(*compare(rows)))
+        ranks = [number * self.within.world_size + self.within.rank for number in range(self.comm.world_size)]
+        self._hosts.announce(words, lambda rows: look(*compare(rows, ranks)))
+
+    def _announce_near(
+        self, call: Call, finite: bool, used: Sequence[bool], look: Callable[[bool, list[bool]], None]
+    ) -> None:
+        """Begin a call of the ranks near this one, whose parts have other sizes."""
+        alike = self._digest_of_names if self.share.cuts else _digest_of(tuple(self.parameters))
+        call, several = call._replace(settings=alike), self.within.world_size
+        ranks = [self.comm.rank * several + number for number in range(several)]
+        self.share.hosts.announce(call.words(finite, used), lambda rows: look(*compare(rows, ranks)))
 
     def on_host(self, flag: Tensor) -> bool:
         """Return a () flag of the current stream, on which messages of ranks may be that have failed meanwhile.
@@ -277,6 +284,12 @@ class Stepper(Groups):
         ended = memory.needs_second and self._sparse_before
         goes_on = not ended or all(group.plan.dense for group in self.groups)
         return goes_on and not any(group.selects(step) for group in self.groups)
+
+    def begin_backward(self) -> None:
+        """Begin a synchronised backward: what ranks near this one do is looked at before it ends."""
+        if self.share.cuts:
+            call = Call(BEGIN, 0, self.backwards, self.steps, self.flush_asked, self._digest)
+            self._announce_near(call, True, [False] * len(self.parameters), _look)
 
     def end_backward(
         self, names: Sequence[str], gradients: Sequence[Tensor], averaged: bool, used: Sequence[bool] = ()
@@ -691,7 +704,11 @@ class Stepper(Groups):
     # ------------------------------------------------------------------------------------------------- groups
 
     def split(self, held: Collection[str]) -> None:
-        """Cut groups in two where an optimizer holds some of their parameters, and others the rest."""
+        """Cut groups in two where an optimizer holds some of their parameters, and others the rest.
+
+        Raises:
+            ValueError: on a rank that has no coordinate of one of them.
+        """
         if len(held) == len(self.parameters):
             return
         plan: list[Group] = []
@@ -706,6 +723,13 @@ class Stepper(Groups):
                 group._replace(name=f"{group.name}.{number}", parameters=tuple(part))
                 for number, part in enumerate((inside, outside))
             ]
+        if empty := [p.name for group in plan if not group.numel for p in group.parameters]:
+            with self.failing_together("before the step"):
+                raise ValueError(
+                    f"An optimizer holds nothing but {', '.join(empty)}, of which rank {self.rank} has no coordinate: "
+                    "these are fewer than the ranks that share them. Let one optimizer hold larger parameters, too; "
+                    "param_groups may have settings of their own."
+                )
         if len(plan) > len(self.groups):
             self.regroup(plan)
 

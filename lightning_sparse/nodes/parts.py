@@ -47,9 +47,9 @@ class Parts(Share):
         """See :meth:`.Share.part`."""
         return flat[self.of(name, self.within.rank)]
 
-    def average(self, buffer: Tensor, last: bool) -> Future[Tensor]:
+    def average(self, buffer: Tensor) -> Future[Tensor]:
         """See :meth:`.Share.average`."""
-        return self.within.start_average(buffer, wait=last)
+        return self.within.start_average(buffer)
 
     def whole(self, averages: Sequence[Average]) -> Steps[Sequence[Average]]:
         """Return averages of whole gradients, given those that each rank of the node has of its parts.

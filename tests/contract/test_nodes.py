@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
 import lightning_sparse as ls
+from lightning_sparse.methods.density.schedules import DensitySchedule
 from lightning_sparse.tools.traffic import count_bytes
 from tests.contract.cases import MEMORIES, PAIRS, Case, fit
 from tests.covering import by_default, covering
-from tests.nodes import SHAPES, SPARSE, here, normal, put_together, stream, wrapped
+from tests.nodes.model import SHAPES, SPARSE, Averages, here, normal, put_together, stream, wrapped
 from tests.ranks import Ranks
 
 STEPS = 3
@@ -30,17 +32,17 @@ def differing(size: int, options: dict[str, Any], world_size: int = 4) -> list[s
     parts = [
         ls.simulate(stream(STEPS, nodes, size, place, NAMES, normal), density=density, **named) for place in range(size)
     ]
+    averages = Averages(ddp, options.get("memory"))
     rank, wrong = torch.distributed.get_rank(), []
     for step, traces in enumerate(zip(*parts, strict=True)):
-        ddp.zero_grad()
         ddp(here(step, normal)).backward()
+        found = averages()
         expected = put_together([trace.update for trace in traces], NAMES)
         wrong += [
             f"{options}: the average of {name} in step {step}"
             for name in NAMES
-            if not torch.equal(ddp.module.get_parameter(name).grad, expected[name])
+            if not torch.equal(found[name], expected[name])
         ]
-        engine.count_as_applied()
         own, [group] = traces[rank % size], engine.groups
         if group.residual is not None and group.residual_norm() != float(own.residual_norm[rank // size]):
             wrong.append(f"{options}: the residual in step {step}")
@@ -77,10 +79,19 @@ def test_parts_are_exchanged_as_simulated(
         assert not found
 
 
+@dataclass(frozen=True)
+class InTurn(DensitySchedule):
+    """Everything in every second step."""
+
+    def __call__(self, step: int) -> float:
+        return (0.05, 1.0)[step % 2]
+
+
 SETTINGS: list[dict[str, Any]] = [
     {"density": 1.0},
-    {"sparsifier": "top_k"},
+    {"density": 1.0, "sparsifier": "top_k"},
     {"density": ls.Warmup(1.0, 0.05, 3)},
+    {"density": InTurn(), "sparsifier": "top_k"},
 ]
 
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is n
 
 PLAIN = ["form", "weigh"]
 EVERYTHING = [
-    *PLAIN, "form_bf16", "second", "adam", "sampled", "momentum", "look", "flags", "select", "union", "packed",
+    *PLAIN, "form_bf16", "second", "adam", "momentum", "look", "flags", "select", "union", "packed",
     "settle", "need", "sums",
 ]  # fmt: skip
 

@@ -25,8 +25,8 @@ from lightning_sparse.engine.step import PATIENCE, Stepper
 
 TWICE = (
     "{} has called its closure a second time in one step. The gradients of the first call are exchanged already: what "
-    "was sent would be lost, or be trained on. Below a density of 1 a closure is called once a step; write SAM as two "
-    "steps, and train with LBFGS densely."
+    "was sent would be lost, or be trained on. A closure is called once a step, unless DDP averages by itself, as it "
+    "does at a density of 1 without node_size. Write SAM as two steps, and train with LBFGS densely."
 )
 IGNORED = (
     "{} was given a closure and has stepped without calling it. Gradients are exchanged when the closure has been "

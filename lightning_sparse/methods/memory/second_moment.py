@@ -85,8 +85,9 @@ class SecondMoment(CountedFeedback):
     far longer than those before are clipped, see :func:`~lightning_sparse.ops.length.measure`. Both factors are 1 while
     gradients keep their length, and at density 1.
 
-    The engine applies these steps to sparsified parameters in place of ``torch.optim.Adam`` and ``AdamW``; the optimizer itself steps dense parameters. With such an optimizer,
-    ``memory=None`` selects this memory, with the optimizer's beta2 and eps of each step.
+    The engine applies these steps to sparsified parameters in place of ``torch.optim.Adam`` and ``AdamW``; the
+    optimizer itself steps dense parameters. With such an optimizer, ``memory=None`` selects this memory, with the
+    optimizer's beta2 and eps of each step.
 
     The average in the gradients is that of :class:`Residual`; only these two factors change it. This memory costs two
     vectors of ``numel`` accumulator elements a rank, one more than :class:`Residual`; Adam's own two vectors are not

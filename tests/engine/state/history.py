@@ -19,6 +19,7 @@ import lightning_sparse as ls
 from lightning_sparse.core.layout import own
 from lightning_sparse.methods.density.schedules import DensitySchedule
 from lightning_sparse.methods.grouping import ParameterSize, make_plan
+from tests.nodes.model import part
 from tests.sums import SPARSE, Sums
 
 
@@ -35,10 +36,15 @@ class History:
 
     With DDP; ``number`` and ``several`` are of those who have gradients of their own, and ``group`` are ranks that
     exchange theirs.
+
+    Args:
+        seed: of what happens.
+        dense: whether some steps are.
+        size: ranks of a node, whose means are given: each rank of it exchanges a part.
     """
 
-    def __init__(self, seed: int, dense: bool) -> None:
-        self.random, self.module = random.Random(seed), self.made()
+    def __init__(self, seed: int, dense: bool, size: int = 1) -> None:
+        self.random, self.module, self.size = random.Random(seed), self.made(), size
         self.density: Any = InTurn() if dense else 0.05
         self.parameters = dict(self.module.named_parameters())
         self.given, self.stepped = (
@@ -57,7 +63,7 @@ class History:
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {**SPARSE, "density": self.density, "memory": "residual"}
+        return {**SPARSE, "density": self.density, "memory": "residual", "node_size": self.size}
 
     def loss(self, without: Collection[str]) -> Tensor:
         loss: Tensor = self.ddp(self.number, without)
@@ -150,11 +156,14 @@ class History:
 
     def check(self, what: str) -> None:
         """Whether all that was given is stepped with, or waits; and weights are equal on all ranks."""
+        place = self.number % self.size
         for name, p in self.parameters.items():
-            residual = self.engine.residual(name)
-            lost = self.given[name].flatten() - (0 if residual is None else residual)
+            residual, given = self.engine.residual(name), self.given[name].flatten()
+            lost = torch.zeros_like(given)
+            part(lost, place, self.size).copy_(part(given, place, self.size))
+            part(lost, place, self.size).sub_(0 if residual is None else residual)
             dist.all_reduce(lost, group=self.group)
-            lost -= self.several * self.stepped[name].flatten()
+            lost -= self.several // self.size * self.stepped[name].flatten()
             assert not lost.numel() or lost.abs().max() < 1e-8, (what, name, self.engine.step)
             here = own(p).detach()
             others = [torch.empty_like(here) for _ in range(self.several)]

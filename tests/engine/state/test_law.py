@@ -129,14 +129,23 @@ def alone() -> Iterator[Ranks]:
 # ---- Where gradients are exchanged when optimizers step
 
 
-def history(seed: int) -> tuple[int, int]:
+def history(seed: int, size: int = 1) -> tuple[int, int]:
     """Steps, and skipped ones, of a history."""
-    return History(seed, dense=seed % 4 == 1).run(25)
+    return History(seed, dense=seed % 4 == 1, size=size).run(25)
 
 
 @pytest.mark.filterwarnings("ignore:.*not finite")
 @pytest.mark.parametrize("seed", by_default(range(1, 61), 2))
 def test_whatever_happens_nothing_is_lost(two_ranks: Ranks, three_ranks: Ranks, seed: int) -> None:
     taken, *others = (three_ranks if seed % 2 == 0 else two_ranks)(history, seed)
+    assert all(other == taken for other in others)
+    assert taken[0] > 10
+
+
+@pytest.mark.filterwarnings("ignore:.*not finite")
+@pytest.mark.parametrize(("seed", "ranks"), by_default([(seed, 2 if seed % 5 == 0 else 4) for seed in range(1, 31)], 2))
+def test_whatever_happens_nothing_of_a_part_is_lost(request: pytest.FixtureRequest, seed: int, ranks: int) -> None:
+    """Of two nodes of two ranks, or of one."""
+    taken, *others = request.getfixturevalue("two_ranks" if ranks == 2 else "four_ranks")(history, seed, 2)
     assert all(other == taken for other in others)
     assert taken[0] > 10

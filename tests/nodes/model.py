@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ SPARSE: dict[str, Any] = {
     "watch": None,
     "single_device": "sparse",
 }
+DDP = "find_unused_parameters", "static_graph", "gradient_as_bucket_view"
+"""Arguments of :func:`wrapped` that are those of DistributedDataParallel."""
 Given = Callable[[int, int, str], Tensor]
 
 
@@ -54,7 +57,7 @@ class Linear(nn.Module):
 
 def wrapped(size: Any, module: nn.Module | None = None, **options: Any) -> tuple[DistributedDataParallel, Engine]:
     """A model in DDP with small buckets, and its engine."""
-    ddp = {name: options.pop(name) for name in ("find_unused_parameters", "static_graph") if name in options}
+    ddp = {name: options.pop(name) for name in DDP if name in options}
     wrapper = DistributedDataParallel(module or Linear(), bucket_cap_mb=0.001, **ddp)
     return wrapper, ls.attach(wrapper, **{**SPARSE, **options}, node_size=size)
 
@@ -62,6 +65,28 @@ def wrapped(size: Any, module: nn.Module | None = None, **options: Any) -> tuple
 def here(step: int, given: Given = normal, names: Sequence[str] = tuple(SHAPES)) -> dict[str, Tensor]:
     """The gradients of this rank."""
     return {name: given(step, dist.get_rank(), name) for name in names}
+
+
+class Averages:
+    """Lets an optimizer of rate 0 step, which exchanges gradients and moves nothing.
+
+    Args:
+        ddp: the model.
+        memory: of the engine; None: one that goes with SGD.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, memory: ls.memories.Memory | None = None) -> None:
+        self._module, needs = ddp.module, memory is not None and memory.needs_second
+        kind: Any = partial(torch.optim.Adam, betas=(0.9, memory.beta2)) if needs else torch.optim.SGD
+        self._optimizer = kind(ddp.parameters(), lr=0.0)
+
+    def __call__(self) -> dict[str, Tensor]:
+        """What is in ``.grad`` afterwards, where there is anything; a next backward begins without."""
+        self._optimizer.step()
+        named = self._module.named_parameters()
+        found = {name: p.grad.clone() for name, p in named if p.grad is not None}
+        self._optimizer.zero_grad()
+        return found
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:

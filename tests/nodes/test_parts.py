@@ -1,4 +1,4 @@
-"""Parts of a node's gradients: their means, and averages of parts put together, on many ranks in one process."""
+"""Parts of a node's gradients, and averages of parts put together, on many ranks in one process."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from lightning_sparse.engine.delivery import Delivery, bounds_of
+from lightning_sparse.engine.delivery import bounds_of
 from torch import Tensor
 
 from lightning_sparse.core.layout import even_part
-from lightning_sparse.engine.network import drive_ranks
-from lightning_sparse.engine.record import Averages
-from lightning_sparse.methods.memory import Residual
+from lightning_sparse.engine.average import Average, bounds_of
+from lightning_sparse.engine.network import TorchCollective, drive_ranks
 from lightning_sparse.nodes.parts import Parts
-from tests.covering import by_default
 
 NUMELS = {"first": 17, "second": 1, "third": 40, "fourth": 3}
 RANKS = [1, 2, 3, 4, 8]
@@ -30,48 +28,27 @@ def test_parts_have_every_coordinate_once_and_lengths_that_differ_by_one(ranks: 
         assert max(lengths) - min(lengths) <= 1
 
 
-def gradients(ranks: int, dtype: torch.dtype) -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(ranks)
-    return [
-        {name: torch.randn(numel, generator=generator).to(dtype) for name, numel in NUMELS.items()}
-        for _ in range(ranks)
-    ]
-
-
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("dtype", by_default([torch.float32, torch.bfloat16, torch.float64], 2))
-def test_each_rank_gets_the_mean_of_its_part_in_the_order_of_ranks(ranks: int, dtype: torch.dtype) -> None:
-    given = gradients(ranks, dtype)
-    given[0]["third"][5] = float("nan")
-    before = [{name: x.clone() for name, x in each.items()} for each in given]
-    parts = [Parts(NUMELS, rank, ranks) for rank in range(ranks)]
-    into = [each.empty(grads) for each, grads in zip(parts, given, strict=True)]
-    for _ in range(2):  # the second time in the same room
-        drive_ranks([each.mean(*pair) for each, *pair in zip(parts, given, into, strict=True)])
-    wide = np.float64 if dtype == torch.float64 else np.float32
-    for name, numel in NUMELS.items():
-        total = np.zeros(numel, wide)
-        for each in before:
-            total = total + each[name].to(torch.float64).numpy().astype(wide)
-        mean = torch.from_numpy(total / wide(ranks)).to(dtype)
-        found = torch.cat([each[name] for each in into])
-        assert torch.equal(found.nan_to_num(7.0), mean.nan_to_num(7.0))
-        assert all(
-            torch.equal(now[name].nan_to_num(), then[name].nan_to_num())
-            for now, then in zip(given, before, strict=True)
-        )
+def parts_of(ranks: int) -> list[Parts]:
+    """Of all ranks of a node."""
+    found = []
+    for rank in range(ranks):
+        within = TorchCollective.of_one()
+        within.rank, within.world_size = rank, ranks
+        within.between_hosts = lambda within=within: within  # type: ignore[misc]
+        found.append(Parts(NUMELS, within))
+    return found
 
 
 NAMES = [["first", "third"], ["second", "fourth"]]
 """Of two groups."""
 
 
-def averages(parts: Parts, names: Sequence[str], whole: Tensor, by: Tensor | None, chosen: Tensor | None) -> Averages:
+def averages(parts: Parts, names: Sequence[str], whole: Tensor, by: Tensor | None, chosen: Tensor | None) -> Average:
     """What a rank has of a group, whose coordinates in the group of whole parameters are chosen; None: all."""
     starts = dict(zip(names, np.cumsum([0, *(NUMELS[name] for name in names)]).tolist(), strict=False))
     spans, at, own = {}, 0, []
     for name in names:
-        cut = parts.of(name)
+        cut = parts.of(name, parts.within.rank)
         spans[name] = slice(at, at + cut.stop - cut.start)
         at = spans[name].stop
         own.append(torch.arange(starts[name] + cut.start, starts[name] + cut.stop))
@@ -82,8 +59,7 @@ def averages(parts: Parts, names: Sequence[str], whole: Tensor, by: Tensor | Non
         indices, kept = torch.cat([indices, torch.tensor([at])]), torch.cat([kept, torch.tensor([len(whole) - 1])])
     bounds = bounds_of(spans, torch.device("cpu"))
     divisor, like = None if by is None else by[kept], torch.empty(())
-    delivery = Delivery(spans, indices, divisor, Residual(), 2, bounds, like, whole=indices is None)
-    return Averages(spans, indices, whole[kept], delivery)
+    return Average(spans, indices, whole[kept], divisor, 2, bounds, like, whole=indices is None)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -91,7 +67,7 @@ def averages(parts: Parts, names: Sequence[str], whole: Tensor, by: Tensor | Non
 @pytest.mark.parametrize("sparse", ["all", "none", "some", "nothing"])
 def test_averages_of_parts_become_those_of_whole_parameters(ranks: int, divided: bool, sparse: str) -> None:
     generator = torch.Generator().manual_seed(1)
-    parts = [Parts(NUMELS, rank, ranks) for rank in range(ranks)]
+    parts = parts_of(ranks)
     groups = []
     for number, names in enumerate(NAMES):
         numel = sum(NUMELS[name] for name in names)
@@ -105,20 +81,20 @@ def test_averages_of_parts_become_those_of_whole_parameters(ranks: int, divided:
         [averages(each, *group[:3], group[3] if sends(rank) else None) for group in groups]
         for rank, each in enumerate(parts)
     ]
-    for found in drive_ranks([each.together(those) for each, those in zip(parts, own, strict=True)]):
+    for found in drive_ranks([each.whole(those) for each, those in zip(parts, own, strict=True)]):
         for (names, values, by, chosen), one in zip(groups, found, strict=True):
             numel = len(values) - 1
             assert {name: span.stop - span.start for name, span in one.spans.items()} == {n: NUMELS[n] for n in names}
-            assert one.delivery.whole == (one.indices is None)
+            assert one.whole == (one.indices is None)
             if one.indices is None:
                 assert sparse == "none"
                 assert torch.equal(one.values, values[:-1])
-                assert by is None or torch.equal(one.delivery.by, by[:-1])
+                assert by is None or torch.equal(one.by, by[:-1])
                 continue
             real = one.indices < numel
             places = one.indices[real]
             assert len(places.unique()) == len(places)
             assert torch.equal(one.values[real], values[places])
-            assert by is None or torch.equal(one.delivery.by[real], by[places])
+            assert by is None or torch.equal(one.by[real], by[places])
             if sparse in ("all", "nothing"):
                 assert torch.equal(places.sort().values, chosen.sort().values)
