@@ -93,11 +93,9 @@ def gradients_of(model: nn.Module, step: int, rank: int, n: int, event: str, lay
 
 
 def optimizer_of(name: str, model: nn.Module) -> Any:
-    import lightning_sparse as ls
-
     if name in ("SGD", "momentum"):
         return torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9 if name == "momentum" else 0)
-    return (ls.AdamW if name == "ls.AdamW" else torch.optim.AdamW)(model.parameters(), lr=LR, weight_decay=0.01)
+    return torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
 
 
 def steps_of(one: dict[str, str], steps: int = 20) -> Recording:
