@@ -10,7 +10,7 @@ import torch
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Return a stream for groups, so that they overlap with backward; None if a device has no streams."""
+    """Return a stream for groups; None if a device has no streams."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
