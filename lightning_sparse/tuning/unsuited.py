@@ -44,8 +44,8 @@ PROBLEMS = {
     f"use torch's SGD, or its AdamW; {MEANT}",
     "first moment": "keeps a first moment (beta1 = {beta1:g}) behind the sparse exchange, and spreads what has waited "
     "over the steps after its arrival. A small GPT with AdamW at density 0.01 ended at a perplexity of 264 instead of "
-    f"139. Use {ADAM}, with the default memory: at the same learning rate that ends at 135 to 140. Or set {betas} and "
-    "search the rate upwards, to about four times that of dense training.",
+    f"139. Use {ADAM}, with the default memory: at the same learning rate that ends at 135 to 140. Or set "
+    "{betas} and search the rate upwards, to about four times that of dense training.",
 }
 """Sentences on the problem, its cost, and the settings that avoid it, by kind."""
 
