@@ -6,7 +6,8 @@ fewer than 2 dimensions stay dense. Ways to clip:
 
 - `dense`: averages, without sparsification.
 - `averages`: after the exchange, as with `memory="residual"`.
-- `ranks`: before the exchange, as `sparse_ddp` does; to `sqrt(n)` times the limit.
+- `ranks`: before the exchange, each rank's own, to `sqrt(n)` times the limit: a mean of n independent gradients is
+  `sqrt(n)` times shorter than each. (`engine.clip_grad_norm_` takes the norm of the mean, and one factor on all ranks.)
 
 Every finished training is a line of JSON in `--out`; the same command again does only what is missing.
 
@@ -28,7 +29,6 @@ from jsonargparse import CLI
 from torch import Tensor, nn
 
 import lightning_sparse as ls
-from lightning_sparse.engine.optimizers.clipping import Clipping
 from lightning_sparse.engine.optimizers.momentum import Momentum, Spending, Stepped
 from lightning_sparse.tools.compare.tasks import text as text_task
 
@@ -50,6 +50,14 @@ class Run(NamedTuple):
     steps: int
 
 
+def clip_(gradient: Tensor, limit: float, algorithm: str) -> None:
+    """Clip a rank's gradient in place."""
+    if algorithm == "value":
+        gradient.clamp_(-limit, limit)
+    else:
+        gradient.mul_((limit / gradient.norm()).clamp(max=1.0))
+
+
 def train(run: Run, path: Path) -> dict[str, float]:
     """Perplexity on text that was not seen, and the share of steps, or of values, that dense training would clip."""
     task = text_task(ranks=run.ranks, seed=run.seed, batch=8, path=path, momentum=run.momentum)
@@ -58,7 +66,7 @@ def train(run: Run, path: Path) -> dict[str, float]:
     sizes = [p.numel() for p in parameters]
     chosen = torch.cat([torch.full((size,), own) for size, own in zip(sizes, sparse, strict=True)])
     waited = [torch.zeros_like(p, dtype=torch.uint8) for p in parameters]
-    clipping, spending = Clipping(run.limit, run.algorithm), Spending()
+    spending = Spending()
     rows = torch.empty(0)
     clipped = 0.0
 
@@ -70,7 +78,7 @@ def train(run: Run, path: Path) -> dict[str, float]:
             over = mean.norm() > run.limit if run.algorithm == "norm" else (mean.abs() > run.limit).double().mean()
             clipped += float(over) / run.steps
             for row in rows if run.way == "ranks" else ():
-                clipping.apply_([row], run.ranks, 1.0, None)
+                clip_(row, run.limit * math.sqrt(run.ranks), run.algorithm)
             yield rows[:, chosen] if run.way != "dense" else torch.zeros(run.ranks, 1)
 
     for trace in ls.simulate(gradients(), sparsifier="union_top_k", density=run.density, memory=ls.memories.Residual()):
@@ -80,8 +88,8 @@ def train(run: Run, path: Path) -> dict[str, float]:
         for p, part in zip(parameters, average.split(sizes), strict=True):
             p.grad = part.view_as(p)
         if run.way != "ranks":
-            clip_ = nn.utils.clip_grad_norm_ if run.algorithm == "norm" else nn.utils.clip_grad_value_
-            clip_(parameters, run.limit)
+            clip = nn.utils.clip_grad_norm_ if run.algorithm == "norm" else nn.utils.clip_grad_value_
+            clip(parameters, run.limit)
         group = optimizer.param_groups[0]
         cosine = 0.1 + 0.45 * (1 + math.cos(math.pi * trace.step / run.steps))
         group["lr"] = run.rate * min(1.0, (trace.step + 1) / WARM) * cosine

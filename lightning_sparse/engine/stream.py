@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from contextlib import contextmanager
 
 import torch
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Return a stream for groups, so that they overlap with backward; None if a device has no streams."""
+    """Return a stream for groups; None if a device has no streams."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
@@ -26,10 +25,6 @@ class ExchangeStream:
         self.host_knows = self.stream is None
         """True if there is no stream, so that results are on the host at once."""
         self._device = device
-
-    def __call__(self) -> AbstractContextManager[Any]:
-        """Return a context in which work is queued on the stream."""
-        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:

@@ -75,9 +75,7 @@ def exchanges_of(sparsifier: str, shown: bool) -> tuple[list[Any], bool, int]:
     return seen, alike, sum("takes the place" in sentence for sentence in told)
 
 
-@pytest.mark.parametrize(
-    ("name", "shown"), [(name, at % 2 == 0) for at, name in enumerate(sorted({*CANNOT} - {*OWN}))]
-)
+@pytest.mark.parametrize(("name", "shown"), [(name, at % 2 == 0) for at, name in enumerate(sorted({*CANNOT} - {*OWN}))])
 def test_an_exchange_without_second_moments_is_replaced_and_said_once(two_ranks: Ranks, name: str, shown: bool) -> None:
     natural = ls.engine.config.SparsificationConfig(sparsifier=name).exchange_in_use
     union = ls.exchanges.ReduceUnion()

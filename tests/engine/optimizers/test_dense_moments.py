@@ -20,7 +20,7 @@ EXACT = {"sparsifier": "shared_top_k", "exchange": "reduce_union"}
 SPARSE = ("0.weight", "2.weight")
 
 
-def dense(steps: int, kind: str = "torch") -> tuple[dict[str, Any], Any]:
+def dense(steps: int, kind: str = "adamw") -> tuple[dict[str, Any], Any]:
     """Weights, and the optimizer, of plain DDP."""
     ddp = DistributedDataParallel(model())
     optimizer = CLASSES[kind](ddp.parameters(), **HYPER)
