@@ -92,9 +92,6 @@ def main() -> None:
     fully_shard(model, mesh=over)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine = None if args.dense else ls.attach_hsdp(model, mesh, density=args.density)
-    if engine is not None:
-        engine._show([optimizer])
-        engine.clip_gradients(1.0)  # before the exchange, by the norm of a replica
 
     first = 0
     if args.checkpoint and args.checkpoint.is_dir():
@@ -113,8 +110,10 @@ def main() -> None:
         batch = torch.stack([text[start : start + CONTEXT + 1] for start in starts.tolist()]).long().to(device)
         loss = functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         optimizer.zero_grad()
-        loss.backward()  # exchanges
-        optimizer.step()
+        loss.backward()
+        clip_grad_norm_ = torch.nn.utils.clip_grad_norm_ if engine is None else engine.clip_grad_norm_
+        clip_grad_norm_(model.parameters(), 1.0)  # by the norm of the mean over replicas
+        optimizer.step()  # exchanges
         if step % every == 0:
             mean = loss.detach().clone()
             dist.all_reduce(mean)
