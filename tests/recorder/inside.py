@@ -18,7 +18,7 @@ from typing import Any
 SWITCH = "LIGHTNING_SPARSE_KERNELS"
 OFF = ("numpy", "reference")
 """What the switch is set to where the C library is to be left alone; the first one that the tree knows."""
-UNTIMED = ("format", "settings", "spans", "pending", "absorbed", "moment", "late", "late_skipped", "sent")
+UNTIMED = ("format", "settings", "spans", "pending", "absorbed", "moment", "late", "late_skipped", "sent", "clippings")
 """Of states: how they are written, and not what they hold."""
 RENAMED = {"void_steps": "skipped_steps", "sparse/steps/void": "sparse/steps/skipped", "steps/void": "steps/skipped"}
 """Names of earlier trees, of what states and logs hold."""
