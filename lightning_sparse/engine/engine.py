@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from lightning_sparse.core.checks import expect
 from lightning_sparse.engine.agreement import Note, by_reason, check_equal_on_ranks
 from lightning_sparse.engine.backward import BackwardEnd
+from lightning_sparse.engine.clipping import clip_by_norm
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.binding import OptimizerBinding
@@ -25,7 +26,7 @@ from lightning_sparse.engine.regrouping import check_covers
 from lightning_sparse.engine.share import Share
 from lightning_sparse.engine.state.schema import renamed
 from lightning_sparse.engine.state.state import EngineState
-from lightning_sparse.engine.step import Stepper, clip_by_norm
+from lightning_sparse.engine.step import Stepper
 from lightning_sparse.engine.view import CopiedEngine, EngineView
 from lightning_sparse.methods.grouping import Group
 from lightning_sparse.methods.memory import NoMemory

@@ -22,11 +22,12 @@ from lightning_sparse.api.attach import attach_config, wrapped
 from lightning_sparse.api.checkpoint import SideFiles, listing, restore
 from lightning_sparse.core.checks import expect
 from lightning_sparse.engine import Engine, failing_together
+from lightning_sparse.engine.clipping import clip_by_norm, clip_by_value
 from lightning_sparse.engine.config import SparsificationConfig, StrategyConfig, from_keywords, with_keywords_of
 from lightning_sparse.engine.metrics import Totals
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.kinds import stepping
-from lightning_sparse.engine.step import Stepper, clip_by_norm, clip_by_value
+from lightning_sparse.engine.step import Stepper
 from lightning_sparse.integrations.earlier import Left, go_on
 from lightning_sparse.tuning.controllers.announcer import Announcer
 

@@ -20,10 +20,11 @@ from lightning_sparse.api.checkpoint import SideFiles, restore
 from lightning_sparse.core.checks import is_number
 from lightning_sparse.core.names import named_modules, named_parameters
 from lightning_sparse.engine import Engine, StepObserver, check_equal_on_ranks
+from lightning_sparse.engine.clipping import clip_by_norm, clip_by_value
 from lightning_sparse.engine.config import StrategyConfig, from_keywords
 from lightning_sparse.engine.metrics import Totals
 from lightning_sparse.engine.network import TorchCollective
-from lightning_sparse.engine.step import Stepper, clip_by_norm, clip_by_value
+from lightning_sparse.engine.step import Stepper
 from lightning_sparse.methods.grouping.groupings import CUDA_BUCKET_MB, DDP_BUCKET_MB
 
 CHECKPOINT_KEY = "lightning_sparse"

@@ -15,7 +15,7 @@ LAYERS = (
     {"step"},
     {"optimizers"},
     {"state"},
-    {"backward", "view"},
+    {"backward", "clipping", "view"},
     {"engine"},
 )
 """From the lowest on: the network, groups, the step, optimizers, states, the engine."""
