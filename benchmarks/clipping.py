@@ -1,4 +1,4 @@
-"""Clipping with SGD behind a sparse exchange: of averages, or of each rank's gradients before they wait.
+"""Clipping with SGD behind a sparse exchange: of averages, or of gradients before they wait.
 
 n simulated ranks in one process, on the code that trains: an LSTM of 223 208 parameters on text, UnionTopK, momentum
 spent early as `sparse_ddp` does (`docs/momentum.md`), warm-up over 30 steps and cosine to a tenth. Parameters with
@@ -6,8 +6,8 @@ fewer than 2 dimensions stay dense. Ways to clip:
 
 - `dense`: averages, without sparsification.
 - `averages`: after the exchange, as with `memory="residual"`.
-- `ranks`: before the exchange, each rank's own, to `sqrt(n)` times the limit: a mean of n independent gradients is
-  `sqrt(n)` times shorter than each. (`engine.clip_grad_norm_` takes the norm of the mean, and one factor on all ranks.)
+- `ranks`: each rank's own gradients, before the exchange; to `sqrt(n)` times the limit.
+- `mean`: by norm, before the exchange, all ranks by one factor, from the norm of the mean, as `sparse_ddp` does.
 
 Every finished training is a line of JSON in `--out`; the same command again does only what is missing.
 
@@ -33,7 +33,7 @@ from lightning_sparse.engine.optimizers.momentum import Momentum, Spending, Step
 from lightning_sparse.tools.compare.tasks import text as text_task
 
 WARM = 30
-Way = Literal["dense", "averages", "ranks"]
+Way = Literal["dense", "averages", "ranks", "mean"]
 
 
 class Run(NamedTuple):
@@ -77,8 +77,11 @@ def train(run: Run, path: Path) -> dict[str, float]:
             mean = rows.mean(0)
             over = mean.norm() > run.limit if run.algorithm == "norm" else (mean.abs() > run.limit).double().mean()
             clipped += float(over) / run.steps
-            for row in rows if run.way == "ranks" else ():
-                clip_(row, run.limit * math.sqrt(run.ranks), run.algorithm)
+            if run.way == "ranks" and run.algorithm == "value":
+                rows.clamp_(-run.limit * math.sqrt(run.ranks), run.limit * math.sqrt(run.ranks))
+            elif run.way in ("ranks", "mean"):
+                norms = mean.norm() if run.way == "mean" else rows.norm(dim=1, keepdim=True) / math.sqrt(run.ranks)
+                rows.mul_((run.limit / norms).clamp(max=1.0))
             yield rows[:, chosen] if run.way != "dense" else torch.zeros(run.ranks, 1)
 
     for trace in ls.simulate(gradients(), sparsifier="union_top_k", density=run.density, memory=ls.memories.Residual()):
@@ -87,9 +90,9 @@ def train(run: Run, path: Path) -> dict[str, float]:
             average[chosen] = trace.update
         for p, part in zip(parameters, average.split(sizes), strict=True):
             p.grad = part.view_as(p)
-        if run.way != "ranks":
-            clip = nn.utils.clip_grad_norm_ if run.algorithm == "norm" else nn.utils.clip_grad_value_
-            clip(parameters, run.limit)
+        if run.way in ("dense", "averages"):
+            clip_ = nn.utils.clip_grad_norm_ if run.algorithm == "norm" else nn.utils.clip_grad_value_
+            clip_(parameters, run.limit)
         group = optimizer.param_groups[0]
         cosine = 0.1 + 0.45 * (1 + math.cos(math.pi * trace.step / run.steps))
         group["lr"] = run.rate * min(1.0, (trace.step + 1) / WARM) * cosine
@@ -123,7 +126,7 @@ def main(
 
     Args:
         text: UTF-8, such as WikiText-2's.
-        ways: None: all.
+        ways: None: all that the algorithm has.
         limits: None: 0.25.
         algorithm: clip by norm or value.
         rate: the largest learning rate.
@@ -140,7 +143,7 @@ def main(
         known = [json.loads(line) for line in out.read_text().splitlines()]
     for limit in limits or [0.25]:
         for seed in seeds or [0]:
-            for way in ways or ["dense", "averages", "ranks"]:
+            for way in ways or ["dense", "averages", "ranks", *["mean"][: algorithm == "norm"]]:
                 for density in [1.0] if way == "dense" else densities or [0.01, 0.001]:
                     run = Run(way, algorithm, limit, rate, momentum, density, ranks, seed, steps)
                     if not any(row["run"] == list(run) for row in known):

@@ -99,8 +99,6 @@ def train(
     else:
         with measured(found, "attach"):
             engine = ls.attach(ddp, **options, watch=None)
-        with measured(found, "bind"):
-            engine._show([chosen])
         with measured(found, "first step"):
             steps(1)
         steps(2)

@@ -1,8 +1,8 @@
-"""A training loop without Lightning that changes averages before the optimizer steps, densely and with `ls.attach`.
+"""A training loop without Lightning that changes gradients before the optimizer steps, densely and with `ls.attach`.
 
 A character model of 0.8 million parameters on one text file, two processes. `--change` says what the loop does with
 gradients after backward: `clip` clips their norm at 1, `tokens` divides them by the number of tokens and clips nothing,
-`scaler` lets a GradScaler unscale them that nobody has shown to the engine.
+`scaler` lets a GradScaler unscale them.
 
     OMP_NUM_THREADS=1 torchrun --nproc_per_node 2 benchmarks/own_loop.py --text input.txt --change clip --sparse false
     OMP_NUM_THREADS=1 torchrun --nproc_per_node 2 benchmarks/own_loop.py --text input.txt --change clip
@@ -77,8 +77,6 @@ def main(
     model = DistributedDataParallel(CharacterModel(len(number)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=BETAS, weight_decay=DECAY)
     engine = ls.attach(model, density=density) if sparse else None
-    if engine is not None:
-        engine._show([optimizer])
     scaler = torch.amp.GradScaler("cpu", enabled=change == "scaler", init_scale=1024.0)
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     for step in range(steps):

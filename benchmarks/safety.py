@@ -3,8 +3,8 @@
 Two processes on one machine train over loopback. Two copies of a model take turns, in an order that is reversed from
 round to round: "guarded" with the defaults, and "bare" with `watch=None`, which skips steps as well. A turn's time is
 the slower rank's; ratios are medians of paired turns with quartiles. Looks of the watchdog come once in a hundred steps
-and miss most turns, so that the time inside everything that exists for safety is also added up with a clock: concluding
-steps, hearing the verdict, dropping gradients, looks.
+and miss most turns, so that the time inside what exists for safety is also added up with a clock: agreements at the end
+of backward whether gradients are finite, and looks.
 
     python benchmarks/safety.py
     python benchmarks/safety.py --models [digits] --rounds 100
@@ -74,11 +74,8 @@ class Variant:
         self.guarded = guarded
         self.inside = 0.0
         if guarded:
-            reducer = self.engine.router  # methods that only safety needs
             for owner, name in [
-                (reducer, "_conclude"),
-                (reducer.skipped, "resolve"),
-                (self.engine, "drop_skipped"),
+                (self.engine.router, "end_backward"),
                 (self.engine.observers[0], "before_step"),
             ]:
                 setattr(owner, name, self.timed(getattr(owner, name)))
@@ -96,8 +93,6 @@ class Variant:
 
     def step(self, batch: Any) -> None:
         self.ddp(batch).backward()
-        if self.guarded:
-            self.engine.drop_skipped(self.optimizer)
         self.optimizer.step()
         self.optimizer.zero_grad()
 

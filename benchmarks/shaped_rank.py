@@ -82,7 +82,6 @@ class Variant:
                 fallback=spec.fallback,
                 node_size=spec.node_size,
             )
-            self.engine._show([self.optimizer])
         elif spec.sparsifier is not None:
             self.engine = ls.attach(
                 self.ddp,

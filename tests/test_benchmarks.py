@@ -65,7 +65,7 @@ def test_clipping_is_compared_with_dense_training(tmp_path: Path) -> None:
     for _ in range(2):  # the second time, nothing is missing
         clipping.main(text, limits=[0.25], densities=[0.01], ranks=2, steps=2, out=out)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [row["run"][0] for row in rows] == ["dense", "averages", "ranks"]
+    assert [row["run"][0] for row in rows] == ["dense", "averages", "ranks", "mean"]
     assert all(math.isfinite(row["perplexity"]) for row in rows)
 
 

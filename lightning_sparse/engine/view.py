@@ -44,7 +44,7 @@ class EngineView:
 
     @property
     def step(self) -> int:
-        """Number of backward passes with an exchange so far; skipped ones do not count, see :attr:`skipped`."""
+        """Number of steps with an exchange so far; skipped ones do not count, see :attr:`skipped`."""
         return self._record.counts.step
 
     @property

@@ -146,7 +146,6 @@ def compile_model(options: dict[str, Any], device: torch.device) -> Numbers:
             except torch._dynamo.exc.BackendCompilerFailed as error:
                 raise SkipError(f"nothing is compiled here: {str(error).splitlines()[0]}") from error
             loss.backward()
-            engine.drop_skipped(optimizer)
             optimizer.step()
             optimizer.zero_grad()
             losses[compiled].append(loss.item())

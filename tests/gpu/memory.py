@@ -51,8 +51,6 @@ def measure(model: Callable[[], nn.Sequential], grouping: str | None, then: str 
         engine = ls.attach(ddp, grouping=grouping, single_device="sparse") if grouping is not None else None
     kind = torch.optim.AdamW if adam else torch.optim.SGD  # which keeps nothing
     optimizer = kind(ddp.parameters(), lr=1e-3, fused=device.type == "cuda")
-    if engine is not None:
-        engine._show([optimizer])
     numel = sum(p.numel() for p in ddp.parameters())
     batch = torch.randn(8, width, device=device)
     for step in range(STEPS):
@@ -65,8 +63,6 @@ def measure(model: Callable[[], nn.Sequential], grouping: str | None, then: str 
                 engine.regroup(make_plan(sizes, then))
         ddp.zero_grad()
         ddp(batch).square().mean().backward()
-        if engine is not None:
-            engine.ignore_skipped(optimizer)
         optimizer.step()
     synchronize(device)
     numbers: Numbers = {"parameters": numel}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -16,7 +15,7 @@ from tests.gpu.one_training import Training, close, train
 
 def half_precision_trains(device: str) -> Numbers:
     """Autocast in bfloat16, and in float16 with a scaler; and a model in bfloat16."""
-    return _in_half_precision(device, lambda training, scaler: training.engine.drop_skipped(training.optimizer))
+    return _in_half_precision(device)
 
 
 def steps_of_adam_are_those_of_the_cpu(device: str) -> Numbers:
@@ -37,12 +36,7 @@ def steps_of_adam_are_those_of_the_cpu(device: str) -> Numbers:
 
 def adam_trains_in_half_precision(device: str) -> Numbers:
     """AdamW with the default sparsifier: autocast to bfloat16, to float16 with a scaler, and a model in bfloat16."""
-
-    def give_up(training: Training, scaler: torch.amp.GradScaler) -> None:
-        if not scaler.is_enabled():
-            training.engine.ignore_skipped(training.optimizer)
-
-    return _in_half_precision(device, give_up, optimizer=partial(torch.optim.AdamW, lr=0.01, fused=True))
+    return _in_half_precision(device, optimizer=partial(torch.optim.AdamW, lr=0.01, fused=True))
 
 
 def adam_trains_alike_with_and_without_kernels(device: str) -> Numbers:
@@ -59,21 +53,18 @@ def adam_trains_alike_with_and_without_kernels(device: str) -> Numbers:
     return {"bit for bit": torch.equal(results[0][1], results[1][1]), "kernels": kernels}
 
 
-def _in_half_precision(
-    device: str, give_up: Callable[[Training, torch.amp.GradScaler], Any], **options: Any
-) -> Numbers:
-    """The last loss of each way; steps that are skipped are given up before the optimizer's."""
+def _in_half_precision(device: str, **options: Any) -> Numbers:
+    """The last loss of each way."""
     kind, last = torch.device(device).type, {}
     for dtype in (torch.bfloat16, torch.float16):
         scaler = torch.amp.GradScaler(kind, enabled=dtype == torch.float16)
-        training = Training(device, {"density": 0.05, "scaler": scaler}, dtype=torch.float32, **options)
+        training = Training(device, {"density": 0.05}, dtype=torch.float32, **options)
         losses = []
         for _ in range(20):
             training.optimizer.zero_grad()
             with torch.autocast(kind, dtype):
                 loss = training.ddp(training.batch()).float().square().mean()
             scaler.scale(loss).backward()
-            give_up(training, scaler)
             scaler.step(training.optimizer)
             scaler.update()
             losses.append(loss.item())

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.step import Absorbed
 from lightning_sparse.methods.grouping import make_plan
 from tests.gpu.checks import Check, Clock, Numbers, SkipError, require, synchronize
@@ -77,21 +76,19 @@ def planted_race(device: str) -> None:
         torch.mul(x, 5, out=x)
 
 
-@dataclass(frozen=True)
-class Racing(ls.memories.Residual):
-    """Plain error feedback that touches the gradient on a stream that has not waited for it."""
-
-    def absorb_(self, state: Any, grad: Gradient, *args: Any, **options: Any) -> Absorbed:
-        with torch.cuda.stream(torch.cuda.Stream(grad.device)):
-            for run in grad.runs:
-                run.mul_(1.0)
-        return super().absorb_(state, grad, *args, **options)
-
-
 def planted_in_backward(device: str) -> None:
     """Autograd has threads of its own: the sanitizer must watch there, too."""
+
+    def touch(p: torch.Tensor) -> None:
+        """On a stream that has not waited for the gradient."""
+        with torch.cuda.stream(torch.cuda.Stream(p.device)):
+            p.grad.mul_(1.0)
+
     with one_rank(torch.device(device)):
-        Training(device, {"density": 0.05, "memory": Racing()}).step()
+        training = Training(device, {"density": 0.05})
+        for p in training.ddp.parameters():
+            p.register_post_accumulate_grad_hook(touch)
+        training.step()
 
 
 def watched_training(device: str) -> None:
@@ -102,7 +99,6 @@ def watched_training(device: str) -> None:
             {"sparsifier": "exdyna", "density": 0.05, "memory": ls.memories.Residual(rates=True)},
         ):
             training = Training(device, options, "small_buckets", dtype=torch.float32)
-            training.engine._show([training.optimizer])
             for step in range(6):
                 training.step(factor=float("nan") if step == 3 else 1.0)
                 if step == 2:
@@ -207,7 +203,6 @@ def launch_slowly(device: torch.device, optimizer: Callable[..., torch.optim.Opt
             with mirrored_ranks(RANKS), launches_after(cycles) as launched:
                 options: dict[str, Any] = {"dtype": torch.float32, "optimizer": optimizer}
                 training = Training(str(device), {"density": 0.05}, layout, **options)
-                training.engine._show([training.optimizer])
                 results.append(trained(training, device))
         require_equal(*results, layout)
     return {"launches": launched[0]}

@@ -185,8 +185,6 @@ def time_training(name: str, options: dict[str, Any] | None, device: torch.devic
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-4, fused=on_cuda and "not fused" not in name)
     else:
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9, fused=on_cuda)
-    if engine is not None:
-        engine._show([optimizer])
     tokens = torch.randint(model.words, (32 if "batch 32" in name else 8, model.length), device=device)
     times = []
     for _ in range(4 + (15 if on_cuda else 3)):
@@ -196,8 +194,6 @@ def time_training(name: str, options: dict[str, Any] | None, device: torch.devic
             with torch.autocast(device.type, torch.bfloat16):
                 loss = ddp(tokens)
             loss.backward()
-        if engine is not None:
-            engine.ignore_skipped(optimizer)
         optimizer.step()
         optimizer.zero_grad()
         synchronize(device)

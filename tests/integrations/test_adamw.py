@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from tests.covering import by_default, covering, in_turns
@@ -25,10 +24,6 @@ def with_optimizer(package: str, make: Any) -> Any:
     module = make_module(package)
     module.configure_optimizers = lambda: make(module.parameters())
     return module
-
-
-def clippings_of(engine: ls.Engine) -> list[Any]:
-    return [limit.clipping for limit in engine.router.clipping.limits.values()]
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -79,15 +74,13 @@ def by_hand(module: Any, clip: Any) -> None:
 def fit(
     package: str,
     options: dict[str, Any],
-    ours: bool,
     checkpoint: Path | None,
     trainer: dict[str, Any],
     clip: str = "",
     scheduled: bool = False,
 ) -> Any:
     """Parameters, the memory at work, what was warned of, whether the last step was clipped."""
-    make = (lambda p: ls.AdamW(p, lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)) if ours else adamw
-    module = with_optimizer(package, make)
+    module = with_optimizer(package, adamw)
     if scheduled:
         type(module).on_train_batch_start = rise
     clip_by(module, clip)
@@ -102,15 +95,10 @@ def fit(
 
 
 @pytest.mark.parametrize(("package", "precision"), covering(in_turns(PACKAGES, ["32-true", "bf16-mixed"]), together=1))
-def test_torchs_adamw_is_adapted_and_equals_ours(two_ranks: Ranks, package: str, precision: str) -> None:
-    results = [
-        two_ranks(fit, package, {}, ours, None, {"max_epochs": 1, "precision": precision}) for ours in (False, True)
-    ]
-    for (weights, memory, told, _), (others, *_) in zip(*results, strict=True):
-        assert memory == ls.memories.SecondMoment(0.95)
-        assert told == []
-        assert torch.equal(weights, others)
-    assert torch.equal(results[0][0][0], results[0][1][0])
+def test_torchs_adamw_is_adapted(two_ranks: Ranks, package: str, precision: str) -> None:
+    (weights, *first), (others, *second) = two_ranks(fit, package, {}, None, {"max_epochs": 1, "precision": precision})
+    assert first == second == [ls.memories.SecondMoment(0.95), [], False]
+    assert torch.equal(weights, others)
 
 
 @pytest.mark.parametrize(
@@ -121,11 +109,11 @@ def test_a_resumed_fit_goes_on_bit_for_bit(
     two_ranks: Ranks, tmp_path: Path, clip: str, precision: str, scheduled: bool
 ) -> None:
     trainer = {"max_epochs": 3, "precision": precision, **CLIPPING.get(clip, {})}
-    whole = two_ranks(fit, "pytorch_lightning", {}, True, None, trainer, clip, scheduled)
+    whole = two_ranks(fit, "pytorch_lightning", {}, None, trainer, clip, scheduled)
     saving = {**trainer, "max_epochs": 2, "enable_checkpointing": True, "default_root_dir": tmp_path}
-    two_ranks(fit, "pytorch_lightning", {}, True, None, saving, clip, scheduled)
+    two_ranks(fit, "pytorch_lightning", {}, None, saving, clip, scheduled)
     [checkpoint] = tmp_path.rglob("*.ckpt")
-    going_on = [{"strict_resume": True}, True, checkpoint, trainer, clip, scheduled]
+    going_on = [{"strict_resume": True}, checkpoint, trainer, clip, scheduled]
     resumed = two_ranks(fit, "pytorch_lightning", *going_on)
     for (weights, _, _, clipped), (again, memory, told, again_clipped) in zip(whole, resumed, strict=True):
         assert torch.equal(weights, again)
@@ -136,10 +124,10 @@ def test_a_resumed_fit_goes_on_bit_for_bit(
 def test_adam_does_not_feel_how_far_gradients_are_clipped(two_ranks: Ranks) -> None:
     """Steps stay about as long, where clipped averages would have stopped."""
     options, start = {"memory": None}, flat(make_module("pytorch_lightning"))
-    free = two_ranks(fit, "pytorch_lightning", options, False, None, {"max_epochs": 1})[0][0]
+    free = two_ranks(fit, "pytorch_lightning", options, None, {"max_epochs": 1})[0][0]
     for algorithm in ("norm", "value"):
         clip = {"max_epochs": 1, "gradient_clip_val": 1e-3, "gradient_clip_algorithm": algorithm}
-        clipped, _, _, known = two_ranks(fit, "pytorch_lightning", options, False, None, clip)[0]
+        clipped, _, _, known = two_ranks(fit, "pytorch_lightning", options, None, clip)[0]
         assert known == (algorithm == "norm")
         assert not torch.equal(clipped, free)
         assert 0.5 < float((clipped - start).norm() / (free - start).norm()) < 2
@@ -170,37 +158,6 @@ def asked_for_at_first(manual: bool) -> list[bool]:
 @pytest.mark.parametrize("manual", [False, True])
 def test_a_limit_that_is_not_asked_for_any_more_clips_nothing(two_ranks: Ranks, manual: bool) -> None:
     assert two_ranks(asked_for_at_first, manual) == [[True, True, False, False]] * 2
-
-
-class Either(torch.nn.Module):
-    """Two networks, of which a batch uses one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.each = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(2))
-
-    def forward(self, x: Tensor, which: int) -> Tensor:
-        result: Tensor = self.each[which](x)
-        return result
-
-
-def in_turns() -> list[bool]:
-    """Whether gradients were clipped before they waited, where each of two optimizers asks when it has gradients."""
-    ddp = DistributedDataParallel(Either(), find_unused_parameters=True)
-    both = [adamw(part.parameters()) for part in ddp.module.each]
-    engine = ls.attach(ddp, density=0.05)
-    engine._show(both)
-    clipped = []
-    for step in range(6):
-        which = step % 2
-        for optimizer in both:
-            optimizer.zero_grad()
-        ddp(torch.ones(4, 64), which).square().mean().backward()
-        clipped.append(engine._binding.clip_in_place_of_averages(0.1, "norm", both[which]))
-        for optimizer in both:
-            optimizer.step()
-    engine.close()
-    return clipped
 
 
 def goes_on_in_fabric(folder: str, precision: str, early: bool) -> None:

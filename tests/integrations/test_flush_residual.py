@@ -275,7 +275,7 @@ def fit_by_own_optimizer(package: str, kind: str) -> tuple[str, bool, bool, list
     base = make_module(package).__class__
     kinds: dict[str, Any] = {
         "sgd": torch.optim.SGD,
-        "ls.AdamW": ls.AdamW,
+        "adamw": torch.optim.AdamW,
         "of one layer": lambda parameters, lr: torch.optim.SGD([*parameters][:2], lr),
     }
 
@@ -311,7 +311,7 @@ def fit_by_own_optimizer(package: str, kind: str) -> tuple[str, bool, bool, list
 
 def test_optimizers_that_lightning_was_not_shown_take_the_step(two_ranks: Ranks) -> None:
     assert two_ranks(fit_by_own_optimizer, PACKAGES[0], "sgd") == [("Residual", True, False, [])] * 2
-    assert two_ranks(fit_by_own_optimizer, PACKAGES[1], "ls.AdamW") == [("SecondMoment", True, False, [])] * 2
+    assert two_ranks(fit_by_own_optimizer, PACKAGES[1], "adamw") == [("SecondMoment", True, False, [])] * 2
 
 
 def test_of_optimizers_that_nobody_knows_a_user_of_lightning_hears_what_to_do(two_ranks: Ranks) -> None:

@@ -104,7 +104,7 @@ def test_an_optimizer_that_takes_the_place_of_another_is_served(
 
 
 def fit_by_hand(package: str) -> tuple[bool, list[bool], list[str]]:
-    """An optimizer that Lightning does not know, which the engine is shown at the start."""
+    """An optimizer that Lightning does not know."""
     module, strategy = make_module(package), strategy_class(package)(**SPARSE)
 
     class Own(type(module)):  # type: ignore[misc]
@@ -115,7 +115,6 @@ def fit_by_hand(package: str) -> tuple[bool, list[bool], list[str]]:
 
         def on_train_start(self) -> None:
             self.own = KINDS["sgd"](self.parameters())
-            self.trainer.strategy.engine._show([self.own])
 
         def training_step(self, batch: Any, batch_idx: int) -> None:
             self.manual_backward(super().training_step(batch, batch_idx))
@@ -130,28 +129,8 @@ def fit_by_hand(package: str) -> tuple[bool, list[bool], list[str]]:
     return strategy.engine.optimizers[0] is module.own, waited, seen
 
 
-def test_what_a_user_shows_to_the_engine_stays(two_ranks: Ranks) -> None:
+def test_an_optimizer_that_lightning_does_not_know_is_found(two_ranks: Ranks) -> None:
     assert two_ranks(fit_by_hand, PACKAGES[0]) == [(True, [True] * 4, [])] * 2
-
-
-def attach_and_step_by_another() -> list[str]:
-    ddp = torch.nn.parallel.DistributedDataParallel(make_model())
-    engine = ls.attach(ddp, **SPARSE)
-    engine._show([KINDS["sgd"](ddp.parameters())])
-    other = KINDS["sgd"](ddp.parameters())
-    with warnings.catch_warnings(record=True, action="always") as caught:
-        for x in batches(3):
-            ddp(x).square().mean().backward()
-            other.step()
-            other.zero_grad()
-    engine.close()
-    return [str(warning.message) for warning in caught if "was not shown" in str(warning.message)]
-
-
-def test_momentum_of_an_optimizer_that_was_not_shown_is_warned_of(two_ranks: Ranks) -> None:
-    [sentence], others = two_ranks(attach_and_step_by_another)
-    assert others == []
-    assert "engine._show([...])" in sentence
 
 
 def fewer_parameters(package: str) -> list[str]:

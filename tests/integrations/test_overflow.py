@@ -331,9 +331,8 @@ def train(
     """Parameters, state of the engine and of the optimizer, number of skipped steps; scaled: a scaler skips."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=5, enabled=scaled)
     ddp = DistributedDataParallel(Net(), **layout)
-    engine = ls.attach(ddp, scaler=scaler if scaled else None, **options)
+    engine = ls.attach(ddp, **options)
     optimizer = kind(ddp.parameters())
-    engine._show([optimizer])
     for number in numbers:
         ddp.module.wrong = wrong.get(number)
         x, y = batch(number, dist.get_rank())
@@ -401,7 +400,7 @@ def train_by_adam(
     return train(numbers, wrong, adam, layout, scaled, **options)
 
 
-def test_a_scaler_given_to_attach_skips_on_all_ranks(two_ranks: Ranks) -> None:
+def test_a_scaler_of_the_users_skips_on_all_ranks(two_ranks: Ranks) -> None:
     wrong = bad_batches(21, batches=20)
     overflown = two_ranks(train_by_adam, list(range(20)), wrong, True)
     without = two_ranks(train_by_adam, [n for n in range(20) if n not in wrong], {}, False)

@@ -67,8 +67,6 @@ def with_attach(_: str, settings: dict[str, Any] | None, name: str) -> tuple[nn.
     ddp = DistributedDataParallel(module)
     engine = None if settings is None else ls.attach(ddp, **settings)
     optimizer = OPTIMIZERS[name](module.parameters())
-    if engine is not None:
-        engine._show([optimizer])
     for batch in batches(4):
         ddp(batch).square().mean().backward()
         nn.utils.clip_grad_norm_(module.parameters(), 0.1)
@@ -137,7 +135,6 @@ def test_one_device_measures_nothing(
     ddp = DistributedDataParallel(module)
     engine = ls.attach(ddp, **SETTINGS | settings)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    engine._show([optimizer])
     train(ddp, optimizer, 30)
     assert engine._direct and engine.step == 30
     assert engine.summary()["density"] == 1
@@ -178,9 +175,7 @@ def train_on_two(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     ddp = DistributedDataParallel(module)
     engine = ls.attach(ddp, **SETTINGS)
     optimizer = OPTIMIZERS[name](module.parameters())
-    engine._show([optimizer])
     train(ddp, optimizer, 5)
-    engine.count_as_applied()
     state = engine.state_dict()
     engine.close()
     return state, module.state_dict()
@@ -267,7 +262,6 @@ def train_in_fabric(folder: str, package: str, name: str, epochs: int) -> tuple[
         fabric.backward(model(batch).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-    engine.count_as_applied()
     fabric.save(f"{folder}/{epochs}.ckpt", state)
     kept = engine.memory_bytes
     close(fabric)

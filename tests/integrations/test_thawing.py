@@ -18,7 +18,6 @@ from tests.trainers import EVERYTHING_SPARSE, PACKAGES, flat, make_data, make_mo
 
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
-    "ours": lambda parameters: ls.AdamW(parameters, lr=0.01),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
 }
 SPARSE: dict[str, Any] = {"density": 0.1, "rules": EVERYTHING_SPARSE, "watch": None}
@@ -60,7 +59,7 @@ def fit(package: str, kind: str, by_hand: bool, options: dict[str, Any]) -> tupl
     return flat(module).tolist(), [set(states.get(p, {})) for p in module.parameters()]
 
 
-@pytest.mark.parametrize("kind", by_default(["adamw", "sgd", "ours"], 2))
+@pytest.mark.parametrize("kind", by_default(["adamw", "sgd"], 2))
 def test_a_step_whose_closure_wraps_the_model_again_is_as_any_other(two_ranks: Ranks, kind: str) -> None:
     # By hand, the model is wrapped again before the optimizer's step begins.
     [expected, _], results = (two_ranks(fit, PACKAGES[0], kind, by_hand, {}) for by_hand in (True, False))

@@ -36,7 +36,7 @@ AXES = {
     "grouping": ["'layer'", "'bucket'", "'model'", *NEEDED["MergeBelow"]],
     "density": ["0.05", "Warmup(0.3, 0.02, steps=8)", "0.2", "1.0"],
     "dtype": ["float32", "bfloat16", "float16", "float64"],
-    "optimizer": ["SGD", "momentum", "AdamW", "ls.AdamW"],
+    "optimizer": ["SGD", "momentum", "AdamW"],
     "layout": ["unused", "unused in views", "all used"],
     "also": ["", "slower", "scaler", "norm", "value", "regroup", "resume", "accumulate", "rules"],
     "ranks": ["3", "2", "4"],

@@ -10,7 +10,7 @@ import inspect
 import os
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterator, MutableSequence
+from collections.abc import Callable, Generator, Iterator, Mapping, MutableSequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,12 @@ from typing import Any
 SWITCH = "LIGHTNING_SPARSE_KERNELS"
 OFF = ("numpy", "reference")
 """What the switch is set to where the C library is to be left alone; the first one that the tree knows."""
-UNTIMED = ("format", "settings", "spans", "pending", "absorbed", "moment", "late", "late_skipped", "sent")
+UNTIMED = ("format", "settings", "spans", "pending", "absorbed", "moment", "late", "late_skipped", "sent", "clippings")
 """Of states: how they are written, and not what they hold."""
 RENAMED = {"void_steps": "skipped_steps", "sparse/steps/void": "sparse/steps/skipped", "steps/void": "steps/skipped"}
 """Names of earlier trees, of what states and logs hold."""
+LIMIT = 3.0
+"""Where gradients are clipped."""
 TIMES = "time/"
 """Begins the names of logged quantities that are times."""
 
@@ -81,20 +83,49 @@ class OfRank(MutableSequence[Any]):
 @contextmanager
 def ranks_apart() -> Iterator[None]:
     """Let steps of optimizers find the engine of their own rank, and no other one of the process."""
-    found = [module for name, module in sys.modules.items() if name.endswith(".optimizers.binding")]
-    before = [module._bindings for module in found]  # type: ignore[attr-defined]
-    for module in found:
-        module._bindings = OfRank()  # type: ignore[attr-defined]
+    names = "_called", "_bindings"  # _bindings: of earlier trees
+    modules = [module for name, module in sys.modules.items() if name.startswith("lightning_sparse.engine.optimizers.")]
+    before = [(module, name, getattr(module, name)) for module in modules for name in names if hasattr(module, name)]
+    for module, name, _ in before:
+        setattr(module, name, OfRank())
     try:
         yield
     finally:
-        for module, bindings in zip(found, before, strict=True):
-            module._bindings = bindings  # type: ignore[attr-defined]
+        for module, name, called in before:
+            setattr(module, name, called)
 
 
 def in_steps(engine: Any) -> bool:
-    """Whether gradients are exchanged when an optimizer steps, and not in backward."""
-    return getattr(engine._binding, "exchanges", False)
+    """Whether gradients are exchanged when an optimizer steps, and not in backward, as in earlier trees."""
+    return not hasattr(engine, "bind") or getattr(engine._binding, "exchanges", False)
+
+
+def attached(ddp: Any, optimizer: Any, scaler: Any, settings: Mapping[str, Any], clip: str) -> Any:
+    """Attach an engine, and tell earlier ones what they need to know.
+
+    Args:
+        ddp: the model.
+        optimizer: its own.
+        scaler: of the loss, or None.
+        settings: keywords.
+        clip: "norm" or "value" of gradients, before an exchange in backward; anything else: nothing.
+    """
+    import lightning_sparse as ls
+
+    attach: Any = ls.attach
+    if "scaler" in inspect.signature(attach).parameters:
+        settings = {**settings, "scaler": scaler}
+    engine = attach(ddp, **settings)
+    getattr(engine, "bind", lambda optimizers: None)([optimizer])
+    if clip in ("norm", "value") and not in_steps(engine):
+        engine.clip_gradients(LIMIT, clip)
+    return engine
+
+
+def ignore_skipped(engine: Any, optimizer: Any) -> None:
+    """Let an optimizer pass over a step that is skipped, where earlier trees do not do so by themselves."""
+    if not in_steps(engine):
+        member(engine, "ignore_skipped")(optimizer)
 
 
 def public_names() -> dict[str, Any]:

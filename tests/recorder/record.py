@@ -93,11 +93,9 @@ def gradients_of(model: nn.Module, step: int, rank: int, n: int, event: str, lay
 
 
 def optimizer_of(name: str, model: nn.Module) -> Any:
-    import lightning_sparse as ls
-
     if name in ("SGD", "momentum"):
         return torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9 if name == "momentum" else 0)
-    return (ls.AdamW if name == "ls.AdamW" else torch.optim.AdamW)(model.parameters(), lr=LR, weight_decay=0.01)
+    return torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
 
 
 def steps_of(one: dict[str, str], steps: int = 20) -> Recording:
@@ -113,11 +111,7 @@ def steps_of(one: dict[str, str], steps: int = 20) -> Recording:
 
     def attach(ddp: Any, optimizer: Any, scaler: Any) -> Any:
         inside.pin_digest()
-        engine = ls.attach(ddp, **keywords(one), scaler=scaler)
-        engine._show([optimizer])
-        if one["also"] in ("norm", "value") and not inside.in_steps(engine):
-            engine.clip_gradients(3.0, one["also"])
-        return engine
+        return inside.attached(ddp, optimizer, scaler, keywords(one), one["also"])
 
     def job(rank: int) -> None:
         model = Layers(getattr(torch, one["dtype"]))
@@ -146,7 +140,7 @@ def steps_of(one: dict[str, str], steps: int = 20) -> Recording:
                 engine = attach(ddp, optimizer, scaler)
                 note("said by load_state_dict", len(engine.load_state_dict(kept)))
             if step == plan.at(0.4) and also == "regroup":
-                engine.regroup([*engine.plan[1:], engine.plan[0]], None)
+                engine.regroup([*engine.plan[1:], engine.plan[0]])
             if step == plan.at(0.7) and also == "slower":
                 optimizer.param_groups[0]["lr"] /= 4
             threads.sent[rank].clear()  # what is sent when an engine is attached has random numbers in it
@@ -160,11 +154,11 @@ def steps_of(one: dict[str, str], steps: int = 20) -> Recording:
                 loss = ddp(gradients_of(model, parts * step + part, rank, n, event, layout))
                 (loss if scaler is None else scaler.scale(loss)).backward()
             if also == "norm" and inside.in_steps(engine):
-                engine.clip_grad_norm_(model.parameters(), 3.0)
+                engine.clip_grad_norm_(model.parameters(), inside.LIMIT)
             if also == "value" and inside.in_steps(engine):
-                torch.nn.utils.clip_grad_value_(model.parameters(), 3.0)
+                torch.nn.utils.clip_grad_value_(model.parameters(), inside.LIMIT)
             if scaler is None:
-                inside.member(engine, "ignore_skipped")(optimizer)
+                inside.ignore_skipped(engine, optimizer)
                 optimizer.step()
             else:
                 scaler.step(optimizer)

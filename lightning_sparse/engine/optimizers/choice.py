@@ -98,8 +98,8 @@ class MemoryChoice:
             ValueError: for an optimizer that does not go with the memory.
         """
         stepper, (adoptions, _), known = self._stepper, self._read, self.optimizers
-        decays = decays_of(known)
-        if (stepper.adoptions, decays) != self._read or not known:
+        decays, new = decays_of(known), [one for one in known if one not in self._checked]
+        if (stepper.adoptions, decays) != self._read or new or not known:
             self.suit(known, begins=True)
         self._read = stepper.adoptions, decays
         if stepper.adoptions != adoptions:
@@ -109,7 +109,7 @@ class MemoryChoice:
                 check_equal_on_ranks(chosen, network, stepper.device)
             with stepper.record.changing(), stepper.on_stream.between_steps():
                 go_on_from_dense(stepper, [optimizer for optimizer in known if self.takes(optimizer)])
-        self._check([one for one in known if one not in self._checked])
+        self._check(new)
 
     def suit(self, optimizers: Sequence[Optimizer], begins: bool = False) -> None:
         """Choose the memory that suits optimizers, and an exchange for it, where they were left open.

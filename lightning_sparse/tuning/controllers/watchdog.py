@@ -329,11 +329,8 @@ class Watchdog:
             self._told.add("adam")
             return
         WARNED_OF.add(optimizer)
-        bound, reason = [each for each in engine.optimizers if holds(each, sparsified)], None
-        if bound and is_adam(type(stepping(optimizer))):
-            reason = "the engine was shown another optimizer, see engine.bind"
-            if any(stepping(each) is stepping(optimizer) for each in bound):
-                reason = next(filter(None, (refusal(each, sparsified) for each in bound)), None)
+        reasons = [refusal(each, sparsified) for each in engine.optimizers if holds(each, sparsified)]
+        reason = next(filter(None, reasons), None) if is_adam(type(stepping(optimizer))) else None
         here = f"The exchange does not take steps of {found.optimizer} here: {reason}. " if reason else ""
         self._tell(engine, "adam", f"{here}{found.remedy()} watch=ls.Watch(adam=False) silences this.")
 

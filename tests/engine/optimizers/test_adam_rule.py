@@ -271,9 +271,8 @@ def several_settings(shown: bool) -> list[str]:
     ddp = DistributedDataParallel(module)
     engine = ls.attach(ddp, density=0.1)
     betas = (0.9, 0.92, 0.94, 0.96)
-    optimizer = torch.optim.AdamW(
-        [{"params": [p], "betas": (0.9, beta)} for p, beta in zip(module.parameters(), betas, strict=True)]
-    )
+    groups = [{"params": [p], "betas": (0.9, beta)} for p, beta in zip(module.parameters(), betas, strict=True)]
+    optimizer = torch.optim.AdamW(groups)
     with warnings.catch_warnings(record=True, action="always") as caught:
         for step in range(3):
             if shown:

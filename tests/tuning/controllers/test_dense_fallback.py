@@ -278,16 +278,13 @@ def balance(options: dict[str, Any], rigged: tuple[float, float]) -> list[tuple[
 
 
 RIGGED = [(1.0, 2.0), (2.0, 1.0)]
-PATHS = ["step", pytest.param("backward", marks=pytest.mark.in_backward)]
-"""Where gradients are exchanged."""
 
 
-@pytest.mark.parametrize("where", PATHS)
 @pytest.mark.parametrize(
     ("sparsifier", "rigged"), by_default(covering(product(["top_k", "union_top_k", "exdyna"], RIGGED), together=1), 2)
 )
 def test_no_residual_is_lost_between_sparse_and_dense(
-    two_ranks: Ranks, sparsifier: str, rigged: tuple[float, float], where: str
+    two_ranks: Ranks, sparsifier: str, rigged: tuple[float, float]
 ) -> None:
     options = {"sparsifier": sparsifier, "density": 0.05, "grouping": "layer"}
     for seen in two_ranks(balance, options, rigged):
@@ -297,8 +294,7 @@ def test_no_residual_is_lost_between_sparse_and_dense(
         assert changes == (4 if modes[-1] == "sparse" else 3)
         for before, mode, direct, held, missing in zip(["sparse", *modes], *zip(*seen, strict=True), strict=False):
             torch.testing.assert_close(held, missing, rtol=0, atol=1e-13)
-            late = before if where == "step" else mode  # groups change after backward, or when it begins
-            assert bool((held == 0).all()) == ("dense" in (late, mode))
+            assert bool((held == 0).all()) == ("dense" in (before, mode))  # groups change after backward
             assert mode == "dense" or not direct
         # The first dense step sends what was left; the others are DDP's own.
         firsts = [i for i in range(1, len(modes)) if (modes[i - 1], modes[i]) == ("sparse", "dense")]
@@ -345,11 +341,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("where", PATHS)
 @pytest.mark.parametrize(("layout", "rigged"), by_default(covering(product(LAYOUTS, RIGGED), together=1), 3))
-def test_density_1_trains_like_plain_ddp(
-    two_ranks: Ranks, layout: str, rigged: tuple[float, float], where: str
-) -> None:
+def test_density_1_trains_like_plain_ddp(two_ranks: Ranks, layout: str, rigged: tuple[float, float]) -> None:
     # Bit for bit, see tests/engine/test_engine.py; in all modes and at all changes between them.
     ddp = LAYOUTS[layout]
     plain = two_ranks(train, None, ddp)
