@@ -283,11 +283,12 @@ def check(ranks: Sequence[Sequence[Look]], memory: Any, off: float = 0.0) -> Non
             assert worst <= off * float(expected.abs().max()), (name, before[0].moment, after[0].moment, worst)
 
 
-def check_resized(before: Sequence[Look], after: Sequence[Look], memory: Any) -> None:
-    """Whether as much is there, in the mean over ranks, when another number of ranks has loaded a state."""
+def check_resized(before: Sequence[Look], after: Sequence[Look], memory: Any, off: float) -> None:
+    """Whether as much is there, in the mean over ranks, when another number of ranks has loaded a state; as above."""
     for name in kept_by(before):
         expected = (total(before, name, memory) + given_back(before, name, memory)) / len(before)
-        assert torch.equal(total(after, name, memory) / len(after), expected), name
+        worst = float((total(after, name, memory) / len(after) - expected).abs().max())
+        assert worst <= off * float(expected.abs().max()), (name, worst)
 
 
 def kept_by(looks: Sequence[Look]) -> list[str]:

@@ -149,7 +149,7 @@ def test_any_number_of_ranks_has_all_that_was_absorbed(
     memory, seen = memory_of(CASES[name]), two_ranks(train_once, name, moment, MADE[0])
     for ranks in (alone, three_ranks):
         after = ranks(go_on, name, seen, MADE[1])
-        check_resized(seen, [looks[0] for looks in after], memory)
+        check_resized(seen, [looks[0] for looks in after], memory, CASES[name].off)
         check(after, memory, ROUNDED)
 
 
