@@ -134,24 +134,3 @@ def test_adamw_costs_hardly_more_than_behind_ddp(two_ranks: Ranks) -> None:
     assert sparse.attached == pytest.approx(8, rel=0.02)
     assert sparse.told == pytest.approx((8, 8), abs=0.01)
     assert -0.3 <= sparse.held - plain.held <= 2
-
-
-def around_a_step() -> tuple[float, float]:
-    """Bytes a coordinate before and after the optimizer's step, with averages of all coordinates."""
-    ddp = DistributedDataParallel(model(torch.float32), gradient_as_bucket_view=True)
-    ls.attach(ddp, density=1.0)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-4)
-    before = after = 0.0
-    for _ in range(3):
-        ddp.zero_grad(set_to_none=False)
-        ddp(torch.ones(4, WIDTH)).square().mean().backward()
-        before = held()
-        optimizer.step()
-        after = held()
-    return before, after
-
-
-@pytest.mark.thorough
-def test_averages_that_have_been_applied_are_given_free(two_ranks: Ranks) -> None:
-    for before, after in two_ranks(around_a_step):
-        assert before - after == pytest.approx(4, abs=0.3)

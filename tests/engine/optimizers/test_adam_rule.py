@@ -339,7 +339,7 @@ def resumed(kind: str, shown: bool, scheduled: bool) -> tuple[list[Tensor], list
 
 @pytest.mark.parametrize(
     ("kind", "shown", "scheduled"),
-    [("adamw", True, False), ("wrapped", True, True), ("adamw", False, False), ("adamw", False, True)],
+    [("adamw", True, False), ("adamw", True, True), ("adamw", False, False), ("adamw", False, True)],
 )
 def test_a_resumed_run_goes_on_bit_for_bit(two_ranks: Ranks, kind: str, shown: bool, scheduled: bool) -> None:
     for whole, again in two_ranks(resumed, kind, shown, scheduled):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -39,16 +38,16 @@ class Case:
     ddp: dict[str, Any] = field(default_factory=dict)
     """Of DistributedDataParallel."""
     local: int = 0
-    """Backwards without an exchange before each one with one."""
+    """Backwards within ``no_sync()`` before each synchronised one."""
     exchanges: int = 1
-    """Backwards with an exchange before each step."""
+    """Synchronised backwards before each step."""
     optimizers: int = 1
     in_turn: bool = False
-    """Whether one optimizer steps after each exchange, while averages stay in the parameters of the others."""
+    """Whether one optimizer steps after each backward, while gradients of the others add up."""
     clip: float | None = None
-    """To what the norm of averages is clipped between backward and step."""
+    """To what the norm of gradients is clipped between backward and step."""
     bad: int | None = None
-    """The step in which rank 1 has some gradients that are not finite."""
+    """The backward in which rank 1 has some gradients that are not finite."""
     flush: int | None = None
     """The step in which all is sent."""
     empties: int | None = None
@@ -67,9 +66,9 @@ class Look(NamedTuple):
 
     moment: str
     given: dict[str, Tensor]
-    """Gradients of this rank since the step before, in double precision."""
+    """Gradients with which this rank enters the step that an optimizer takes, in double precision."""
     handed: dict[str, Tensor]
-    """The latest averages, free of the loss scale, as backward has left them."""
+    """The latest averages."""
     applied: dict[str, Tensor]
     """Sums of averages with which optimizers have taken a step."""
     weights: dict[str, Tensor]
@@ -82,9 +81,9 @@ class Training:
     def __init__(self, case: Case) -> None:
         self.case, self.looks = case, list[Look]()
         self.module = Sums().to(case.dtype)
-        # Small buckets, so that groups run at different times of backward.
         self.ddp = DistributedDataParallel(self.module, bucket_cap_mb=0.0005, **case.ddp)
         self.engine = ls.attach(self.ddp, **{**SPARSE, **case.options})
+        self.engine._binding.watchers.append(self._within)
         self.parameters = dict(self.module.named_parameters())
         share = len(self.parameters) // case.optimizers
         every = list(self.parameters.values())
@@ -94,16 +93,14 @@ class Training:
         self.handed: dict[str, Tensor] = {}
         self.applied = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in self.parameters.items()}
         for name, parameter in self.parameters.items():
-            parameter.register_hook(lambda grad, name=name: self._give(name, grad))
-            if name.endswith("second"):
-                parameter.register_post_accumulate_grad_hook(lambda _: self.look("within backward"))
-        self.exchanges = 0
+            parameter.register_hook(lambda grad, name=name: self._spoil(name, grad))
+        self.backwards = 0
+        """Synchronised ones."""
 
-    def _give(self, name: str, grad: Tensor) -> Tensor:
-        if self.exchanges == self.case.bad and dist.get_rank() == 1 and name.endswith(("first", "fourth")):
+    def _spoil(self, name: str, grad: Tensor) -> Tensor:
+        if self.backwards == self.case.bad and dist.get_rank() == 1 and name.endswith(("first", "fourth")):
             grad = grad.clone()
             grad.view(-1)[:5] = torch.tensor([math.nan, math.inf, -math.inf, math.nan, 1.0])
-        self.given[name] = self.given.get(name, 0) + grad.double() / self.case.scale
         return grad
 
     def look(self, moment: str) -> None:
@@ -111,31 +108,35 @@ class Training:
         weights = {name: p.detach().double() for name, p in self.parameters.items()}
         self.looks.append(Look(moment, *own, weights, self.engine.state_dict()))
 
-    def backward(self, exchange: bool = True) -> None:
-        without = self.case.unused.get(self.exchanges, ())
-        with nullcontext() if exchange else self.ddp.no_sync():
-            (self.ddp(dist.get_rank(), without) * self.case.scale).backward()
-        if exchange:
-            self.exchanges += 1
-            got = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
-            self.handed = {name: grad.double() / self.case.scale for name, grad in got.items()}
+    def gradients_of(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        pairs = [(name, p.grad) for name, p in self.parameters.items() if id(p) in held]
+        return {name: grad.double() for name, grad in pairs if grad is not None}
+
+    def _within(self, optimizer: Optimizer) -> None:
+        """Averages are in the place of gradients; Adam's are applied already, and DDP's are in no state."""
+        if not (self.engine._takes_steps_of(optimizer) or self.engine.router.left_to_ddp):
+            self.handed = self.gradients_of(optimizer)
+            self.look("within a step")
+
+    def backward(self) -> None:
+        without = self.case.unused.get(self.backwards, ())
+        for _ in range(self.case.local):
+            with self.ddp.no_sync():
+                (self.ddp(dist.get_rank(), without) * self.case.scale).backward()
+            self.look("between two backwards")
+        (self.ddp(dist.get_rank(), without) * self.case.scale).backward()
+        self.backwards += 1
+        self.look("after backward")
 
     def regroup(self) -> None:
         parameters = [p for group in self.engine.plan for p in group.parameters][::-1]
         self.engine.regroup(make_plan(parameters, "model", rules=ls.Rules(dense_ndim=0, dense_numel=0)))
         self.look("regrouped")
 
-    def exchange(self) -> None:
-        self.given = {}
-        for _ in range(self.case.local):
-            self.backward(exchange=False)
-            self.look("between two backwards")
-        self.backward()
-        self.look("after backward")
-
     def step(self, optimizers: Sequence[Optimizer]) -> None:
         if self.case.scale != 1:
-            for parameter in self.parameters.values():
+            for parameter in (p for optimizer in optimizers for p in optimizer.param_groups[0]["params"]):
                 if parameter.grad is not None:
                     parameter.grad.div_(self.case.scale)
             self.look("unscaled")
@@ -143,12 +144,16 @@ class Training:
             torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.case.clip)
             self.look("clipped")
         for optimizer in optimizers:
-            stepped = {id(p) for p in optimizer.param_groups[0]["params"] if p.grad is not None}
-            optimizer.step()
-            for name, parameter in self.parameters.items():
-                if id(parameter) in stepped:
-                    self.applied[name] += self.handed[name]
-            self.look("after a step")
+            given = self.gradients_of(optimizer)
+            self.given = given if all(bool(x.isfinite().all()) for x in given.values()) else {}
+            self._take(optimizer)
+
+    def _take(self, optimizer: Optimizer) -> None:
+        optimizer.step()
+        for name, average in self.gradients_of(optimizer).items():
+            self.applied[name] += average
+        self.look("after a step")
+        self.given = {}
 
     def run(self, steps: int) -> None:
         self.look("before")
@@ -160,7 +165,7 @@ class Training:
             if step == self.case.flush:
                 self.engine._flush_next_step()
             for number in range(self.case.exchanges):
-                self.exchange()
+                self.backward()
                 if self.case.in_turn:
                     self.step(self.optimizers[number : number + 1])
                     self.optimizers[number].zero_grad()
@@ -170,17 +175,16 @@ class Training:
                 self.step(self.optimizers)
 
     def empty(self) -> None:
-        """Apply what residuals hold."""
+        """Apply what residuals hold, as a flush does."""
+        self.engine._binding.know(self.optimizers)
         averages = self.engine._take_pending()
         self.handed = {name: average.double() for name, average in averages.items()}
         self.look("emptied")
         for name, average in averages.items():
             self.parameters[name].grad = average
         for optimizer in self.optimizers:
-            optimizer.step()
-        for name in averages:
-            self.applied[name] += self.handed[name]
-        self.look("after a flush")
+            self._take(optimizer)
+        self.engine._end_flush()
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
@@ -279,6 +283,14 @@ def check(ranks: Sequence[Sequence[Look]], memory: Any, off: float = 0.0) -> Non
             assert worst <= off * float(expected.abs().max()), (name, before[0].moment, after[0].moment, worst)
 
 
+def check_resized(before: Sequence[Look], after: Sequence[Look], memory: Any, off: float) -> None:
+    """Whether as much is there, in the mean over ranks, when another number of ranks has loaded a state; as above."""
+    for name in kept_by(before):
+        expected = (total(before, name, memory) + given_back(before, name, memory)) / len(before)
+        worst = float((total(after, name, memory) / len(after) - expected).abs().max())
+        assert worst <= off * float(expected.abs().max()), (name, worst)
+
+
 def kept_by(looks: Sequence[Look]) -> list[str]:
     """Names of the parameters of which something may wait; of those that are always sent as a whole, nothing does."""
     return [name for name, vectors in looks[0].state["parameters"].items() if "residual" in vectors]
@@ -323,10 +335,6 @@ def more(look: Look, later: Look, name: str, memory: Any, n: int) -> Tensor | fl
 
 
 def _check_pending(look: Look) -> None:
-    """Whether averages are pending between backward and step, and only there; of a step that counts."""
-    if look.moment in ("after backward", "unscaled", "clipped"):
-        counts = all(bool(x.isfinite().all()) for x in look.handed.values())
-        expected = look.handed.keys() & set(kept_by([look])) if counts else set()
-        assert set(look.state["pending"]) == expected, look.moment
-    if look.moment in ("before", "after a flush", "resumed"):
-        assert not look.state["pending"], look.moment
+    """Whether averages are pending from exchange to step, and only there."""
+    expected = look.handed.keys() & set(kept_by([look])) if look.moment in ("within a step", "emptied") else set()
+    assert set(look.state["pending"]) == expected, look.moment

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 import lightning_sparse as ls
-from tests.covering import by_default, in_turns
-from tests.engine.state.account import Case, Look, Training
+from tests.covering import by_default, covering, in_one_test, in_turns
+from tests.engine.state.account import Case, Look, Training, check, check_resized
 from tests.engine.state.history import History
 from tests.ranks import Ranks
 
@@ -37,8 +37,8 @@ CASES: dict[str, Case] = {
     "weight decay": Case({"memory": ls.memories.WeightDecay(0.5)}),
     "scaled": Case(scale=1024.0),
     "scaled second moment": Case({"sparsifier": "union_top_k"}, scale=1024.0, **ADAMW),
-    "clipped by hand": Case(clip=1.0),
-    "clipped and scaled": Case({"memory": HALF}, clip=1.0, scale=64.0),
+    "clipped by hand": Case(clip=1.0, off=ROUNDED),
+    "clipped and scaled": Case({"memory": HALF}, clip=1.0, scale=64.0, off=ROUNDED),
     "accumulated": Case(local=2),
     "two optimizers": Case(optimizers=2),
     "four optimizers of Adam": Case({"sparsifier": "union_top_k"}, optimizers=4, **ADAMW),
@@ -73,7 +73,7 @@ CASES: dict[str, Case] = {
 }
 MADE = [False, True, True, False]
 """Whether gradients are views of DDP's buckets."""
-MOMENTS = ["within backward", "after backward", "after a step"]
+MOMENTS = ["within a step", "after backward", "after a step"]
 PAIRS = [*in_turns(list(CASES), MOMENTS), ("emptied", "emptied"), ("clipped and scaled", "clipped")]
 LEFT = {"nesterov", "clip and momentum", "scaled second moment", "clipped and scaled", "reduce union"}
 LEFT |= {"four optimizers of Adam", "density 1 in bfloat16", "flushed momentum", "emptied second moment"}
@@ -84,14 +84,21 @@ LEFT |= {"two exchanges of two optimizers", "unused in one group", "skipped seco
 CELLS = [(name, moment, MADE[number % len(MADE)]) for number, (name, moment) in enumerate(PAIRS)]
 
 
+def memory_of(case: Case) -> Any:
+    if "memory" in case.options:
+        return case.options["memory"]
+    return ls.memories.Residual() if case.optimizer is torch.optim.SGD else ls.memories.SecondMoment()
+
+
 def training_of(name: str, view: bool) -> Training:
     case = CASES[name]
     return Training(replace(case, ddp={**case.ddp, "gradient_as_bucket_view": view}))
 
 
 def latest(looks: Sequence[Look], moment: str) -> Look:
-    """The last one of this moment that has others behind it."""
-    return [look for look in looks[1:-1] if look.moment == moment][-1]
+    """The last one of this moment that has others behind it; where there is none, as with Adam, after a step."""
+    seen = [look for look in looks[1:-1] if look.moment == moment]
+    return seen[-1] if seen else latest(looks, "after a step")
 
 
 def train(name: str, moment: str, view: bool) -> list[list[Look]]:
@@ -105,7 +112,22 @@ def train(name: str, moment: str, view: bool) -> list[list[Look]]:
     return [first.close(), [saved, *other.close()]]
 
 
+@in_one_test("name, moment, view", covering(CELLS, together=1, thorough=LEFT), apart=0)
+def test_all_that_was_absorbed_is_in_a_state_and_in_those_who_load_it(
+    two_ranks: Ranks, name: str, moment: str, view: bool
+) -> None:
+    for ranks in zip(*two_ranks(train, name, moment, view), strict=True):
+        check(ranks, memory_of(CASES[name]), CASES[name].off)
+
+
 # ---- Other numbers of ranks
+
+
+def train_once(name: str, moment: str, view: bool) -> Look:
+    """The last look at a moment."""
+    training = training_of(name, view)
+    training.run(CASES[name].steps - 1)
+    return latest(training.close(), moment)
 
 
 def go_on(name: str, seen: list[Look], view: bool) -> list[Look]:
@@ -118,6 +140,17 @@ def go_on(name: str, seen: list[Look], view: bool) -> list[Look]:
 
 MERGED = ["residual", "union", "momentum masked", "low pass", "second moment", "scaled", "bfloat16", "density 1"]
 MERGED += ["decay", "momentum", "two optimizers", "flushed", "skipped", "clipped by hand"]
+
+
+@in_one_test("name, moment", covering(in_turns(MERGED, MOMENTS), together=1, thorough=MERGED[6:]), apart=0)
+def test_any_number_of_ranks_has_all_that_was_absorbed(
+    alone: Ranks, two_ranks: Ranks, three_ranks: Ranks, name: str, moment: str
+) -> None:
+    memory, seen = memory_of(CASES[name]), two_ranks(train_once, name, moment, MADE[0])
+    for ranks in (alone, three_ranks):
+        after = ranks(go_on, name, seen, MADE[1])
+        check_resized(seen, [looks[0] for looks in after], memory, CASES[name].off)
+        check(after, memory, ROUNDED)
 
 
 @pytest.fixture(scope="module")
