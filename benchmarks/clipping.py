@@ -50,6 +50,14 @@ class Run(NamedTuple):
     steps: int
 
 
+def clip_(gradient: Tensor, limit: float, algorithm: str) -> None:
+    """Clip a rank's gradient in place."""
+    if algorithm == "value":
+        gradient.clamp_(-limit, limit)
+    else:
+        gradient.mul_((limit / gradient.norm()).clamp(max=1.0))
+
+
 def train(run: Run, path: Path) -> dict[str, float]:
     """Perplexity on text that was not seen, and the share of steps, or of values, that dense training would clip."""
     task = text_task(ranks=run.ranks, seed=run.seed, batch=8, path=path, momentum=run.momentum)

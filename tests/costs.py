@@ -140,11 +140,8 @@ def group_step(
     for step in (n, n + 1):  # the first one knows nothing of a step before
         apart = 1 if buckets > 1 else 0  # a gap between pieces
         bucket = torch.empty(numel + apart, dtype=dtype, device=META)
-        group.arrived["0"] = bucket[: lengths[0]]
-        group.arrived["1"] = bucket[lengths[0] + apart :]
+        pieces = {"0": bucket[: lengths[0]], "1": bucket[lengths[0] + apart :]}
         with Costs(META) as costs:
-            drive(group.exchange_steps(ctx._replace(step=step)), Network(rank, n))
-            assert group.skipped is not None
-            group.settle(group.skipped)
-        group.end_step()
+            made = drive(group.exchange_steps(ctx._replace(step=step), pieces), Network(rank, n))
+            group.settle(made, made.proposed.skipped)
     return costs

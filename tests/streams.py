@@ -24,7 +24,6 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.futures import Future
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -267,18 +266,9 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Streams:
 
     Their collectives must be those of one rank: messages take no part in this.
     """
-    import lightning_sparse.engine.executor as executor
-    import lightning_sparse.engine.sources.comm_hook as comm_hook
+    from lightning_sparse.engine import stream
 
     streams = Streams()
-
-    class AnsweringFuture(Future):
-        """DDP waits for its futures at the end of backward, where nothing else is left to do on the main stream."""
-
-        def set_result(self, result: Any) -> None:
-            streams.main.wait_for(streams.current.clock)
-            super().set_result(result)
-
     plain_empty = torch.empty
 
     def empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
@@ -291,8 +281,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Streams:
     monkeypatch.setattr(torch, "empty", empty)
     monkeypatch.setattr(torch.cuda, "stream", streams.on)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: streams.current)
-    monkeypatch.setattr(executor, "side_stream", lambda device: streams.new("side"))
-    monkeypatch.setattr(comm_hook, "Future", AnsweringFuture)
+    monkeypatch.setattr(stream, "side_stream", lambda device: streams.new("side"))
     return streams
 
 

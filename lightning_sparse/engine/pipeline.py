@@ -48,6 +48,8 @@ class Proposed(NamedTuple):
     statistics: Statistics
     skipped: Tensor
     """() bool: whether something was not finite on any rank."""
+    handed: Tensor
+    """(u,) what gradients got, in their dtype, free of the scale of a loss; the update is in units of the residual."""
     divisor: Tensor | None = None
     """(u,) what averages are divided by, see :meth:`~lightning_sparse.methods.memory.Memory.divisors`."""
 
@@ -166,13 +168,14 @@ def exchange_group(
         rate = rates_at(ctx.rates, update.indices, grad.numel, average)
         average = average / rate
     handed, rounding, skipped = hand_over_(grad, update.indices, average, scale, state.candidates)
+    sent = handed
     if rate is not None:
-        handed, rounding = handed * rate, None if rounding is None else rounding * rate
+        sent, rounding = handed * rate, None if rounding is None else rounding * rate
     stamps = begin, selected, Stamp.now(grad.device)
     statistics = measure(grad.dtype, grad.numel, agreement, selection, update, ctx, meter.bytes_sent, stamps)
     named = update.union if update.named is None else update.named
     after = state if whole else GroupState(state.memory, selector, update.counts, named, state.candidates)
-    return Proposed(update._replace(values=handed), rounding, after, statistics, skipped, divisor)
+    return Proposed(update._replace(values=sent), rounding, after, statistics, skipped, handed, divisor)
 
 
 def rehearse(
@@ -474,8 +477,8 @@ class GroupReducer:
             grad[span].copy_(values)
         if grad is not given:
             given.spread_(grad.runs[0])
-        update = proposed.update
-        return Exchanged(proposed, spans, self.average(update.indices, update.values, proposed.divisor, ctx.world_size))
+        average = self.average(proposed.update.indices, proposed.handed, proposed.divisor, ctx.world_size)
+        return Exchanged(proposed, spans, average)
 
     def average(
         self, indices: Tensor | None, values: Tensor, by: Tensor | None, ranks: int, whole: bool | None = None

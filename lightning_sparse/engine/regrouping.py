@@ -193,6 +193,7 @@ class Groups:
         rates = self.rates() if self.settings.memory_in_use.reads_rates else {}
         with self.on_stream.between_steps():
             groups, made, rounded = self.groups, list[Average](), list[tuple[Tensor, Tensor]]()
+            in_units = list[Average]()  # of the residuals
             waiting = set[str]()  # where no step could be the rate times something
             have = torch.tensor([group.residual is not None for group in groups], dtype=torch.uint8, device=self.device)
             anywhere = answer(AllGather(have)).amax(0).tolist()
@@ -200,21 +201,23 @@ class Groups:
                 kept = group.residual
                 residual = torch.zeros(group.plan.numel, device=self.device, dtype=group.wide) if kept is None else kept
                 average = mean(residual)
-                meant = average.to(group.dtype)
+                handed = meant = average.to(group.dtype)
                 if group.memory.reads_rates:
                     known = [(span, rates.get(name, 0.0)) for name, span in group.spans.items()]
                     waiting |= {name for name in group.spans if not rates.get(name)}
                     for span in (span for span, rate in known if not rate):
                         average[span].zero_()
                     per = rates_at([(span, rate or 1.0) for span, rate in known], None, len(average), average)
-                    meant = (average / per).to(group.dtype).to(group.wide) * per
+                    handed = (average / per).to(group.dtype)
+                    meant = handed.to(group.wide) * per
                 if kept is not None and group.dtype != group.wide:  # each rank keeps the rounding error of the mean
                     rounded.append((kept, average - meant))
                 by = group.memory.divide_all(group.state.memory, average, mean, group.density(self.step))
                 whole = group.statistics is not None and group.statistics.indices is None
-                made.append(group.average(None, meant, by, comm.world_size, whole))
+                made.append(group.average(None, handed, by, comm.world_size, whole))
+                in_units.append(replace(made[-1], values=meant))
             self.totals.add(sent, 0.0)
-            given = _by_name(self.whole(made))
+            given = {name: one for name, one in _by_name(self.whole(made)).items() if name not in waiting}
             with record.changing():
                 for group in groups:
                     for span in (span for name, span in group.spans.items() if name not in waiting):
@@ -223,7 +226,7 @@ class Groups:
                 for residual, error in rounded:
                     residual.add_(error)
                 record.count_flush()
-                self.flushed, self._flushing = given, _by_name(made)
+                self.flushed, self._flushing = given, _by_name(in_units)
         return {name: _shaped(one, name, self.parameters[name]) for name, one in given.items()}
 
     def end_flush(self) -> None:

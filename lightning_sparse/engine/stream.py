@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Return a stream for groups, so that they overlap with backward; None if a device has no streams."""
+    """Return a stream for groups; None if a device has no streams."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
@@ -27,10 +26,6 @@ class ExchangeStream:
         """True if there is no stream, so that results are on the host at once."""
         self._device = device
 
-    def __call__(self) -> AbstractContextManager[Any]:
-        """Return a context in which work is queued on the stream."""
-        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
-
     @contextmanager
     def between_steps(self) -> Iterator[None]:
         """Queue work on the stream, after all earlier work of the caller's stream and before its later work.
@@ -46,18 +41,6 @@ class ExchangeStream:
         with torch.cuda.stream(self.stream):
             yield
         caller.wait_stream(self.stream)
-
-    def join(self) -> None:
-        """Let the caller's stream wait for all work of this one."""
-        if self.stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self.stream)
-
-    def ready(self) -> Callable[[], None]:
-        """Return a function that makes the stream wait for all work of the caller's stream up to now."""
-        if (stream := self.stream) is None:
-            return lambda: None
-        event = torch.cuda.current_stream(self._device).record_event()
-        return lambda: stream.wait_event(event)
 
     def synchronize(self) -> None:
         """Wait until all work is done."""

@@ -176,11 +176,9 @@ class EngineView:
         return None if group.residual is None else group.residual[group.spans[name]]
 
     def _check_between_steps(self, what: str) -> None:
-        """Raise within a step, whose messages may go on, on a thread of their own."""
+        """Raise within an exchange, where handlers of signals and other threads may ask."""
         if self.router.busy:
-            raise RuntimeError(
-                f"{what} between two steps, not within a backward, nor between several ones of which one step is made."
-            )
+            raise RuntimeError(f"{what} between two steps, not within one.")
 
     def _mean_over_ranks(self, x: Tensor) -> Tensor:
         """Return the mean over ranks of a small vector on the CPU; collective."""

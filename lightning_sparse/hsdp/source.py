@@ -44,7 +44,9 @@ class ShardSource:
         """FSDP's own notes about a backward, one for each root."""
         self._groups = list(groups_of(model))
         self._backward = -1
-        """Id of the backward at whose end ranks agree."""
+        """Id of the latest backward."""
+        self._used = set[str]()
+        """Parameters that this rank has used since ranks agreed last; others may still have an old average."""
         self._hooks = on_gradients(self._parameters, self._note)
 
     def before_step(self, engine: Engine) -> None:
@@ -61,10 +63,13 @@ class ShardSource:
         """Let ranks agree at the end of this backward: FSDP has reduced some of its gradients."""
         if self.engine.closed:
             raise RuntimeError("The engine is closed, and replicas would drift apart. Attach a new one to train on.")
+        if self._stepper.paused:
+            return
+        self._used.add(name)
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
             self._backward = backward
-            if not self._stepper.paused and any(group.all_reduce_grads for group in self._groups):
+            if any(group.all_reduce_grads for group in self._groups):
                 _at_the_end(lambda: _at_the_end(self._end))
 
     @torch.no_grad()
@@ -78,8 +83,10 @@ class ShardSource:
                     "outer one are not here yet. Call checkpoint(..., use_reentrant=False)."
                 )
             aside, parameters = stepper.steps_aside, self._parameters
-            used = [p.grad is not None for p in parameters.values()]
-            grads = [own(p.grad) for p in parameters.values() if p.grad is not None]
+            used = [name in self._used and p.grad is not None for name, p in parameters.items()]
+            with_grad = [p.grad for p, one in zip(parameters.values(), used, strict=True) if one]
+            grads = [own(grad) for grad in with_grad if grad is not None]
+            self._used.clear()
             finite, anywhere = stepper.end_backward(list(parameters), grads, aside, used)
             for p, one in zip(parameters.values(), anywhere, strict=False) if aside else ():
                 if one:  # on any replica

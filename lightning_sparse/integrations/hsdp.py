@@ -233,8 +233,8 @@ class SparseHSDPMixin(HSDPStrategy, SparseTrainerMixin, TrainerBase):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Accumulate gradients within each replica in this context."""
-        assert self.model is not None
-        with apart(self.model):
+        model: Any = self.model
+        with apart(model):
             yield
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:

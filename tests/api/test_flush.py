@@ -46,7 +46,6 @@ class Training:
         self.ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=view)
         self.engine = ls.attach(self.ddp, **{**SPARSE, **options})
         self.optimizer = make_optimizer(self.ddp.parameters(), lr=LR)
-        self.engine._show([self.optimizer])
         self.own = np.zeros(flat(self.model).numel())
         """Sum of this rank's own gradients."""
 

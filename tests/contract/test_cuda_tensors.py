@@ -15,12 +15,9 @@ from torch import Tensor, nn
 
 import lightning_sparse as ls
 from lightning_sparse.core.step import Context
-from lightning_sparse.engine.delivery import Lengths
 from lightning_sparse.engine.network import drive, drive_together
-from lightning_sparse.engine.optimizers.clipping import Clipping
 from lightning_sparse.engine.optimizers.rules import AdamRule, Arrived
-from lightning_sparse.engine.pipeline import GroupReducer, exchange_group, init_group, settle_group
-from lightning_sparse.engine.skip import any_set
+from lightning_sparse.engine.pipeline import GroupReducer, any_set, exchange_group, init_group, settle_group
 from lightning_sparse.methods.grouping import Group, ParameterSize
 from tests.contract.cases import CASES, MEMORIES, PAIRS, Case, fit
 from tests.costs import Costs
@@ -87,17 +84,17 @@ def test_all_of_them_stay_on_the_device(case: Case, exchange: str, memory: ls.me
         steps(case, exchange, memory, dtype, rank)
 
 
-def group(name: str, numel: int, dtype: torch.dtype = torch.float32, **options: Any) -> GroupReducer:
-    """A group of two parameters of equal size, whose gradients have arrived in one bucket."""
+def group(
+    name: str, numel: int, dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[GroupReducer, dict[str, Tensor]]:
+    """A group of two parameters of equal size, and their gradients, which lie in one bucket."""
     sizes = tuple(ParameterSize(f"{name}.{i}", numel // 2, dtype.itemsize, "") for i in range(2))
     parameters = {size.name: nn.Parameter(torch.zeros(size.numel, dtype=dtype, device=CUDA)) for size in sizes}
     dense = options.pop("dense", False)
     settings = ls.engine.config.SparsificationConfig(density=0.05, **options)
     made = GroupReducer(Group(name, sizes, dense), parameters, settings, Context(0, 0.05, 1, 4), flush=False)
     bucket = torch.zeros(numel, dtype=dtype, device=CUDA)
-    for size, span in zip(sizes, made.spans.values(), strict=True):
-        made.arrived[size.name] = bucket[span]
-    return made
+    return made, {name: bucket[span] for name, span in made.spans.items()}
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer")  # by which pieces of a bucket are known
@@ -112,44 +109,30 @@ def test_groups_that_travel_together_stay_on_the_device() -> None:
         # The words of a header are pinned on the host, which a machine without CUDA cannot do.
         ctx = Context(0, 0.05, 1, 4)
         unused = [set[str](), {"b.1"}, set[str](), set[str]()]
-        steps = [one.exchange_steps(ctx, names) for one, names in zip(groups, unused, strict=True)]
-        drive_together(steps, Mirror(1, 4, CUDA))
-        flags = [one.skipped for one in groups if one.skipped is not None]
-        skipped = any_set(flags, CUDA, host_knows=False)
-        made = groups[0].exchange_made
-        assert made is not None
-        for one in groups:
-            one.settle(skipped)
+        steps = [one.exchange_steps(ctx, pieces, names) for (one, pieces), names in zip(groups, unused, strict=True)]
+        made = drive_together(steps, Mirror(1, 4, CUDA))
+        skipped = any_set([each.proposed.skipped for each in made], CUDA, host_knows=False)
+        for (one, _), each in zip(groups, made, strict=True):
+            one.settle(each, skipped)
             assert one.state.memory is not None
-        assert {skipped.device, *(by.device for _, by in made.delivery.divisors().values())} == {CUDA}
-
-
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
-@pytest.mark.parametrize("scaled", [False, True])
-def test_clipping_stays_on_the_device(algorithm: str, scaled: bool) -> None:
-    with fake_cuda():
-        pieces = [torch.zeros(10, dtype=dtype, device=CUDA) for dtype in DTYPES]
-        scale = torch.ones((), device=CUDA) if scaled else None
-        Clipping(1.0, algorithm).apply_(pieces, 4, 0.5, scale)
+        assert {skipped.device, *(by.device for _, by in made[0].average.divisors().values())} == {CUDA}
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer")
 @pytest.mark.parametrize(("dtype", "scaled"), list(zip(DTYPES, [False, True], strict=True)))
 def test_steps_of_adam_stay_on_the_device(dtype: torch.dtype, scaled: bool) -> None:
     with fake_cuda():
-        one = group("a", 1000, dtype, memory=ls.memories.SecondMoment())
-        drive(one.exchange_steps(Context(0, 0.05, 1, 4)), Mirror(1, 4, CUDA))
-        assert one.skipped is not None and one.exchange_made is not None
-        delivery = one.exchange_made.delivery
-        one.settle(one.skipped)
+        one, pieces = group("a", 1000, dtype, memory=ls.memories.SecondMoment())
+        made = drive(one.exchange_steps(Context(0, 0.05, 1, 4), pieces), Mirror(1, 4, CUDA))
+        one.settle(made, made.proposed.skipped)
         parameters = {name: nn.Parameter(torch.zeros(500, dtype=dtype, device=CUDA)) for name in one.spans}
-        optimizer = ls.AdamW(parameters.values())
+        optimizer = torch.optim.AdamW(parameters.values())
         for name, parameter in parameters.items():
-            parameter.grad = one.arrived[name]
+            parameter.grad = pieces[name]
         if scaled:
             optimizer.grad_scale, optimizer.found_inf = (torch.ones((), device=CUDA) for _ in range(2))
-        steps = AdamRule(Lengths(), print, False)
-        arrived = [Arrived(parameter, name, one, delivery) for name, parameter in parameters.items()]
+        steps = AdamRule(keeps_moments=False)
+        arrived = [Arrived(parameter, name, one, made.average) for name, parameter in parameters.items()]
         with Costs(CUDA) as costs:
             steps.before(optimizer, [(optimizer.param_groups[0], arrived)])
             optimizer.step()

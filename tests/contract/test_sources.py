@@ -1,4 +1,4 @@
-"""Sources of gradients: DDP's hook and one over ``.grad`` at the end of backward.
+"""Sources of gradients: DDP's hook, and whoever else says that a backward is over.
 
 Gradients are integers and the rate is 1, so that sums are exact: residuals, averages that wait and weights hold all
 that was absorbed, at every moment.
@@ -18,10 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.api.attach import sizes_of
-from lightning_sparse.core.layout import flattened
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.network import TorchCollective
-from lightning_sparse.engine.state.state import Shard
+from lightning_sparse.engine.share import Place, Share
 from lightning_sparse.methods.grouping import make_plan
 from tests.ranks import Ranks
 from tests.sums import SIZES, gradient, waiting
@@ -55,28 +54,24 @@ class Layers(nn.Module):
 
 
 class AtTheEnd:
-    """Exchanges ``.grad`` in place when a backward is over."""
+    """Says that a backward is over, and with which gradients."""
 
-    def __init__(self, module: Layers, comm: TorchCollective, shards: Any = None, **options: Any) -> None:
+    def __init__(self, module: Layers, comm: TorchCollective, places: Any = None) -> None:
         self.module = module
         self.parameters = dict(module.named_parameters())
-        settings = ls.engine.config.SparsificationConfig(**{**OPTIONS, **options})
+        settings = ls.engine.config.SparsificationConfig(**OPTIONS)
         plan = make_plan(sizes_of(self.parameters), settings.grouping, settings.rules, 1.0)
-        device = torch.device("cpu")
-        self.engine = Engine(plan, self.parameters, settings, comm, device, watch_usage=True, shards=shards)
+        share = None if places is None else Share(places=places)
+        self.engine = Engine(plan, self.parameters, settings, comm, torch.device("cpu"), watch_usage=True, share=share)
 
     def backward(self, losses: Sequence[Tensor]) -> None:
         for loss in losses:
             loss.backward()
-        grads = {name: self._grad(p) for name, p in self.parameters.items()}
-        flat = {name: flattened(grad) for name, grad in grads.items()}
-        entrance = self.engine.entrance
-        entrance.finish(flat.items())
-        for name in grads.keys() - entrance.unused:
-            self.parameters[name].grad = grads[name]
-
-    def _grad(self, parameter: nn.Parameter) -> Tensor:
-        return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        used = [p.grad is not None for p in self.parameters.values()]
+        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
+        finite, _ = self.engine.router.end_backward(list(self.parameters), grads, averaged=False, used=used)
+        for grad in () if finite else grads:
+            grad.fill_(float("nan"))
 
     def close(self) -> None:
         self.engine.close()
@@ -129,9 +124,8 @@ def factors_of(step: int, rank: int) -> dict[str, float]:
 
 
 def train(kind: str) -> list[Look]:
-    """Steps, with a state between exchange and optimizer in each; one that is loaded in the middle."""
+    """Steps, with a state before, within and after each; one of those within a step is loaded elsewhere."""
     rank, module = dist.get_rank(), Layers(SIZES)
-    source = SOURCES[kind](module, network())
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     absorbed = {name: torch.zeros(p.numel()) for name, p in module.named_parameters()}
     looks: list[Look] = []
@@ -141,24 +135,28 @@ def train(kind: str) -> list[Look]:
         taken = {name: total.clone() for name, total in absorbed.items()}
         looks.append(Look(weights, source.engine.state_dict(), taken))
 
+    def made() -> Any:
+        one = SOURCES[kind](module, network())
+        one.engine._binding.watchers.append(lambda _: look())
+        return one
+
+    source = made()
     for step in range(STEPS):
         optimizer.zero_grad()
         factors = factors_of(step, rank)
         source.backward([_loss(source, factors, rank) for _ in range(LOCAL)])
-        for name, by in factors.items():
-            absorbed[name] += (LOCAL * by * gradient(name, rank)).nan_to_num(nan=0.0)
         look()
-        if step == SAVED:  # the optimizer's step is lost, and what it would have applied is not
+        for name, by in factors.items() if step != SKIPPED else ():
+            absorbed[name] += LOCAL * by * gradient(name, rank)
+        optimizer.step()
+        if step == SAVED:  # weights and state are those within the step, whose averages are lost otherwise
+            module.load_state_dict(looks[-1].weights)
             buffer = io.BytesIO()
             torch.save(looks[-1].state, buffer)
             buffer.seek(0)
             source.close()
-            source = SOURCES[kind](module, network())
+            source = made()
             assert source.engine.load_state_dict(torch.load(buffer)) == []
-            look()
-            continue
-        source.engine.ignore_skipped(optimizer)
-        optimizer.step()
         look()
     source.close()
     return looks
@@ -175,7 +173,7 @@ def missing(both: Sequence[Look]) -> Iterator[tuple[str, Tensor]]:
         yield name, sum(one.absorbed[name] for one in both) - waiting(states, name) + len(both) * weight.flatten()
 
 
-@pytest.mark.parametrize("kind", [pytest.param("in DDP", marks=pytest.mark.in_backward), "at the end"])
+@pytest.mark.parametrize("kind", SOURCES)
 def test_no_source_loses_anything_at_any_moment(two_ranks: Ranks, kind: str) -> None:
     waited = 0
     for both in zip(*two_ranks(train, kind), strict=True):
@@ -183,7 +181,7 @@ def test_no_source_loses_anything_at_any_moment(two_ranks: Ranks, kind: str) -> 
         waited += bool(both[0].state["pending"])
         for name, lost in missing(both):
             assert not lost.any(), (both[0].state["step"], name)
-    assert waited >= STEPS - 2
+    assert waited == STEPS - 1  # within each step but the skipped one
 
 
 # ---- Shards: two halves of each parameter, of unequal lengths, with two replicas each
@@ -192,19 +190,18 @@ def test_no_source_loses_anything_at_any_moment(two_ranks: Ranks, kind: str) -> 
 WHOLE = {"first": 301, "second": 21, "third": 299, "fourth": 7}
 
 
-def shard_of(name: str, half: int) -> Shard:
+def part_of(name: str, half: int) -> Place:
     numel = WHOLE[name]
     length = -(-numel // 2)
-    return Shard(0, length, numel) if half == 0 else Shard(length, numel - length, numel)
+    return Place(0, length, numel) if half == 0 else Place(length, numel - length, numel)
 
 
 def train_shards() -> list[dict[str, Any]]:
     """States of the replicas of a half, with the weights; the last one is loaded into an engine of whole parameters."""
     half, replica = divmod(dist.get_rank(), 2)
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    module = Layers({name: (shard_of(name, half)[1],) for name in WHOLE})
-    shards = {name: shard_of(name, half) for name in WHOLE}
-    source = AtTheEnd(module, TorchCollective(groups[half]), shards)
+    module = Layers({name: (part_of(name, half)[1],) for name in WHOLE})
+    source = AtTheEnd(module, TorchCollective(groups[half]), {name: part_of(name, half) for name in WHOLE})
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     for _ in range(6):
         optimizer.zero_grad()
@@ -225,7 +222,7 @@ def test_shards_of_unequal_length_are_kept_with_their_place_in_the_parameter(fou
     for half in (0, 1):
         replicas = seen[2 * half : 2 * half + 2]
         for name in WHOLE:
-            start, length, numel = shard_of(name, half)
+            start, length, numel = part_of(name, half)
             assert all(one["state"]["spans"][name] == [start, length, numel] for one in replicas)
             given = sum(gradient(name, replica)[:length] for replica in (0, 1))
             kept = sum(one["state"]["parameters"][name]["residual"] for one in replicas)

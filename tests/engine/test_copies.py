@@ -87,7 +87,7 @@ def test_a_copied_model_averages_densely_until_an_engine_is_attached(two_ranks: 
 
 def with_a_fallback() -> float:
     model = DistributedDataParallel(nn.Linear(20, 20))
-    ls.attach(model, **SPARSE, scaler=torch.amp.GradScaler("cpu"), fallback=True)
+    ls.attach(model, **SPARSE, fallback=True)
     batch = torch.ones(2, 20)
     gradient(model, batch)
     gradient(saved_and_loaded(model), batch)

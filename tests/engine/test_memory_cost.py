@@ -91,8 +91,6 @@ def costs(dtype: torch.dtype, grouping: str | None, adam: bool = False, profiled
     if grouping is not None:
         unattached = held()
         engine = ls.attach(ddp, grouping=grouping, density=0.01)
-        if optimizer is not None:
-            engine._show([optimizer])
         attached = held() - unattached
         told = engine.memory_bytes / NUMEL
     for _ in range(3):  # DDP cuts its buckets anew in the second one
@@ -141,9 +139,8 @@ def test_adamw_costs_hardly_more_than_behind_ddp(two_ranks: Ranks) -> None:
 def around_a_step() -> tuple[float, float]:
     """Bytes a coordinate before and after the optimizer's step, with averages of all coordinates."""
     ddp = DistributedDataParallel(model(torch.float32), gradient_as_bucket_view=True)
-    engine = ls.attach(ddp, density=1.0)
+    ls.attach(ddp, density=1.0)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-4)
-    engine._show(optimizer)
     before = after = 0.0
     for _ in range(3):
         ddp.zero_grad(set_to_none=False)

@@ -11,23 +11,18 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-from lightning_sparse.engine.skip import Decision, Header, digest_of
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from lightning_sparse.core.messages import AllGather, together
-from lightning_sparse.engine import executor as executors
-from lightning_sparse.engine import network, reducer
-from lightning_sparse.engine.network import TorchCollective, drive_ranks
-from lightning_sparse.engine.record import Counts
+from lightning_sparse.engine import network
+from lightning_sparse.engine.calls import digest_of
 from lightning_sparse.methods.exchanges import GatherPairs
 from tests.engine.test_engine import batches, wrapped
 from tests.engines import exchange
 from tests.gpu.models import Branches
 from tests.gpu.training import LAYOUTS
 from tests.ranks import Ranks, error_of
-from tests.streams import Streams
 from tests.trainers import EVERYTHING_SPARSE
 
 MANY = {"grouping": "layer", "rules": ls.Rules(dense_ndim=2, dense_numel=0)}
@@ -67,12 +62,12 @@ AVERAGES = "all_reduce float32"
 
 
 TALKS: list[tuple[str, dict[str, Any], dict[str, int], int]] = [
-    # what ranks say in backward and in the step; picks, parts of sums, sums: of several dtypes as bytes
-    ("default", {"grouping": "layer"}, {WORDS: 2, INTS: 3}, 4),
-    ("small_buckets", {"grouping": "bucket", "bucket_cap_mb": 0.01}, {WORDS: 2, INTS: 3}, 3),
-    ("default", MANY, {WORDS: 2, INTS: 1, BYTES: 2}, 5),
-    ("find_unused", {"grouping": "layer"}, {WORDS: 2, INTS: 3}, 4),
-    ("find_unused", MANY, {WORDS: 2, INTS: 1, BYTES: 2}, 5),
+    # what two ranks say in backward and in the step; picks, and vectors to add up: of several dtypes as bytes
+    ("default", {"grouping": "layer"}, {WORDS: 2, INTS: 2}, 4),
+    ("small_buckets", {"grouping": "bucket", "bucket_cap_mb": 0.01}, {WORDS: 2, INTS: 2}, 3),
+    ("default", MANY, {WORDS: 2, INTS: 1, BYTES: 1}, 5),
+    ("find_unused", {"grouping": "layer"}, {WORDS: 2, INTS: 2}, 4),
+    ("find_unused", MANY, {WORDS: 2, INTS: 1, BYTES: 1}, 5),
     ("default", {**MANY, "sparsifier": "everything"}, {AVERAGES: 1}, 5),  # DDP's own
     ("default", {"grouping": "layer", "sparsifier": "top_k"}, {WORDS: 2, INTS: 1}, 4),
 ]
@@ -85,72 +80,10 @@ def test_a_step_talks_as_often_as_one_group(two_ranks: Ranks, case: int) -> None
         assert seen == (expected, groups)
 
 
-EVENTS: list[str] = []
-
-
-class Noting(ls.sparsifiers.Sparsifier):
-    """Notes when it selects."""
-
-    agreement = ls.sparsifiers.TopK.agreement
-    exchange = "gather_pairs"
-
-    def select(self, acc: Tensor, state: Any, ctx: Any) -> Any:
-        EVENTS.append(f"select {acc.numel()}")
-        return ls.sparsifiers.TopK().select(acc, state, ctx)
-
-    def __repr__(self) -> str:
-        return "Noting()"
-
-
-def events(settings: dict[str, Any]) -> list[str]:
-    """When groups select, when a message is sent, and when the last gradient of backward comes."""
-    options = {"sparsifier": Noting(), "density": 0.05, "grouping": "layer"}
-    ddp = DistributedDataParallel(Branches(), bucket_cap_mb=0.01, **settings)
-    with pytest.MonkeyPatch.context() as patch:  # on a thread, the order would be another one in each run
-        patch.setattr(reducer, "make_executor", lambda *_: executors.Executor())
-        ls.attach(ddp, rules=EVERYTHING_SPARSE, **options)
-    ddp.module.trunk.weight.register_post_accumulate_grad_hook(lambda _: EVENTS.append("trunk"))
-    gather = TorchCollective.all_gather
-
-    def noting(self: TorchCollective, x: Tensor) -> Tensor:
-        EVENTS.append(f"gather {str(x.dtype).removeprefix('torch.')}")
-        return gather(self, x)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TorchCollective, "all_gather", noting)
-        for batch in batches(3):
-            EVENTS.clear()
-            ddp(batch).square().mean().backward()
-    return list(EVENTS)
-
-
-# ---- The same bits
-
-
-MEMORIES: list[ls.memories.Memory] = [
-    ls.memories.Residual(decay=0.9),
-    ls.memories.NoMemory(),
-    ls.memories.LowPass(0.3),
-    ls.memories.MomentumCorrection(0.5),
-    ls.memories.AdamCorrection(beta1=0.5),
-    ls.memories.ClipByNorm(0.1),
-    ls.memories.WeightDecay(1e-2),
-]
-
-
-def remembering(dtype: torch.dtype, options: dict[str, Any]) -> list[Tensor]:
-    """Parameters, and all that is remembered, after some steps."""
-    ddp, engine = wrapped("small_buckets", dtype, **options)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    for batch in batches(5, dtype):
-        ddp(batch).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    vectors = [v.clone() for group in engine.groups for v in group.memory.vectors(group.state.memory).values()]
-    return [*(p.detach().clone() for p in ddp.parameters()), *vectors]
-
-
-# ---- What has to hold where groups travel by themselves, too; where they travel together, other tests see to it
+def test_between_more_than_two_ranks_sums_are_formed_in_parts(three_ranks: Ranks) -> None:
+    layout, options, expected, groups = TALKS[-3]
+    for seen in three_ranks(collectives, layout, {"density": 0.05, **options}):
+        assert seen == ({**expected, BYTES: 2}, groups)
 
 
 # ---- Errors
@@ -175,9 +108,9 @@ class Failing(GatherPairs):
         return update
 
 
-def failing(options: dict[str, Any], before: bool) -> tuple[str, list[str]]:
-    options = {"exchange": Failing(305, before), "grouping": "layer", **options}
-    ddp, engine = wrapped("small_buckets", sparsifier="top_k", density=0.05, **options)
+def failing(before: bool) -> tuple[str, list[str]]:
+    options: dict[str, Any] = {"exchange": Failing(305, before), "grouping": "layer", "density": 0.05}
+    ddp, engine = wrapped("small_buckets", sparsifier="top_k", **options)
     for batch in batches(3):
         try:
             ddp(batch).square().mean().backward()
@@ -187,17 +120,13 @@ def failing(options: dict[str, Any], before: bool) -> tuple[str, list[str]]:
     return "", []
 
 
-def check_failing(options: dict[str, Any], before: bool) -> None:
+@pytest.mark.parametrize("before", [True, False])
+def test_an_error_names_its_group_and_ends_the_step_on_all_ranks(before: bool) -> None:
     with Ranks(2) as ranks:  # of its own: an error closes connections
-        (lost, _), (kind, notes) = ranks(failing, options, before)
+        (lost, _), (kind, notes) = ranks(failing, before)
     assert lost == "LostRankError"
     assert kind == "ArithmeticError"
     assert notes == ["sparse_ddp: in the exchange of group 'head', step 1, rank 1"]
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_an_error_names_its_group_and_ends_the_step_on_all_ranks(before: bool) -> None:
-    check_failing({}, before)
 
 
 class OneRankFails(ls.density.Constant):
@@ -240,15 +169,17 @@ def failing_locally(where: str, options: dict[str, Any]) -> tuple[str, list[str]
     return "", [], False
 
 
-FAILING: dict[str, tuple[dict[str, Any], str, str]] = {
-    "schedule": ({"density": OneRankFails(0.05)}, "in the exchange of group 'head'", "in backward"),
-    "memory": ({"memory": DoesNotSettle()}, "in the exchange", "in settling the step"),
-    "thawed": ({}, "before the first exchange", "before the first exchange"),
+FAILING: dict[str, tuple[dict[str, Any], str]] = {
+    "schedule": ({"density": OneRankFails(0.05)}, "in the exchange of group 'head'"),
+    "memory": ({"memory": DoesNotSettle()}, "in the exchange"),
+    "thawed": ({}, "before the first exchange"),
 }
-"""Settings, and the places of errors in a step and in backward."""
+"""Settings, and the places of errors."""
 
 
-def check_failing_locally(where: str, place: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("where", FAILING)
+def test_nobody_waits_for_a_rank_that_fails_beside_its_exchange(where: str) -> None:
+    options, place = FAILING[where]
     with Ranks(2) as ranks:
         (lost, _, soon), (kind, notes, _) = ranks(failing_locally, where, {"grouping": "layer", **options})
     assert (lost, soon) == ("LostRankError", True)
@@ -256,36 +187,8 @@ def check_failing_locally(where: str, place: str, options: dict[str, Any]) -> No
     assert notes == [f"sparse_ddp: {place}, step 1, rank 1"]
 
 
-@pytest.mark.parametrize("where", FAILING)
-def test_nobody_waits_for_a_rank_that_fails_beside_its_exchange(where: str) -> None:
-    settings, place, _ = FAILING[where]
-    check_failing_locally(where, place, settings)
-
-
-def drifting(what: str, options: dict[str, Any]) -> tuple[str, int, bool]:
-    """The error of this rank when one has drifted apart, the steps that count, and whether nothing is lost."""
-    ddp, engine = wrapped("default", density=0.05, **options)
-    first, second = batches(2)
-    ddp(first).square().mean().backward()
-    before = [engine.residual(name).clone() for name in engine.parameters]
-    own = torch.autograd.grad(ddp.module(second).square().mean(), list(engine.parameters.values()))
-    ddp.zero_grad()
-    if dist.get_rank() == 1:
-        if what == "step":
-            engine._record.restart(Counts(7))
-        else:
-            engine.router._digest += 1
-    try:
-        ddp(second).square().mean().backward()
-    except RuntimeError as error:
-        after = [engine.residual(name) for name in engine.parameters]
-        kept = all(torch.equal(x, y + grad.flatten()) for x, y, grad in zip(after, before, own, strict=True))
-        return str(error), engine.step, kept and engine.state_dict()["absorbed"] == sorted(engine.parameters)
-    return "", engine.step, False
-
-
 def other_settings() -> tuple[str, int, bool]:
-    """The same of ranks that exchange when an optimizer steps, where nothing is absorbed before that."""
+    """The error of this rank when one has drifted apart, the steps that count, and whether nothing is absorbed."""
     ddp, engine = wrapped("default", density=0.05, grouping="layer")
     first, second = batches(2)
     ddp(first).square().mean().backward()
@@ -304,27 +207,6 @@ def test_ranks_whose_settings_have_drifted_apart_are_told_before_anything_is_abs
             assert (step, kept) == (1, True)
 
 
-def test_what_differs_is_named_with_the_ranks_that_differ_from_rank_0() -> None:
-    headers = [Header(5, False, 1 << 40), Header(5, False, 1 << 40), Header(5, True, 1 << 40), Header(6, False, 1)]
-    device = torch.device("cpu")
-    assert drive_ranks([header.compare(device) for header in headers[:2]])[0].shape == (2, 4)
-    with pytest.raises(RuntimeError, match=r"apart: ranks 2, 3 and rank 0") as caught:
-        drive_ranks([header.compare(device) for header in headers])
-    assert (
-        "What differs: step (5 on rank 0, 6 on rank 3); flush (no on rank 0, yes on rank 2); settings or groups "
-        "(on rank 3)."
-    ) in str(caught.value)
-
-
-def test_headers_do_not_keep_what_has_travelled_with_them() -> None:
-    def others() -> Any:
-        yield AllGather(torch.zeros(1000, dtype=torch.int32))
-
-    device = torch.device("cpu")
-    first, _ = drive_ranks([together([Header(5, False, 1).compare(device), others()]) for _ in range(2)])
-    assert first[0].untyped_storage().nbytes() == 2 * 16
-
-
 def test_a_digest_tells_settings_and_groups_apart() -> None:
     config = ls.engine.config.SparsificationConfig()
     digests = {
@@ -335,15 +217,3 @@ def test_a_digest_tells_settings_and_groups_apart() -> None:
     assert len(digests) == 3
     assert all(0 <= digest < 1 << 62 for digest in digests)
     assert digest_of(config, ["a"]) in digests
-
-
-def test_on_a_device_headers_are_checked_where_the_host_hears_whether_a_step_counts(streams: Streams) -> None:
-    flag, stream = torch.zeros((), dtype=torch.bool), executors.side_stream(torch.device("cpu"))
-    comm = TorchCollective()
-    same, different = torch.zeros(2, 4, dtype=torch.int32), torch.eye(2, 4, dtype=torch.int32)
-    assert not bool(Decision(flag, stream, comm.wait_until, same))
-    before = streams.host_waits
-    skipped = Decision(flag, stream, comm.wait_until, different)
-    assert streams.host_waits == before
-    with pytest.raises(RuntimeError, match="rank 1 and rank 0 are about to exchange different things"):
-        bool(skipped)

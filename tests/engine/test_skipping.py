@@ -1,7 +1,4 @@
-"""Skipped steps are as if they had not been; in backward, nobody waits for them where the optimizer can skip by itself.
-
-On streams, played on the CPU.
-"""
+"""Skipped steps are as if they had not been, on one rank and on streams that are played on the CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.paths import in_steps
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -43,29 +39,21 @@ FIRST = ("Adam", "SGD with momentum", "not fused")
 class Run:
     """A few steps, of which some are skipped."""
 
-    def __init__(self, make: Make, skip: str | None = "ignore_skipped", **options: Any) -> None:
+    def __init__(self, make: Make) -> None:
         torch.manual_seed(0)
         self.ddp = DistributedDataParallel(nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20)))
-        alone = {"single_device": "sparse", "watch": None}
-        self.engine = ls.attach(self.ddp, density=0.1, rules=EVERYTHING_SPARSE, **alone, **options)
+        self.engine = ls.attach(self.ddp, density=0.1, rules=EVERYTHING_SPARSE, single_device="sparse", watch=None)
         self.optimizer = make(list(self.ddp.parameters()))
-        by_itself = skip is None or in_steps()
-        self.skip = (lambda optimizer: None) if by_itself else getattr(self.engine, skip)
-        self.waits: list[int] = []
-        """Times that the host waited between the end of each backward and that of the optimizer's step."""
 
-    def step(self, skipped: bool = False, streams: Streams | None = None) -> None:
+    def step(self, skipped: bool = False) -> None:
         self.optimizer.zero_grad()
         (self.ddp(torch.randn(4, 20)).square().mean() * (float("inf") if skipped else 1.0)).backward()
-        before = 0 if streams is None else streams.host_waits
-        self.skip(self.optimizer)
         self.optimizer.step()
-        self.waits.append(0 if streams is None else streams.host_waits - before)
         assert not hasattr(self.optimizer, "found_inf")
 
-    def steps(self, skips: set[int], streams: Streams | None = None) -> Run:
+    def steps(self, skips: set[int]) -> Run:
         for number in range(5):
-            self.step(number in skips, streams)
+            self.step(number in skips)
         return self
 
 
@@ -98,14 +86,13 @@ def test_a_skipped_step_is_as_if_it_had_not_been(
 
 def test_a_step_that_is_left_out_is_told_once(streams: Streams) -> None:
     with pytest.warns(UserWarning, match="not finite on some rank") as told:
-        Run(OTHERS["not fused"], skip=None).steps({0, 2})
+        Run(OTHERS["not fused"]).steps({0, 2})
     assert len([one for one in told if "not finite" in str(one.message)]) == 1
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_scaler_that_the_engine_was_not_shown_skips_as_ever(one_rank: None, fused: bool) -> None:
-    run = Run(lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=fused), skip=None)
-    run.engine._show(run.optimizer)
+def test_a_scaler_skips_as_ever(one_rank: None, fused: bool) -> None:
+    run = Run(lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=fused))
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for skipped in (False, True, False):
         before = flat(run.ddp)
@@ -121,7 +108,7 @@ def test_a_scaler_that_the_engine_was_not_shown_skips_as_ever(one_rank: None, fu
 @pytest.mark.parametrize("name", ["SGD", "SGD with momentum", "AdamW", "not fused", "unknown"])
 def test_residuals_are_free_of_the_scale_of_a_scaler(one_rank: None, name: str) -> None:
     """A power of two, which changes no digits, and of which some come to wait in one step and go in another."""
-    plain, scaled = (Run({**FUSED, **OTHERS}[name], skip=None) for _ in range(2))
+    plain, scaled = (Run({**FUSED, **OTHERS}[name]) for _ in range(2))
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
     for _ in range(6):
         x = torch.randn(4, 20)
@@ -145,7 +132,6 @@ def test_parameters_of_others_are_not_held_back(streams: Streams) -> None:
         other.grad = torch.ones(3)
         before, own = other.detach().clone(), flat(run.ddp)
         (run.ddp(torch.randn(4, 20)).square().mean() * (float("inf") if skipped else 1.0)).backward()
-        run.skip(run.optimizer)
         run.optimizer.step()
         assert not torch.equal(other, before)
         assert torch.equal(flat(run.ddp), own) == skipped
@@ -164,7 +150,6 @@ def test_flushing_after_a_skipped_backward_leaves_the_skipped_step_out(one_rank:
     run.optimizer.zero_grad()
     (run.ddp(torch.randn(4, 20)).square().mean() * float("inf")).backward()
     ls.flush(run.engine, [run.optimizer])
-    run.skip(run.optimizer)
     run.optimizer.step()
     assert bool(flat(run.ddp).isfinite().all())
 
@@ -181,7 +166,7 @@ def test_a_flush_after_a_skipped_backward_moves_what_has_waited(one_rank: None) 
 
 
 def test_gradients_of_one_rank_alone_after_a_skipped_step_are_applied(one_rank: None) -> None:
-    run = Run(OTHERS["unknown"], skip=None)
+    run = Run(OTHERS["unknown"])
     run.step(skipped=True)
     run.optimizer.zero_grad()
     before = flat(run.ddp)
@@ -192,7 +177,7 @@ def test_gradients_of_one_rank_alone_after_a_skipped_step_are_applied(one_rank: 
 
 
 def test_an_engine_that_another_one_has_replaced_takes_nothing_away(streams: Streams) -> None:
-    run = Run(FUSED["Adam"], skip=None)
+    run = Run(FUSED["Adam"])
     run.step(skipped=True)
     model = run.ddp.module
     again = DistributedDataParallel(model)

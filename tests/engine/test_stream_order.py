@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_sparse.engine.executor import ExchangeStream
-from tests.paths import in_steps
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -47,14 +45,11 @@ class Training:
         chosen = {"density": 0.05, "grouping": "layer", "rules": SPARSE}
         self.engine = ls.attach(self.ddp, single_device="sparse", **chosen | options)
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.1, momentum=momentum)
-        self.engine._show([self.optimizer])
         self.max_norm: float | None = None
 
     def step(self, branches: str = "left+right", scale: float = 1.0) -> None:
         (scale * self.ddp(torch.randn(4, 30), branches).square().mean()).backward()
-        if not in_steps():
-            self.engine.ignore_skipped(self.optimizer)
-        elif self.max_norm is not None:
+        if self.max_norm is not None:
             self.engine.clip_grad_norm_(self.ddp.parameters(), self.max_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -118,7 +113,6 @@ def steps_of_adam() -> None:
     for fused in (False, True):
         training = Training()
         training.optimizer = torch.optim.AdamW(training.ddp.parameters(), fused=fused)
-        training.engine._show([training.optimizer])
         for scale in (1.0, float("inf"), 1.0):
             training.step(scale=scale)
         assert training.engine.skipped_steps == 1
@@ -130,23 +124,17 @@ def sharded_replicas() -> None:
     model = fully_shard(Branches(), mesh=mesh["shard"])
     engine = ls.attach_hsdp(model, mesh, density=0.05, grouping="layer", rules=SPARSE, single_device="sparse")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine._show([optimizer])
-    engine.clip_gradients(0.1)
     for branches in ("left+right", "left", "left+right"):
         model(torch.randn(4, 30), branches).square().mean().backward()
-        engine.ignore_skipped(optimizer)
+        engine.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         optimizer.zero_grad()
 
 
 def clipped_gradients() -> None:
-    for algorithm in ("norm", "value"):
-        training = Training()
-        if in_steps():
-            training.max_norm = 0.1
-        else:
-            training.engine.clip_gradients(0.1, algorithm)
-        training.steps(3)
+    training = Training()
+    training.max_norm = 0.1
+    training.steps(3)
 
 
 def skipped_second_moments() -> None:
@@ -161,9 +149,12 @@ def several_buckets_of_a_group() -> None:
 
 def loss_scale() -> None:
     training = Training()
-    scale = torch.full((), 4.0)
-    training.engine.loss_scale = lambda: scale
-    training.steps()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+    for _ in range(4):
+        scaler.scale(training.ddp(torch.randn(4, 30), "left+right").square().mean()).backward()
+        scaler.step(training.optimizer)
+        scaler.update()
+        training.optimizer.zero_grad()
 
 
 def regroup_in_the_first_hook() -> None:
@@ -276,7 +267,7 @@ RUNS: list[Callable[[], None]] = [
 @pytest.mark.filterwarnings("ignore:Nothing is sparsified")
 @pytest.mark.parametrize(
     "run",
-    [*by_default(RUNS, 8), *(pytest.param(run, marks=pytest.mark.in_backward) for run in RUNS)],
+    by_default(RUNS, 8),
     ids=lambda run: run.__name__,
 )
 def test_streams_wait_for_each_other_and_memory_is_not_given_back_in_use(
@@ -284,28 +275,19 @@ def test_streams_wait_for_each_other_and_memory_is_not_given_back_in_use(
 ) -> None:
     run()
     beside = any(life.uses.keys() >= {"main", "side"} for life in streams.lives.values())
-    assert beside != (in_steps() and run is as_ddp_does)  # where DDP averages alone
+    assert beside != (run is as_ddp_does)  # where DDP averages alone
     assert not streams.findings, "\n".join(dict.fromkeys(streams.findings))
 
 
-@pytest.mark.parametrize(
-    # In steps, for whether gradients are finite and then for whether averages are; in backward for the step before,
-    # which is long over.
-    "waits",
-    [(1, 1), pytest.param((1, 0), marks=pytest.mark.in_backward)],
-)
-def test_a_step_of_adam_hardly_waits(streams: Streams, waits: tuple[int, int]) -> None:
+def test_a_step_of_adam_hardly_waits(streams: Streams) -> None:
     training = Training()
     training.optimizer = torch.optim.AdamW(training.ddp.parameters(), fused=True)
-    training.engine._show([training.optimizer])
     training.steps(3)
     before = streams.host_waits
     training.ddp(torch.randn(4, 30), "left+right").square().mean().backward()
     begun = streams.host_waits
-    if not in_steps():
-        training.engine.ignore_skipped(training.optimizer)
     training.optimizer.step()
-    assert (begun - before, streams.host_waits - begun) == waits
+    assert (begun - before, streams.host_waits - begun) == (1, 1)  # whether gradients are finite, and averages
 
 
 def test_who_waits_for_the_device_hears_of_a_rank_that_has_failed(
@@ -346,8 +328,6 @@ def test_no_handler_runs_between_messages_that_share_a_group_with_others(
 @pytest.mark.parametrize(
     ("forgotten", "run"),
     [
-        pytest.param("wait_event", plain_steps, marks=pytest.mark.in_backward),
-        pytest.param("wait_event", unused_parameters, marks=pytest.mark.in_backward),
         ("wait_stream", plain_steps),
         ("wait_stream", unused_parameters),
         ("wait_stream", flush),
@@ -359,12 +339,6 @@ def test_an_engine_that_forgets_to_wait_is_noticed(
 ) -> None:
     monkeypatch.setattr(FakeStream, forgotten, lambda *_: None)
     run()
-    assert streams.findings
-
-
-def test_a_backward_that_does_not_wait_for_shards_is_noticed(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ExchangeStream, "join", lambda self: None)
-    sharded_replicas()
     assert streams.findings
 
 

@@ -90,13 +90,13 @@ def test_ranks_with_other_densities_are_told(two_ranks: Ranks) -> None:
         assert "densities={'0.weight': 0.2}" in told
 
 
-def optimizers_that_differ(bound: bool) -> str:
+def optimizers_that_differ(shown: bool) -> str:
     module = model()
     ddp = DistributedDataParallel(module)
     engine = ls.attach(ddp, timeout=timedelta(seconds=60))
     kind = torch.optim.AdamW if dist.get_rank() else torch.optim.SGD
     optimizer = kind(ddp.parameters(), lr=0.1)
-    if bound:
+    if shown:
         engine._show([optimizer])
     began = time.monotonic()
 
@@ -115,7 +115,7 @@ def test_ranks_with_other_optimizers_are_told(two_ranks: Ranks) -> None:
         assert "memory for the optimizers (Residual" in told and "SecondMoment" in told
 
 
-def test_ranks_that_have_bound_other_optimizers_are_told_in_backward(two_ranks: Ranks) -> None:
+def test_ranks_that_were_shown_other_optimizers_are_told_in_backward(two_ranks: Ranks) -> None:
     for told in two_ranks(optimizers_that_differ, True):
         assert "rank 0 ends a backward; rank 1 ends a backward, with other settings or groups than rank 0" in told
 

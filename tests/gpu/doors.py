@@ -39,7 +39,6 @@ def _sharded(device: str, optimizer: Any) -> dict[str, torch.Tensor]:
     settings = {**TOPK, "rules": EVERYTHING_SPARSE, "single_device": "sparse", "watch": None}
     engine = ls.attach_hsdp(model, mesh, **settings)
     stepped = optimizer(model.parameters())
-    engine._show([stepped])
     for [(x, y)] in batches(6):
         mse_loss(model(x.to(device)), y.to(device)).backward()
         stepped.step()

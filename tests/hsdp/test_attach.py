@@ -347,7 +347,7 @@ def refuse() -> list[tuple[str, str]]:
 
 def test_what_cannot_work_is_refused_on_all_ranks_by_name(four_ranks: Ranks) -> None:
     for told in four_ranks(refuse):
-        assert len(told) == 13
+        assert len(told) == 12
         for words, sentence in told:
             assert words in sentence, (words, sentence)
 

@@ -200,6 +200,25 @@ def test_a_loop_in_fabric_is_resumed_bit_for_bit(four_ranks: Ranks, tmp_path: Pa
     check_loop(four_ranks(loop, package, tmp_path / "saved"))
 
 
+def scaled(package: str) -> tuple[int, int, float, dict[str, Any]]:
+    """Steps, skipped ones, and the scale after a run in float16, whose first scale is too large; with its weights."""
+    precision = importlib.import_module(f"{package}.plugins.precision").MixedPrecision
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22)
+    plugins = [precision("16-mixed", "cpu", scaler)]
+    trainer, module = fit(package, "momentum", {}, max_epochs=8, plugins=plugins, gradient_clip_val=1.0)
+    engine = trainer.strategy.engine
+    return engine.step, engine.skipped_steps, scaler.get_scale(), weights(module)
+
+
+@pytest.mark.filterwarnings("ignore:.*not finite")
+def test_a_loss_scale_is_the_same_on_all_parts(four_ranks: Ranks) -> None:
+    of_ranks = four_ranks(scaled, "pytorch_lightning")
+    for steps, skipped, scale, found in of_ranks:
+        assert (steps, skipped, scale) == of_ranks[0][:3]
+        assert skipped > 0 and steps > 0 and scale == 2.0 ** (22 - skipped)
+        assert all(w.isfinite().all() and torch.equal(w, of_ranks[0][3][name]) for name, w in found.items())
+
+
 def test_wrong_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="tensor_parallel_size"):
         ls.SparseHSDPStrategy(tensor_parallel_size=2)

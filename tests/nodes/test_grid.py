@@ -46,8 +46,7 @@ def refused(size: Any, hosts: list[str] | None, options: dict[str, Any]) -> str:
         (4, None, {"grouping": "layer"}, "has none of group 'few'. Choose a coarser grouping"),
         ("nodes", None, {}, "but got 'nodes'"),
         (2, None, {"fallback": True}, "Expected fallback to be False with node_size"),
-        (2, None, {"grouping": ls.tuning.OptimalMerge()}, "Expected grouping to be one without a profile"),
-        (2, None, {"density": ls.tuning.HiddenDensity()}, "Expected density to be one without a profile"),
+        (2, None, {"memory": ls.memories.Residual(rates=True)}, "Expected memory to be one without rates=True"),
     ],
 )
 def test_what_cannot_be_nodes_is_refused_on_all_ranks(

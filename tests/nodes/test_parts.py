@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from lightning_sparse.engine.delivery import bounds_of
 from torch import Tensor
 
 from lightning_sparse.core.layout import even_part

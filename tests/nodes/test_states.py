@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning_sparse.engine.state.checkpoint import SideFiles, restore
 from torch import Tensor
 
 import lightning_sparse as ls
 from lightning_sparse.api.attach import sizes_of
+from lightning_sparse.api.checkpoint import SideFiles, restore
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.methods.grouping import make_plan
 from tests.covering import by_default

@@ -15,7 +15,6 @@ from lightning_sparse.core.messages import together
 from lightning_sparse.core.step import Context, GroupState
 from lightning_sparse.engine.network import drive_ranks
 from lightning_sparse.engine.pipeline import Proposed, exchange_group, init_group, settle_group, tensors_in
-from lightning_sparse.engine.skip import Header
 from lightning_sparse.ops import reference
 from tests.lockstep import strict
 
@@ -75,10 +74,10 @@ def walk(
 ) -> list[list[Tensor]]:
     """Everything that a few steps leave behind, one of them skipped; ranks agree on half of what is large.
 
-    Several groups travel together, behind a header, as in a real step. Squares of gradients are exact in float32, and
+    Several groups travel together, as in a real step. Squares of gradients are exact in float32, and
     so is a second beta of ``1 - 2**-i`` and what it leaves, however torch rounds products and sums.
     """
-    parts, where = PARTS | {"memory": memory, "sparsifier": sparsifier}, torch.device(device)
+    parts = PARTS | {"memory": memory, "sparsifier": sparsifier}
     sizes = (numel,) if isinstance(numel, int) else numel
     states, left = [groups(n, size, density, dtype, device, memory, sparsifier) for size in sizes], []
     scale = torch.full((), 1024.0, device=device) if scaled else None
@@ -95,10 +94,8 @@ def walk(
                 exchange_group(ranks[rank], before[rank], ctx._replace(rank=rank), **parts, scale=scale)
                 for ranks, before in zip(grads, states, strict=True)
             ]
-            header = [Header(step, False, 12345).compare(where)] if len(sizes) > 1 else []
-            steps.append(strict(together([*header, *own])))
-        done = [ends[-len(sizes) :] for ends in drive_ranks(steps)]  # of each rank, of each group
-        for rank, ends in enumerate(done):
+            steps.append(strict(together(own)))
+        for rank, ends in enumerate(drive_ranks(steps)):  # of each group
             skipped = torch.stack([proposed.skipped for proposed in ends]).any()
             assert bool(skipped) == (step == SKIPPED)
             for group, proposed in enumerate(ends):

@@ -125,7 +125,7 @@ class AdamRule:
                 self._take_aside(optimizer, parameter, 0, keeps=self._keeps_moments)
 
     def _take_aside(self, optimizer: Optimizer, parameter: Parameter, steps: int, keeps: bool) -> None:
-        """Take a parameter's gradient away while the optimizer steps, and count those of one that is in parts.
+        """Take a parameter's gradient away while the optimizer steps, and count steps where it has a part of one.
 
         Distributed checkpoints cannot load a parameter of which the optimizer has no state at all.
 

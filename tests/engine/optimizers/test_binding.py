@@ -1,4 +1,4 @@
-"""Which engine acts in the steps of an optimizer, and what it is told of optimizers that nobody bound."""
+"""Which engine acts in the steps of an optimizer, and what is said of optimizers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lightning_sparse as ls
-from lightning_sparse.engine.optimizers import binding
+from lightning_sparse.engine.optimizers import choice
 from tests.engine.optimizers.test_adam_rule import Training
 from tests.ranks import Ranks
 
@@ -16,6 +16,7 @@ from tests.ranks import Ranks
 def attached_twice() -> tuple[bool, bool]:
     """Whether the engine takes steps of its AdamW before and after another attach, which fails."""
     training = Training()
+    training.step(0)
     before = training.engine._takes_steps_of(training.optimizer)
     with pytest.raises(RuntimeError, match="has a communication hook already"):
         ls.attach(training.ddp, density=0.1)
@@ -51,19 +52,19 @@ CANNOT = [
 ]
 
 
-def exchanges_of(sparsifier: str, kind: str, **options: Any) -> tuple[list[Any], bool, int]:
+def exchanges_of(sparsifier: str, shown: bool) -> tuple[list[Any], bool, int]:
     """Exchanges before a step with Adam, after it, after a reload, and with SGD again; whether steps are equal."""
     told: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(binding, "say", told.append)
-        training = Training(kind, follow=False, sparsifier=sparsifier, density=0.3, **options)
+        patch.setattr(choice, "say", told.append)
+        training = Training(sparsifier=sparsifier, density=0.3)
         seen = [training.engine.settings.exchange]
-        training.engine._show([training.optimizer] if kind != "ours" else [])  # those of this package are found
-        training.engine._show([training.optimizer] if kind != "ours" else [])
+        for _ in range(2 if shown else 0):
+            training.engine._show([training.optimizer])
         training.step(0)
         seen.append(training.engine.settings.exchange)
         training.step(1)
-        again = Training(kind, follow=kind != "ours", sparsifier=sparsifier, density=0.3, **options)
+        again = Training(shown=shown, sparsifier=sparsifier, density=0.3)
         misfits = again.load(training.saved())
         seen.append(again.engine.settings.exchange)
         for one in (training, again):
@@ -74,20 +75,18 @@ def exchanges_of(sparsifier: str, kind: str, **options: Any) -> tuple[list[Any],
     return seen, alike, sum("takes the place" in sentence for sentence in told)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), [(name, ("torch", "ours")[at % 2]) for at, name in enumerate(sorted({*CANNOT} - {*OWN}))]
-)
-def test_an_exchange_without_second_moments_is_replaced_and_said_once(two_ranks: Ranks, name: str, kind: str) -> None:
+@pytest.mark.parametrize(("name", "shown"), [(name, at % 2 == 0) for at, name in enumerate(sorted({*CANNOT} - {*OWN}))])
+def test_an_exchange_without_second_moments_is_replaced_and_said_once(two_ranks: Ranks, name: str, shown: bool) -> None:
     natural = ls.engine.config.SparsificationConfig(sparsifier=name).exchange_in_use
     union = ls.exchanges.ReduceUnion()
-    for rank, (seen, alike, told) in enumerate(two_ranks(exchanges_of, name, kind)):
+    for rank, (seen, alike, told) in enumerate(two_ranks(exchanges_of, name, shown)):
         assert seen == [natural, union, union, natural] and alike
-        assert told == (rank == 0) * (2 if kind == "torch" else 1)  # a loaded state has brought it to the second engine
+        assert told == (rank == 0) * (2 if shown else 1)  # a loaded state has brought it to the second engine
 
 
 def refused(name: str) -> list[str]:
-    """What is said where an Adam is bound, and what is taken where the user has decided."""
-    training = Training(follow=False, sparsifier=name)
+    """What is said where an Adam is shown, and what is taken where the user has decided."""
+    training = Training(sparsifier=name)
     with pytest.raises(ValueError, match="is its exchange") as error:
         training.engine._show([training.optimizer])
     training.engine._show(torch.optim.SGD(training.ddp.parameters(), lr=0.1))
@@ -107,8 +106,8 @@ def test_methods_that_are_their_exchange_refuse_adam(two_ranks: Ranks, name: str
 
 
 def found_late(name: str) -> None:
-    """An Adam of this package that nobody bound."""
-    Training("ours", follow=False, sparsifier=name).step(0)
+    """An Adam that steps."""
+    Training(sparsifier=name).step(0)
 
 
 def test_an_adam_that_is_found_in_a_step_is_refused_on_all_ranks(two_ranks: Ranks) -> None:

@@ -20,7 +20,7 @@ EXACT = {"sparsifier": "shared_top_k", "exchange": "reduce_union"}
 SPARSE = ("0.weight", "2.weight")
 
 
-def dense(steps: int, kind: str = "torch") -> tuple[dict[str, Any], Any]:
+def dense(steps: int, kind: str = "adamw") -> tuple[dict[str, Any], Any]:
     """Weights, and the optimizer, of plain DDP."""
     ddp = DistributedDataParallel(model())
     optimizer = CLASSES[kind](ddp.parameters(), **HYPER)
@@ -46,7 +46,7 @@ def own_gradients(module: torch.nn.Module, step: int, rank: int) -> dict[str, Te
     return {name: p.grad.flatten() for name, p in other.named_parameters() if p.grad is not None}
 
 
-def first_step(kind: str, follow: bool, everywhere: bool) -> tuple[float, float, set[str]]:
+def first_step(kind: str, shown: bool, everywhere: bool) -> tuple[float, float, set[str]]:
     """Largest relative error of second moments and of steps, and the parameters whose states the optimizer keeps."""
     weights, optimizer = dense(5)
     moments = {
@@ -54,7 +54,7 @@ def first_step(kind: str, follow: bool, everywhere: bool) -> tuple[float, float,
         for name, p in zip(model().state_dict(), optimizer.param_groups[0]["params"], strict=True)
     }
     states = optimizer.state_dict() if everywhere or dist.get_rank() == 0 else None
-    training = gone_on(Training(kind, follow=follow, **EXACT), weights, states)
+    training = gone_on(Training(kind, shown=shown, **EXACT), weights, states)
     gradients = own_gradients(training.module, 5, training.rank)
     training.step(5)
     state, worst, moved = training.engine.state_dict(), 0.0, 0.0
@@ -80,12 +80,12 @@ def first_step(kind: str, follow: bool, everywhere: bool) -> tuple[float, float,
 
 
 @pytest.mark.parametrize(
-    ("kind", "follow", "everywhere"), [("torch", True, True), ("ours", False, True), ("wrapped", True, False)]
+    ("kind", "shown", "everywhere"), [("adamw", True, True), ("adamw", False, True), ("wrapped", True, False)]
 )
 def test_second_moments_go_on_from_those_of_dense_steps(
-    two_ranks: Ranks, kind: str, follow: bool, everywhere: bool
+    two_ranks: Ranks, kind: str, shown: bool, everywhere: bool
 ) -> None:
-    for worst, moved, kept in two_ranks(first_step, kind, follow, everywhere):
+    for worst, moved, kept in two_ranks(first_step, kind, shown, everywhere):
         assert worst < 1e-5 and moved < 2e-6
         assert kept == {"0.bias", "2.bias"}
 

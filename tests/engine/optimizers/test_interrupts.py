@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from lightning_sparse.engine.executor import SAVING, Hold
-from lightning_sparse.engine.optimizers.binding import uninterrupted
+from lightning_sparse.engine.optimizers.hooks import uninterrupted
+from lightning_sparse.engine.signals import SAVING, Hold
 
 
 class Stepping(torch.optim.SGD):

@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.paths import exchanging
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from tests.covering import by_default
 from tests.ranks import Ranks, error_of
 from tests.static_path import static_path
 
@@ -367,20 +365,3 @@ def test_rates_that_nobody_knows_are_missed(two_ranks: Ranks) -> None:
         assert "engine.exchange() knows no learning rates" in message
     with pytest.raises(ValueError, match=r"Residual\(rates=True\) needs the learning rates of an optimizer"):
         list(ls.simulate(torch.ones(1, 1, 8), sparsifier="top_k", memory=ls.memories.Residual(rates=True), density=0.5))
-
-
-def in_backward(settings: dict[str, Any]) -> str:
-    ddp = DistributedDataParallel(network())
-    with exchanging(bool(settings)):
-        return error_of(lambda: ls.attach(ddp, **{**SPARSE, **settings}))
-
-
-@pytest.mark.parametrize("settings", by_default([{}, {"messages": "group"}, {"node_size": 2}]), ids=str)
-def test_exchanges_in_backward_know_no_rates(two_ranks: Ranks, settings: dict[str, Any]) -> None:
-    for message in two_ranks(in_backward, settings):
-        assert "Residual(rates=True) is for exchanges at the optimizer's step" in message
-
-
-def test_sharded_models_know_no_rates() -> None:
-    with pytest.raises(ValueError, match=r"Residual\(rates=True\) is for exchanges at the optimizer's step"):
-        ls.SparseHSDPStrategy(memory=ls.memories.Residual(rates=True))

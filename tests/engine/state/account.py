@@ -86,13 +86,10 @@ class Training:
         self.ddp = DistributedDataParallel(self.module, bucket_cap_mb=0.0005, **case.ddp)
         self.engine = ls.attach(self.ddp, **{**SPARSE, **case.options})
         self.parameters = dict(self.module.named_parameters())
-        if case.scale != 1:
-            self.engine.loss_scale = lambda: torch.tensor(case.scale)
         share = len(self.parameters) // case.optimizers
         every = list(self.parameters.values())
         parts = [every[i * share : (i + 1) * share] for i in range(case.optimizers)]
         self.optimizers = [case.optimizer(part, **case.settings) for part in parts]
-        self.engine._show(self.optimizers)
         self.given: dict[str, Tensor] = {}
         self.handed: dict[str, Tensor] = {}
         self.applied = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in self.parameters.items()}
@@ -146,7 +143,6 @@ class Training:
             torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.case.clip)
             self.look("clipped")
         for optimizer in optimizers:
-            self.engine.ignore_skipped(optimizer)
             stepped = {id(p) for p in optimizer.param_groups[0]["params"] if p.grad is not None}
             optimizer.step()
             for name, parameter in self.parameters.items():

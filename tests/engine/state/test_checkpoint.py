@@ -511,13 +511,11 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
         (edit_state(without(field)), f"{FILE} holds no state: .*{field}.* but got nothing")
         for field in ("step", "skipped_steps", "rank", "world_size", "settings", "parameters", "counters", "groups")
     ),
-    (edit_state(without("rates")), "holds no state: .*rates to be a dict.* but got nothing"),
     (put(format=2), "holds no state: .*format 3, .* but got format 2"),
     (edit_state(without("format")), "holds no state: Expected a state of format 3"),
     (edit(lambda content: content.update(state=[])), "holds no state: Expected a state of format 3"),
     (put(step="2"), "step to be an integer from 0 on, but got '2'"),
     (put(skipped_steps=-1), "skipped_steps to be an integer from 0 on"),
-    (put(rates={"bias": "high"}), "bias of the state.s rates to be a finite"),
     (put(counters={"bias": {"steps": None}}), "steps of bias of the state.s counters to be a"),
     (edit_state(lambda state: state["parameters"].update(bias=3)), "bias of the state.s parameters to be a dict"),
     (

@@ -228,13 +228,6 @@ NO_STATES: dict[str, Any] = {
     "steps of 0.bias of the state's counters to be a finite number, but got 'many'": put(
         {"0.bias": {"steps": "many"}}, "counters"
     ),
-    "clippings to be a list, but got 1.0": put(1.0, "clippings"),
-    "limit of number 0 of the state's clippings to be a finite number above 0, but got 0": put(
-        [{"limit": 0, "algorithm": "norm", "parameters": ["0.bias"]}], "clippings"
-    ),
-    "algorithm of number 0 of the state's clippings to be 'norm' or 'value', but got 'both'": put(
-        [{"limit": 1.0, "algorithm": "both", "parameters": ["0.bias"]}], "clippings"
-    ),
     "a rank below 2 in the state, but got 2": put(2, "rank"),
     "spans to be a dict with names as keys, but got None": put(None, "spans"),
     "0.bias of the state's spans to be a list of a start, a length and": put([0, 41, 40], "spans", "0.bias"),
@@ -262,7 +255,6 @@ NO_STATES: dict[str, Any] = {
     "parameters of number 0 of the state's groups to be a list, but got nothing": drop("groups", 0, "parameters"),
     "dense of number 0 of the state's groups to be True or False, but got 1": put(1, "groups", 0, "dense"),
     "state of number 1 of the state's groups to be a dict": put(0.1, "groups", 1, "state"),
-    "squares to be a dict with names as keys, but got nothing": drop("squares"),
     "do not belong together": put(5, "step"),
     "ranks do not belong together": put([0, 40, 41], "spans", "0.bias"),
     "40 coordinates of 0.bias in residual, but got 41": put(torch.ones(41), "parameters", "0.bias", "residual"),

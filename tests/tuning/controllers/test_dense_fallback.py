@@ -342,9 +342,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("layout", "rigged"), by_default(covering(product(LAYOUTS, RIGGED), together=1), 3))
-def test_density_1_trains_like_plain_ddp(
-    two_ranks: Ranks, layout: str, rigged: tuple[float, float]
-) -> None:
+def test_density_1_trains_like_plain_ddp(two_ranks: Ranks, layout: str, rigged: tuple[float, float]) -> None:
     # Bit for bit, see tests/engine/test_engine.py; in all modes and at all changes between them.
     ddp = LAYOUTS[layout]
     plain = two_ranks(train, None, ddp)

@@ -130,9 +130,7 @@ def drifting(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_ranks_that_drift_apart_are_noticed_at_the_second_step(
-    two_ranks: Ranks, dtype: torch.dtype
-) -> None:
+def test_ranks_that_drift_apart_are_noticed_at_the_second_step(two_ranks: Ranks, dtype: torch.dtype) -> None:
     message = one_warning(two_ranks(drifting, negate, 1, 7, {"dtype": dtype}))
     assert "at step 1: 2 of 3 parameters" in message
     assert "first is 'b', by up to 0.25; rank(s) [1] differ" in message
