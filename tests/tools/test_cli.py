@@ -20,7 +20,7 @@ import lightning_sparse as ls
 from lightning_sparse.engine.optimizers.kinds import check_pair
 from tests.covering import by_default
 from tests.forked import forked
-from tests.warm import forgetting, warm_python
+from tests.warm import warm_python
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "train_digits.py"
@@ -248,32 +248,6 @@ def test_the_example_trains_from_the_command_line(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("lightning_logs/wandb/offline-run-*/run-*.wandb"))) == 1
 
 
-@pytest.mark.parametrize("name", ["AdamW", "Adam"])
-def test_the_optimizer_of_a_configuration_is_that_of_this_package(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """LightningCLI gives models without ``configure_optimizers`` what the configuration names."""
-    pytest.importorskip("jsonargparse", reason="jsonargparse is not installed")
-    import pytorch_lightning as pl
-    import torch
-    from pytorch_lightning.cli import LightningCLI
-
-    class Module(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(3, 2)
-
-    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
-    monkeypatch.setattr(sys, "argv", [str(EXAMPLE)])
-    given = ["lr=0.002", "betas=[0.9,0.95]", "eps=1e-6", "weight_decay=0.0", "maximize=true"]
-    args = [f"--optimizer=lightning_sparse.{name}", *(f"--optimizer.{setting}" for setting in given)]
-    model = LightningCLI(Module, run=False, seed_everything_default=False, args=[*args, "--trainer.logger=false"]).model
-    optimizer = model.configure_optimizers()
-    assert type(optimizer) is getattr(ls, name)
-    [group] = optimizer.param_groups
-    expected = {"lr": 2e-3, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0, "maximize": True}
-    assert {key: group[key] for key in expected} == expected
-    assert group["params"] == list(model.parameters())
-
-
 def test_the_sweep_gives_the_example_what_it_takes(parse: Any) -> None:
     pytest.importorskip("wandb", reason="W&B is not installed")
     import yaml
@@ -295,30 +269,3 @@ def test_the_sweep_gives_the_example_what_it_takes(parse: Any) -> None:
     made = trainer.logger
     assert type(made).__name__ == "WandbLogger"
     assert not made._offline
-
-
-SHORT_NAMES = """
-from jsonargparse import ArgumentError, ArgumentParser
-from torch.optim import Optimizer
-import lightning_sparse
-
-for given in ("AdamW", "Adam", "lightning_sparse.AdamW"):
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_subclass_arguments(Optimizer, "optimizer", skip={"params"})
-    print(parser.parse_args([f"--optimizer={given}", "--optimizer.lr=0.1"]).optimizer.class_path)
-try:
-    parser.parse_args(["--optimizer=Found"])  # what is no optimizer is not offered
-except ArgumentError:
-    print("refused")
-"""
-
-
-def test_short_names_of_torchs_optimizers_mean_torchs_where_the_package_is_imported() -> None:
-    pytest.importorskip("jsonargparse", reason="jsonargparse is not installed")
-    command = [warm_python(), "-c", forgetting("lightning_sparse") + SHORT_NAMES]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert found.returncode == 0, found.stderr
-    torchs, adam, ours, base = found.stdout.split()
-    assert (torchs, adam) == ("torch.optim.AdamW", "torch.optim.Adam")
-    assert ours in ("lightning_sparse.AdamW", "lightning_sparse.engine.optimizers.adam.AdamW")
-    assert base == "refused"

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_sparse.core.console import page, say
 from lightning_sparse.engine.agreement import check_equal_on_ranks
 from lightning_sparse.engine.config import SparsificationConfig
-from lightning_sparse.engine.optimizers.hooks import called, in_life
+from lightning_sparse.engine.optimizers.hooks import changes, in_life
 from lightning_sparse.engine.optimizers.kinds import (
     check_pair,
     decays_of,
@@ -60,8 +60,8 @@ class MemoryChoice:
         """By what the memory was chosen in the latest step: for which groups, and by which settings."""
         self._second: tuple[int, set[int]] = (-1, set())
         """Parameters whose averages come with what Adam divides them by: for which groups, and their ids."""
-        self._among: Any = None
-        """Among whom :attr:`_mine` was found."""
+        self._among = -1
+        """The :func:`.changes` after which :attr:`_mine` was found."""
         self._own: Mapping[int, str] = {}
         self._told: set[str] = set()
 
@@ -74,7 +74,7 @@ class MemoryChoice:
     @property
     def _mine(self) -> Mapping[int, str]:
         """Names of parameters by id, but for those of a later engine: an earlier one does nothing for them any more."""
-        if self._among is not (now := called()):
+        if self._among != (now := changes()):
             later = set().union(*(one._names for one in takewhile(lambda one: one is not self, reversed(in_life()))))
             self._among, self._own = now, {key: name for key, name in self._names.items() if key not in later}
         return self._own

@@ -31,8 +31,10 @@ class Watching(Protocol):
         """Look how often an optimizer has called its closure in one step."""
 
 
-_called: tuple[ref[Any], ...] = ()
-"""Who is called; replaced, never changed."""
+_called: list[ref[Any]] = []
+"""Who is called."""
+_changes = 0
+"""Times that somebody began or ceased to be called."""
 _holds: list[Hold] = []
 """Of contexts in which signals wait while optimizers step."""
 
@@ -64,31 +66,33 @@ def holding() -> list[Hold]:
 
 def in_life() -> list[Any]:
     """Return those who are called around the steps of optimizers, in the order in which they came."""
-    return [one for known in _called if (one := known()) is not None]
+    return [one for known in list(_called) if (one := known()) is not None]
 
 
-def called() -> tuple[ref[Any], ...]:
-    """Return another object whenever somebody begins or ceases to be called."""
-    return _called
+def changes() -> int:
+    """Return how often somebody has begun or ceased to be called."""
+    return _changes
 
 
 def call_around_steps(one: Watching) -> None:
     """Call an object around the steps of all optimizers, as long as it lives; see :func:`leave_alone`."""
-    global _called
+    global _changes
     _register_hooks()
-    _called = (*_called, ref(one, _leave))
+    _called.append(ref(one, _leave))
+    _changes += 1
 
 
 def leave_alone(one: Watching) -> None:
     """Do not call an object any more."""
-    for known in _called:
+    for known in list(_called):
         if known() is one:
             _leave(known)
 
 
 def _leave(known: ref[Any]) -> None:
-    global _called
-    _called = tuple(other for other in _called if other is not known)
+    global _changes
+    _called[:] = [other for other in _called if other is not known]
+    _changes += 1
 
 
 @cache

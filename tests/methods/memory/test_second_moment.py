@@ -270,7 +270,10 @@ IDS = {id(p) for p in PARAMETERS}
     [
         ([torch.optim.AdamW(PARAMETERS, betas=(0.9, 0.95), eps=1e-6)], ls.memories.SecondMoment(0.95, 1e-6)),
         ([torch.optim.Adam(PARAMETERS)], ls.memories.SecondMoment()),
-        ([torch.optim.AdamW(PARAMETERS[:1], weight_decay=0.0), torch.optim.Adam(PARAMETERS[1:])], ls.memories.SecondMoment()),
+        (
+            [torch.optim.AdamW(PARAMETERS[:1], weight_decay=0.0), torch.optim.Adam(PARAMETERS[1:])],
+            ls.memories.SecondMoment(),
+        ),
         ([torch.optim.Adam(PARAMETERS, weight_decay=0.1)], None),
         ([torch.optim.AdamW(PARAMETERS, amsgrad=True)], None),
         ([torch.optim.AdamW(PARAMETERS, eps=0.0)], None),
