@@ -110,7 +110,7 @@ def train(
         with measured(found, "steps after it"):
             steps(STEPS)
         with measured(found, "regroup"):
-            engine.regroup(make_plan([p for group in engine.plan for p in group.parameters][::-1], "layer"))
+            engine.regroup(make_plan([p for group in engine.groups for p in group.parameters][::-1], "layer"))
         with measured(found, "steps then"):
             steps(STEPS)
         with measured(found, "save"):

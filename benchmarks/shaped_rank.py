@@ -151,7 +151,7 @@ class Variant:
 
     @property
     def groups(self) -> int | None:
-        return None if self.engine is None else len(self.engine.plan)
+        return None if self.engine is None else len(self.engine.groups)
 
     def close(self) -> None:
         if self.engine is not None:

@@ -42,7 +42,7 @@ class Accordion(pl.Callback):
         self.low, self.high, self.interval, self.eta = low, high, interval, eta
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        parameters = trainer.strategy.engine.parameters
+        parameters = {name: p for name, p in pl_module.named_parameters() if p.requires_grad}
         self.sums = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
         self.hooks = [p.register_hook(partial(self.add, name)) for name, p in parameters.items()]
         self.before: dict[str, float] = {}
@@ -56,7 +56,7 @@ class Accordion(pl.Callback):
             return
         self.due += self.interval
         engine = trainer.strategy.engine
-        sparse = [group for group in engine.plan if not group.dense]
+        sparse = [group for group in engine.groups if not group.dense]
         squares = [sum(self.sums[p.name].square().sum() for p in group.parameters) for group in sparse]
         norms = trainer.strategy.reduce(torch.stack(squares), reduce_op="mean").sqrt().tolist()
         now = {group.name: norm for group, norm in zip(sparse, norms, strict=True)}
@@ -64,9 +64,9 @@ class Accordion(pl.Callback):
         critical = {name for name in now if dropped or self.changes(self.before.get(name), now[name])}
         plan = [
             group if group.dense else group._replace(density=self.high if group.name in critical else self.low)
-            for group in engine.plan
+            for group in engine.groups
         ]
-        if plan != engine.plan:
+        if plan != engine.groups:
             engine.regroup(plan)
         if trainer.is_global_zero:
             print(f"step {trainer.global_step}: {len(critical)} of {len(sparse)} layers are critical", flush=True)

@@ -126,12 +126,12 @@ def main() -> None:
         if engine is not None:
             ls.save_sharded(engine, args.checkpoint / "sparse")
     if engine is not None:
+        logged = engine.summary()  # means over ranks
         if rank == 0:
-            totals = engine.totals.state_dict()
-            kept, sent, dense = (x / 1e6 for x in (engine.memory_bytes, totals["sent_bytes"], totals["dense_bytes"]))
+            sent, dense = (logged[f"traffic/{name}total_mb"] for name in ("", "dense_"))
             print(
-                f"a rank keeps {kept:.2f} MB for the exchange, and has sent {sent:.2f} MB to other replicas; densely "
-                f"{dense:.2f} MB"
+                f"a rank keeps {engine.memory_bytes / 1e6:.2f} MB for the exchange, and has sent {sent:.2f} MB to "
+                f"other replicas; densely {dense:.2f} MB"
             )
         engine.close()
     dist.destroy_process_group()

@@ -91,9 +91,9 @@ def training(**options: Any) -> tuple:
         optimizer.step()
         optimizer.zero_grad()
         found += [value for name, value in sorted(engine.summary().items()) if not name.startswith("time/")]
-        engine.group_summaries()
+        engine._group_summaries()
         if step == 3:
-            engine.regroup(make_plan([p for group in engine.plan for p in group.parameters][::-1], "layer"))
+            engine.regroup(make_plan([p for group in engine.groups for p in group.parameters][::-1], "layer"))
             engine.load_state_dict(engine.state_dict())
     ls.flush(engine, [optimizer])
     engine.close()

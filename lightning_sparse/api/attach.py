@@ -43,7 +43,7 @@ class AttachArguments(SparsificationConfig):
     """Arguments of :func:`attach`: the settings, and values that strategies get from Lightning."""
 
     observers: Sequence[StepObserver] = ()
-    """Further observers, see :meth:`.Engine.add_observer`."""
+    """Further observers, see :meth:`.Engine._add_observer`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,7 +80,7 @@ def attach(ddp: DistributedDataParallel, **keywords: Any) -> Engine:
         arguments = from_keywords(AttachArguments, keywords, "attach", NOT_HERE)
     config = SparsificationConfig.of(arguments)
     engine = attach_config(ddp, config, arguments.observers)
-    engine.add_observer(Announcer())
+    engine._add_observer(Announcer())
     return engine
 
 
@@ -138,12 +138,12 @@ def attach_config(
             given: dict[str, Any] = {"watch_usage": usage, "frozen": frozen, "share": share}
             engine = Engine(plan, exchanged, config, comm, device, **given)
             undo.callback(engine.close)
-            engine.add_observer(AllRanksDivide(ddp))
+            engine._add_observer(AllRanksDivide(ddp))
             look_on(engine, config, stays_dense)
             if config.fallback and not stays_dense:
-                engine.add_observer(DenseFallback(sizes, cap))
+                engine._add_observer(DenseFallback(sizes, cap))
             for observer in observers:
-                engine.add_observer(observer)
+                engine._add_observer(observer)
             register(ddp, engine)  # last: it cannot be undone
         undo.pop_all()
     return engine
@@ -229,10 +229,10 @@ def facts_of(config: SparsificationConfig, observers: Sequence[StepObserver], pl
 def look_on(engine: Engine, config: SparsificationConfig, stays_dense: bool) -> None:
     """Let a watchdog look on, unless the settings have none; let an engine with nobody to send to average densely."""
     if config.watch is not None:
-        engine.add_observer(Watchdog(config.watch))
+        engine._add_observer(Watchdog(config.watch))
     if stays_dense:
         engine._go_direct()
-        engine.add_observer(StayDense())  # a loaded state may hold residuals, which are sent first
+        engine._add_observer(StayDense())  # a loaded state may hold residuals, which are sent first
 
 
 def warn_if_nothing_is_left(plan: Sequence[Group], config: SparsificationConfig) -> None:

@@ -140,7 +140,7 @@ class SideFiles:
             RuntimeError: on all ranks, if any of them could not write.
         """
         self._number += 1
-        own = SideFile(engine.rank, engine.world_size, engine.run_id, self._number)
+        own = SideFile(engine._rank, engine._world_size, engine.run_id, self._number)
         counted = -1 if global_step is None else global_step
         state, problem = _take(engine)
         if comm is not None:
@@ -258,7 +258,7 @@ def restore(
         if resize == "flush":
             return Found(state, loaded=engine._flush_next_step)
         state, dropped = _emptied(state, engine)
-        return Found(state, loaded=partial(warnings.warn, dropped) if engine.rank == 0 else lambda: None)
+        return Found(state, loaded=partial(warnings.warn, dropped) if engine._rank == 0 else lambda: None)
 
     resume(engine, path, marker, MARKER, side_directory(path), read, strict, dense)
 
@@ -306,7 +306,7 @@ def resume(
         if strict and lost:
             where = f"{os.fspath(place)} belongs to the checkpoint and must be where that is. " if marker else ""
             raise RuntimeError(f"{text} {where}With strict_resume=False, error feedback starts empty.") from error
-        if engine.rank == 0 and lost:
+        if engine._rank == 0 and lost:
             warnings.warn(
                 f"{text} Error feedback starts empty on all ranks, and what was not sent before the checkpoint was "
                 "written is lost. Expect a small dent in the curve.",
@@ -319,7 +319,7 @@ def resume(
         text = f"The residuals in checkpoint {os.fspath(path)} do not fit in every respect. On {trouble}"
         if strict:
             raise RuntimeError(f"{text} With strict_resume=False, training continues with what fits.")
-        if engine.rank == 0:
+        if engine._rank == 0:
             warnings.warn(text, stacklevel=3)
 
 
@@ -415,7 +415,7 @@ def _read_state(path: Path, marker: dict[str, Any], engine: Engine, load: Callab
     size = marker["parts"]
     alike = (marker["world_size"] // size, marker["exchanging"]) == (engine.comm.world_size, engine._exchanging)
     if alike and size == engine._parts:
-        return _read(path, marker, engine.rank, load)
+        return _read(path, marker, engine._rank, load)
     if alike:
         first = engine.comm.rank * size
         return {**join_parts(_read(path, marker, rank, load) for rank in range(first, first + size)), "groups": []}

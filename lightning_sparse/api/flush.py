@@ -69,7 +69,7 @@ def flush(what: Any, optimizers: Optimizer | Iterable[Optimizer] | None = None) 
         )
     strategy = None if isinstance(what, Engine) else getattr(what, "strategy", None)
     engines = [what] if isinstance(what, Engine) else engines_of(strategy)
-    parameters = [p for engine in engines for p in engine.parameters.values()]
+    parameters = [p for engine in engines for p in engine._parameters.values()]
     given: list[Any] = list(getattr(strategy, "optimizers", ())) if optimizers is None else listed(optimizers)
     # Without Lightning's wrapper, which would unscale gradients and count steps.
     chosen = [o.optimizer if hasattr(o, "_strategy") else o for o in given]
@@ -91,10 +91,10 @@ def flush(what: Any, optimizers: Optimizer | Iterable[Optimizer] | None = None) 
     left = [
         name
         for engine in engines
-        for name, p in engine.parameters.items()
+        for name, p in engine._parameters.items()
         if id(p) not in held and p.requires_grad and engine.residual(name) is not None
     ]
-    if left and all(engine.rank == 0 for engine in engines):
+    if left and all(engine._rank == 0 for engine in engines):
         more = f", and {len(left) - 1} more" if len(left) > 1 else ""
         rank_zero_warn(
             f"No optimizer of the flush holds the parameter {left[0]}{more}: what has waited is dropped there. "
@@ -111,7 +111,7 @@ def flush(what: Any, optimizers: Optimizer | Iterable[Optimizer] | None = None) 
             squares = torch.tensor(found, dtype=torch.float64, device="cpu")
             for (name, average), own_square in zip(pending.items(), engine._sum_within(squares).tolist(), strict=True):
                 if own_square:  # a step with zeros would still apply momentum
-                    engine.parameters[name].grad = average
+                    engine._parameters[name].grad = average
                     square += own_square
         for optimizer in chosen if square else ():
             with uninterrupted():

@@ -98,7 +98,7 @@ class Engine(EngineView):
         return self.router.settings
 
     @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers that hold parameters of the engine, as far as they are known."""
         return self._binding.optimizers
 
@@ -122,16 +122,16 @@ class Engine(EngineView):
         """Let optimizers exchange again when they step, after :meth:`_take_pending`."""
         self.router.end_flush()
 
-    def warn(self, kind: str, sentence: str) -> None:
+    def _warn(self, kind: str, sentence: str) -> None:
         """Tell the user on rank zero; all ranks call this in the same step, and count the warning."""
         sentence = f"sparse_ddp at step {self.step}: {sentence}"
         self.warnings.append(sentence)
-        if self.rank == 0:
+        if self._rank == 0:
             if self.on_warning is not None:
                 self.on_warning(kind, sentence)
             rank_zero_warn(sentence)
 
-    def add_observer(self, observer: StepObserver) -> None:
+    def _add_observer(self, observer: StepObserver) -> None:
         """Call an observer, which may change groups, at the start of every exchange until it is done.
 
         Raises:
@@ -153,10 +153,10 @@ class Engine(EngineView):
             for_good: forget second moments and other values that only sparse steps need.
         """
         simple = isinstance(self.settings.memory_in_use.for_dense(), NoMemory) and not self.router.share.cuts
-        dense = all(group.plan.dense for group in self.groups)
-        if not (simple and dense and all(self._all_gather_object(all(group.sent for group in self.groups)))):
+        dense = all(group.plan.dense for group in self.router.groups)
+        if not (simple and dense and all(self._all_gather_object(all(group.sent for group in self.router.groups)))):
             return False
-        self.router.regroup(self.plan, direct=True, for_good=for_good)
+        self.router.regroup(self.groups, direct=True, for_good=for_good)
         return True
 
     def regroup(self, plan: Sequence[Group]) -> None:
@@ -184,9 +184,9 @@ class Engine(EngineView):
             >>> model = torch.nn.Sequential(torch.nn.Linear(20, 20), torch.nn.Linear(20, 20))
             >>> ddp = DistributedDataParallel(model)
             >>> engine = ls.attach(ddp, grouping="model", single_device="sparse")
-            >>> sizes = [ParameterSize.of(name, p) for name, p in engine.parameters.items()]
+            >>> sizes = [ParameterSize.of(name, p) for name, p in model.named_parameters()]
             >>> engine.regroup(make_plan(sizes, "layer"))
-            >>> [group.name for group in engine.plan]
+            >>> [group.name for group in engine.groups]
             ['1', '0', 'dense.bucket0']
             >>> engine.close()
             >>> dist.destroy_process_group()
@@ -200,8 +200,8 @@ class Engine(EngineView):
         check_covers(groups, self.router.parameters)
         parts = self._parts_of(groups)
         self.router.regroup(parts)
-        if self.optimizers:
-            self._binding.suit(self.optimizers)
+        if self._optimizers:
+            self._binding.suit(self._optimizers)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -322,7 +322,7 @@ class Engine(EngineView):
             problems = self.comm.all_gather_object(on_cuda.problems, self.device)
             if len(set(problems)) > 1:
                 notes = by_reason([Note("", problem) for problem in problems])
-                self.warn(
+                self._warn(
                     "kernels",
                     "some ranks use operations of torch in place of kernels in Triton, which take longer, and the "
                     f"others wait for them in every step: {notes}.",

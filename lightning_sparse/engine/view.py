@@ -33,7 +33,7 @@ class EngineView:
     def __init__(self, stepper: Stepper) -> None:
         self.comm, self.device = stepper.comm, stepper.device
         self.warnings: list[str] = []
-        """Given to :meth:`~lightning_sparse.engine.Engine.warn`."""
+        """Given to :meth:`~lightning_sparse.engine.Engine._warn`."""
         self.closed = False
         """True if the engine has ended."""
         self.router = stepper
@@ -53,18 +53,18 @@ class EngineView:
         return self._record.counts.skipped
 
     @property
-    def skipped(self) -> bool:
+    def _skipped(self) -> bool:
         """True if the latest step was skipped on all ranks, because a gradient of some rank was not finite."""
         return self._record.latest_skipped
 
     @property
-    def length_changes(self) -> LengthChanges:
+    def _length_changes(self) -> LengthChanges:
         """Number of times that this rank clipped a group's gradient to twice its usual length, or rescaled a residual.
 
         With :class:`.SecondMoment`, from the first step on, also before a checkpoint; waits for the
         device.
         """
-        return _length_changes(self.groups) or LengthChanges(0, 0)
+        return _length_changes(self.router.groups) or LengthChanges(0, 0)
 
     @property
     def memory_bytes(self) -> int:
@@ -73,20 +73,20 @@ class EngineView:
         If the gradients of a group lie in several runs in DDP's buckets, the buffers for scores and copies that it
         needs are counted from the first step on.
         """
-        return sum(group.memory_bytes for group in self.groups)
+        return sum(group.memory_bytes for group in self.router.groups)
 
     @property
-    def parameters(self) -> dict[str, Parameter]:
+    def _parameters(self) -> dict[str, Parameter]:
         """The parameters by name, in order of registration."""
         return dict(self.router.parameters)
 
     @property
-    def totals(self) -> Totals:
+    def _totals(self) -> Totals:
         """Bytes and times of this rank in all steps so far; may be those of an engine before."""
         return self.router.totals
 
-    @totals.setter
-    def totals(self, totals: Totals) -> None:
+    @_totals.setter
+    def _totals(self, totals: Totals) -> None:
         self.router.totals = totals
 
     @property
@@ -95,14 +95,9 @@ class EngineView:
         return self.router.direct
 
     @property
-    def groups(self) -> list[GroupReducer]:
-        """The groups, in the order of the plan."""
-        return self.router.groups
-
-    @property
-    def plan(self) -> list[Group]:
+    def groups(self) -> list[Group]:
         """The groups, in the order in which backward should finish them; sizes are of what this rank exchanges."""
-        return [group.plan for group in self.groups]
+        return [group.plan for group in self.router.groups]
 
     def summary(self) -> dict[str, float]:
         """Return the logged quantities of the latest step, see :data:`~lightning_sparse.engine.metrics.QUANTITIES`.
@@ -130,30 +125,32 @@ class EngineView:
         if reducer.left_to_ddp:
             statistics = [dense_statistics(sum(p.numel() for p in reducer.parameters.values()), reducer.direct_bytes)]
         else:
-            statistics = [group.statistics for group in self.groups if group.ran and group.statistics is not None]
+            statistics = [
+                group.statistics for group in self.router.groups if group.ran and group.statistics is not None
+            ]
         if not statistics:
             return None
         return Step(
             statistics,
-            [group.residual_norm() for group in self.groups],
+            [group.residual_norm() for group in self.router.groups],
             reducer.exposed_ms(),
             self.skipped_steps,
             reducer.left_to_ddp,
             reducer.shared_bytes,
-            self.totals,
+            self._totals,
             len(self.warnings),
-            _length_changes(self.groups),
+            _length_changes(self.router.groups),
             reducer.grad_norm,
         )
 
-    def group_summaries(self) -> dict[str, dict[str, float]]:
+    def _group_summaries(self) -> dict[str, dict[str, float]]:
         """Return :meth:`summary` of each group by name, without quantities that groups share, such as ``exposed_ms``.
 
         Groups that the latest step did not use, on any rank, are left out.
         """
         self._check_between_steps("Summaries can only be asked for")
         summaries: dict[str, dict[str, float]] = {}
-        for group in [] if self.router.left_to_ddp else self.groups:
+        for group in [] if self.router.left_to_ddp else self.router.groups:
             if group.ran and group.statistics is not None:
                 changes = _length_changes([group])
                 step = Step([group.statistics], [group.residual_norm()], length_changes=changes)
@@ -206,12 +203,12 @@ class EngineView:
         return found
 
     @property
-    def rank(self) -> int:
+    def _rank(self) -> int:
         """See :attr:`.Stepper.rank`."""
         return self.router.rank
 
     @property
-    def world_size(self) -> int:
+    def _world_size(self) -> int:
         """Number of all ranks, also of those that have other parts."""
         return self.comm.world_size * self._parts
 

@@ -132,7 +132,7 @@ def attach_hsdp(model: Module, mesh: DeviceMesh, **keywords: Any) -> Engine:
         networks = networks_of(model, mesh)
         arguments = from_keywords(HSDPArguments, keywords, "attach_hsdp", NOT_HERE)
     engine = attach_hsdp_config(model, networks, SparsificationConfig.of(arguments), arguments.observers)
-    engine.add_observer(Announcer())
+    engine._add_observer(Announcer())
     return engine
 
 
@@ -177,11 +177,11 @@ def attach_hsdp_config(
             engine = Engine(plan, exchanged, config, comm, device, **given)
             undo.callback(engine.close)
             source = ShardSource(engine, model)
-            engine.add_observer(source)
-            engine.add_observer(_ReplicasAreEqual())
+            engine._add_observer(source)
+            engine._add_observer(_ReplicasAreEqual())
             look_on(engine, config, stays_dense)
             for observer in observers:
-                engine.add_observer(observer)
+                engine._add_observer(observer)
             _sources[model] = weakref.ref(source)
         undo.pop_all()
     return engine
@@ -342,9 +342,9 @@ class _ReplicasAreEqual:
         if engine._state.loads == self._seen or engine.comm.world_size == 1:
             return
         self._seen = engine._state.loads
-        sums = torch.stack([checksum(own(p)) for p in engine.parameters.values()])
+        sums = torch.stack([checksum(own(p)) for p in engine._parameters.values()])
         differ = (engine.comm.all_gather(sums) != sums).any(0).cpu().tolist()
-        names = [name for name, one in zip(engine.parameters, differ, strict=True) if one]
+        names = [name for name, one in zip(engine._parameters, differ, strict=True) if one]
         if names:
             raise RuntimeError(
                 f"The replicas have different parameters: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}. "

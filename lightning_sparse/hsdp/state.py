@@ -204,7 +204,7 @@ def read_sharded(engine: Engine, folder: Path, save: str | None, resize: Resize)
         SideFileError: if this rank's share of the folder cannot be read, or is of another save.
     """
     notes: list[str] = []
-    saved = Saved.at(folder, engine.rank, engine.world_size)
+    saved = Saved.at(folder, engine._rank, engine._world_size)
     state = _state_for(engine, saved, resize, notes)
     waited = list(_waited_in(saved, engine))
     if save not in (None, found := state.pop("save")):
@@ -283,7 +283,9 @@ def _checksum_of(file: Path) -> str:
 
 def _known(engine: Engine) -> dict[str, Parameter]:
     """Return parameters of which something may be remembered, also frozen ones, by name."""
-    return {name: p for name, p in {**engine.parameters, **engine.frozen}.items() if name in engine.router.share.places}
+    return {
+        name: p for name, p in {**engine._parameters, **engine.frozen}.items() if name in engine.router.share.places
+    }
 
 
 def _bytes_of(plain: State) -> Tensor:
@@ -301,7 +303,7 @@ def _as_parameter(vector: Tensor, parameter: Tensor) -> Tensor:
 
 def _stepped(engine: Engine) -> Iterator[tuple[Tensor, str, dict[str, Any]]]:
     """Find the parameters of which a bound optimizer has a state: with their names and that state."""
-    for optimizer in map(stepping, engine.optimizers):
+    for optimizer in map(stepping, engine._optimizers):
         for parameter, kept in optimizer.state.items():
             if id(parameter) in engine.router.names:
                 yield parameter, engine.router.names[id(parameter)], kept

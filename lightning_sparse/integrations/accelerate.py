@@ -80,7 +80,7 @@ class Accelerated:
             left = self._close()
             self._take_place(ddp)
             self.engine = attach_config(ddp, SparsificationConfig.of(self.config), ())
-            self.engine.add_observer(Announcer())
+            self.engine._add_observer(Announcer())
             self._ddp = ddp
             self._redirect_clipping()
             go_on(self.engine, left)
@@ -188,7 +188,7 @@ class Accelerated:
         engine = self.engine
         if engine is None or not self.config.save_residuals:
             return
-        comm, totals = TorchCollective(), engine.totals.state_dict()
+        comm, totals = TorchCollective(), engine._totals.state_dict()
         beside = self._files.beside(self._inside(folder), engine, _write, comm, global_step)
         with beside as marker, failing_together(comm, engine.device):
             if comm.rank == 0:
@@ -225,7 +225,7 @@ class Accelerated:
             marker, totals = f"its totals are {reprlib.repr(totals)}, where numbers by name were saved", None
         restore(engine, self._inside(folder), marker, _read, self.config.resize, self.config.strict_resume, dense=dense)
         if totals is not None:
-            engine.totals.load_state_dict(totals)
+            engine._totals.load_state_dict(totals)
 
     def _inside(self, folder: Any) -> str:
         """Return the path beside which side files lie: the folder itself is the checkpoint, maybe of several models."""

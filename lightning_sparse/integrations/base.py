@@ -200,7 +200,7 @@ class SparseStrategy:
             RuntimeError: on all ranks, with ``strict_resume``, if there are no residuals that fit.
         """
         if own is not None and "totals" in own:
-            engine.totals.load_state_dict(own["totals"])
+            engine._totals.load_state_dict(own["totals"])
         self._load_residuals(engine, path, None if own is None else own.get("residuals"), own is None)
 
     def _load_residuals(self, engine: Engine, path: Any, marker: Any, dense: bool) -> None:

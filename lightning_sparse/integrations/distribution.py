@@ -74,8 +74,8 @@ class GradientDistribution(Callback):
         if self._steps % self.every or not trainer.is_global_zero or self._gradients is not None:
             return
         engine = self.engine_of(trainer)
-        parameters = trained_parameters(trainer.lightning_module) if engine is None else engine.parameters
-        plan = [] if engine is None or engine._direct else [group for group in engine.plan if not group.dense]
+        parameters = trained_parameters(trainer.lightning_module) if engine is None else engine._parameters
+        plan = [] if engine is None or engine._direct else [group for group in engine.groups if not group.dense]
         largest = sorted(plan, key=lambda group: -group.numel)[: self.most]
         self._groups = {group.name: [p.name for p in group.parameters] for group in largest}
         self._groups = self._groups or {WHOLE: list(parameters)}
@@ -116,7 +116,7 @@ class GradientDistribution(Callback):
 
 
 def _thresholds(engine: Engine | None) -> dict[str, float]:
-    found = {} if engine is None else {group.plan.name: group.statistics for group in engine.groups}
+    found = {} if engine is None else {group.plan.name: group.statistics for group in engine.router.groups}
     return {name: float(one.threshold) for name, one in found.items() if one is not None and one.threshold is not None}
 
 

@@ -46,7 +46,7 @@ class Left(NamedTuple):
 
 def parameters_of(engine: Engine) -> dict[str, Parameter]:
     """Return the parameters of a model by name, frozen ones too."""
-    return {**engine.parameters, **engine.frozen}
+    return {**engine._parameters, **engine.frozen}
 
 
 def checksums(engine: Engine) -> dict[str, int]:

@@ -87,15 +87,15 @@ class SparseFabricMixin(SparseStrategy, ParallelStrategy):
         before = self.engine_of(module)
         if before is None:
             return None, Totals()
-        left = Left.by(before), before.totals
+        left = Left.by(before), before._totals
         before.close()
         self._wrapped = [(wrapped, engine) for wrapped, engine in self._wrapped if engine is not before]
         return left
 
     def _start(self, wrapped: Any, engine: Engine, totals: Totals) -> None:
         """Let the engine of a module that has been set up go on from totals, with all optimizers."""
-        engine.add_observer(Announcer())
-        engine.totals = totals
+        engine._add_observer(Announcer())
+        engine._totals = totals
         self._wrapped.append((wrapped, engine))
         self._follow(engine)
 
@@ -114,7 +114,7 @@ class SparseFabricMixin(SparseStrategy, ParallelStrategy):
         return chosen
 
     def _follow(self, engine: Engine) -> None:
-        own = {id(p) for p in engine.parameters.values()}
+        own = {id(p) for p in engine._parameters.values()}
         applying: list[Optimizer] = []
         replaced: dict[type[Optimizer], set[int]] = {}
         for one in reversed(self.optimizers):
@@ -237,7 +237,7 @@ class FabricSparseDDPMixin(SparseFabricMixin, DDPStrategy):
         own: dict[str, dict[str, Any]] = {}
         with ExitStack() as stack:
             for key, engine in modules.items():
-                own[key] = {"totals": self._mean_over_ranks(engine.totals.state_dict())}
+                own[key] = {"totals": self._mean_over_ranks(engine._totals.state_dict())}
                 if self.config.save_residuals:
                     place = _place(path, key, len(modules))
                     beside = self._side_files.beside(place, engine, write, TorchCollective())

@@ -103,9 +103,9 @@ class SparsityMonitor(Callback):
 
     def log_plan(self, trainer: Any, engine: Engine) -> None:
         """Log the table of groups, if it has changed."""
-        if self._plan == engine.plan:
+        if self._plan == engine.groups:
             return
-        self._plan = engine.plan
+        self._plan = engine.groups
         for logger in trainer.loggers if trainer.is_global_zero else ():
             log_table(logger, "plan", plan_table(engine), trainer.global_step)
 
@@ -138,7 +138,7 @@ class SparsityMonitor(Callback):
         self.traffic.update(step)
         self.log_numbers(pl_module, {"density": summary.pop("density")}, prog_bar=True)
         self.log_numbers(pl_module, summary)
-        for group, values in engine.group_summaries().items() if self.groups else ():
+        for group, values in engine._group_summaries().items() if self.groups else ():
             self.log_numbers(pl_module, values, f"group/{group}/")
         self.log_plan(trainer, engine)
 
@@ -147,7 +147,7 @@ class SparsityMonitor(Callback):
         engine = self.engine_of(trainer)
         if engine is None or trainer.sanity_checking or trainer.state.fn != "fit":
             return
-        self.log_numbers(pl_module, totals_of(engine.totals), on_step=False, on_epoch=True, sync_dist=True)
+        self.log_numbers(pl_module, totals_of(engine._totals), on_step=False, on_epoch=True, sync_dist=True)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Free the shadow's memory."""
@@ -185,8 +185,8 @@ def plan_table(engine: Engine, longest: int | None = None) -> Table:
     title = f"sparse_ddp: groups at {settings.density}"
     header = ["group", "parameters", "coordinates", "density now", "k now", "exchange", "dense MB"]
     rows = []
-    listed = engine.plan[:longest]
-    for running, group in zip(engine.groups, listed, strict=False):
+    listed = engine.groups[:longest]
+    for running, group in zip(engine.router.groups, listed, strict=False):
         density, whole = running.density(engine.step), not running.selects(engine.step)
         k = group.numel if whole else group.picks(density)
         shown = "" if group.dense else "1" if whole else f"{density:.3g}"
@@ -194,6 +194,6 @@ def plan_table(engine: Engine, longest: int | None = None) -> Table:
         dense_mb = ring_all_reduce_bytes(group.numel * group.parameters[0].element_size, n) / MB
         sizes = [f"{len(group.parameters)}", f"{group.numel:,}"]
         rows.append([group.name, *sizes, shown, f"{k:,}", exchange, f"{dense_mb:.3g}"])
-    if rest := engine.plan[len(listed) :]:
+    if rest := engine.groups[len(listed) :]:
         rows.append([f"{len(rest)} more", "", f"{sum(g.numel for g in rest):,}", "", "", "", ""])
     return Table(title, header, rows, left=(0, 5))

@@ -35,7 +35,7 @@ class Telling:
     def follow(self, engine: Engine, trainer: Any) -> None:
         """Let an engine continue with the totals and warnings of the one before."""
         self._trainer = trainer
-        engine.totals, engine.warnings, engine.on_warning = self.totals, self._warnings, self._pass_on
+        engine._totals, engine.warnings, engine.on_warning = self.totals, self._warnings, self._pass_on
 
     def start(self, engine: Engine, config: SparsificationConfig) -> None:
         """Log the start of fit, when the settings of the first step are known."""
@@ -104,9 +104,9 @@ def settings_of(engine: Engine, config: SparsificationConfig) -> dict[str, Any]:
         **config.as_dict(),
         **{name: registry.name_of(getattr(now, name)) for name, registry in registries.items()},
         **{f"{name}_settings": plain[name] for name in registries},
-        "ranks": engine.world_size,
+        "ranks": engine._world_size,
         "version": __version__,
-        "parameters": sum(group.numel for group in engine.plan),
-        "sparsified_parameters": sum(group.numel for group in engine.plan if not group.dense),
+        "parameters": sum(group.numel for group in engine.groups),
+        "sparsified_parameters": sum(group.numel for group in engine.groups if not group.dense),
         "residual_mb": engine.memory_bytes / MB,
     }

@@ -307,7 +307,7 @@ class SparseDDPMixin(SparseTrainerMixin, DDPStrategy):
         except RuntimeError as error:
             raise RuntimeError(FROZEN_WITHIN.format("a step")) from error
         assert self.engine is not None
-        if self._accumulates and not all(p.requires_grad for p in self.engine.parameters.values()):
+        if self._accumulates and not all(p.requires_grad for p in self.engine._parameters.values()):
             raise RuntimeError(FROZEN_WITHIN.format("batches whose gradients are accumulated"))
         self._wrap_again()
 
@@ -318,7 +318,7 @@ class SparseDDPMixin(SparseTrainerMixin, DDPStrategy):
         thawed = any(p.requires_grad for p in engine.frozen.values())
         if self._ddp_kwargs.get("find_unused_parameters", False):
             return thawed  # frozen parameters count as unused
-        return thawed or not all(p.requires_grad for p in engine.parameters.values())
+        return thawed or not all(p.requires_grad for p in engine._parameters.values())
 
     def _wrap_again(self) -> None:
         """Wrap the model in a new DDP, for the parameters that need gradients now, and keep all residuals."""

@@ -105,7 +105,7 @@ def test_an_observer_that_is_done_is_not_called_again_and_closed_at_the_end(one_
 def told_of_wrong_arguments() -> list[str]:
     engine = ls.attach(DistributedDataParallel(nn.Linear(60, 60)), **SPARSE)
     calls = {
-        "observer": (engine.add_observer,),
+        "observer": (engine._add_observer,),
         "name": (engine.residual,),
     }
     said = []
@@ -274,7 +274,7 @@ def same_buckets() -> int:
     engine = ls.attach(ddp, **SPARSE, bucket_cap_mb=on_rank(1, None, 25))
     ddp(torch.ones(2, 20)).sum().backward()
     engine.exchange(ddp.parameters())
-    engine.regroup(engine.plan)
+    engine.regroup(engine.groups)
     return engine.step
 
 

@@ -179,7 +179,7 @@ PLANS: list[tuple[Any, list[str]]] = [
 def regroup(engine: Engine, number: int) -> None:
     grouping, dense = PLANS[number % len(PLANS)]
     order = {name: place for place, (name, _) in enumerate(Branches().named_parameters())}
-    sizes = sorted((p for group in engine.plan for p in group.parameters), key=lambda p: order[p.name])
+    sizes = sorted((p for group in engine.groups for p in group.parameters), key=lambda p: order[p.name])
     engine.regroup(make_plan(sizes, grouping, EVERYTHING_SPARSE.also_dense(dense)))
 
 
@@ -269,7 +269,7 @@ def sparse_plan(sizes: list[ParameterSize], grouping: str) -> list[Group]:
 
 def bad_plans() -> list[str]:
     ddp, engine = wrapped("default", sparsifier="top_k")
-    sizes = [p for group in engine.plan for p in group.parameters][::-1]
+    sizes = [p for group in engine.groups for p in group.parameters][::-1]
     told = []
     for plan in (
         sparse_plan(sizes[1:], "layer"),
@@ -284,16 +284,16 @@ def bad_plans() -> list[str]:
         with pytest.raises(ValueError, match=r"^Expected plan to be a list of groups, as make_plan\(\) gives it"):
             engine.regroup(nothing)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="The ranks disagree"):
-        engine.regroup(3 if dist.get_rank() else engine.plan)  # type: ignore[arg-type]
+        engine.regroup(3 if dist.get_rank() else engine.groups)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="The ranks disagree") as disagreement:
         engine.regroup(sparse_plan(sizes, "layer" if dist.get_rank() else "model"))
     told.append(str(disagreement.value))
     with pytest.raises(RuntimeError, match="The ranks disagree"):  # on the rank whose plan is right, too
         engine.regroup(sparse_plan(sizes[dist.get_rank() :], "layer"))
-    before = engine.plan
+    before = engine.groups
     ddp(batches(1)[0]).square().mean().backward()
     assert exchange(engine)  # still at work, with the old groups
-    assert (engine.plan, engine.step) == (before, 1)
+    assert (engine.groups, engine.step) == (before, 1)
     return told
 
 
@@ -386,11 +386,11 @@ def unused_vectors(memory: ls.memories.Memory) -> list[tuple[str, bool, bool]]:
     ddp, engine = wrapped("find_unused", sparsifier="top_k", density=0.05, memory=memory, dense=["left.bias"])
     seen = []
     for step, use in enumerate(["both", "both", "right"]):
-        before = [{k: v.clone() for k, v in g.memory.vectors(g.state.memory).items()} for g in engine.groups]
+        before = [{k: v.clone() for k, v in g.memory.vectors(g.state.memory).items()} for g in engine.router.groups]
         ddp.zero_grad()
         ddp(batches(3)[step], use).square().mean().backward()
         exchange(engine)
-    for group, vectors in zip(engine.groups, before, strict=True):
+    for group, vectors in zip(engine.router.groups, before, strict=True):
         for name, vector in group.memory.vectors(group.state.memory).items():
             mine = torch.zeros_like(vector, dtype=torch.bool)
             for parameter, span in group.spans.items():
@@ -493,7 +493,7 @@ def kept_dense() -> tuple[Tensor, Tensor, list[tuple[str, bool]], float]:
     plain(batch).square().mean().backward()
     biases = [torch.cat([m.module.left.bias.grad, m.module.head.bias.grad]) for m in (ddp, plain)]
     summary = engine.summary()
-    plan = [(group.name, group.dense) for group in engine.plan]
+    plan = [(group.name, group.dense) for group in engine.groups]
     return biases[0], biases[1], plan, summary["density"]
 
 
@@ -562,7 +562,7 @@ def summaries() -> tuple[dict[str, float], dict[str, dict[str, float]], dict[str
         ddp(batch).square().mean().backward()
         exchange(engine)
     own = float(torch.cat([engine.residual(name) for name, _ in ddp.module.named_parameters()]).norm())
-    result = engine.summary(), engine.group_summaries(), empty, own
+    result = engine.summary(), engine._group_summaries(), empty, own
     engine.close()
     with pytest.raises(RuntimeError, match="The engine is closed"):
         engine.summary()

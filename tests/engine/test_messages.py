@@ -53,7 +53,7 @@ def collectives(layout: str, options: dict[str, Any]) -> tuple[Counter[str], int
             ddp.zero_grad()
             ddp(batch).square().mean().backward()
             exchange(engine)
-    groups = len(engine.plan)
+    groups = len(engine.groups)
     return seen, groups
 
 
@@ -193,10 +193,10 @@ def other_settings() -> tuple[str, int, bool]:
     first, second = batches(2)
     ddp(first).square().mean().backward()
     exchange(engine)
-    before = [engine.residual(name).clone() for name in engine.parameters]
+    before = [engine.residual(name).clone() for name in engine._parameters]
     engine.router._digest += dist.get_rank()
     told = error_of(lambda: ddp(second).square().mean().backward())
-    after = [engine.residual(name) for name in engine.parameters]
+    after = [engine.residual(name) for name in engine._parameters]
     return told, engine.step, all(map(torch.equal, before, after))
 
 

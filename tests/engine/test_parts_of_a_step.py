@@ -46,7 +46,7 @@ def leaving_out() -> list[tuple[dict[str, float], set[str]]]:
         ddp.zero_grad()
         sum(ddp(batch(step), uses)).backward()
         exchange(engine)
-        seen.append((engine.summary(), set(engine.group_summaries())))
+        seen.append((engine.summary(), set(engine._group_summaries())))
     return seen
 
 

@@ -80,7 +80,7 @@ def test_a_skipped_step_is_as_if_it_had_not_been(
             without.step()
     assert equal(run, without)
     assert (run.engine.step, run.engine.skipped_steps) == (5 - len(skips), len(skips))
-    for parameter in run.engine.parameters:
+    for parameter in run.engine._parameters:
         assert torch.equal(run.engine.residual(parameter), without.engine.residual(parameter))
 
 
@@ -120,7 +120,7 @@ def test_residuals_are_free_of_the_scale_of_a_scaler(one_rank: None, name: str) 
         scaler.update()
     assert scaler.get_scale() == 32.0
     assert torch.equal(flat(plain.ddp), flat(scaled.ddp))
-    for parameter in plain.engine.parameters:
+    for parameter in plain.engine._parameters:
         assert torch.equal(plain.engine.residual(parameter), scaled.engine.residual(parameter))
 
 

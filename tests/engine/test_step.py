@@ -218,7 +218,7 @@ def in_turns(first: int, every_second: bool) -> tuple[float, Tensor]:
                 given[place : place + p.numel()] += p.grad.flatten()
             optimizer.step()
             optimizer.zero_grad()
-    waits = torch.cat([engine.residual(name) for name in engine.parameters])
+    waits = torch.cat([engine.residual(name) for name in engine._parameters])
     dist.all_reduce(given)
     dist.all_reduce(waits)
     lost = (start - weights(model)) / 0.1 * dist.get_world_size() + waits - given

@@ -74,7 +74,7 @@ class Regrouping:
 
 
 def regroup(engine: Engine, grouping: str) -> None:
-    sizes = [p for group in engine.plan for p in group.parameters][::-1]
+    sizes = [p for group in engine.groups for p in group.parameters][::-1]
     engine.regroup(make_plan(sizes, grouping, SPARSE))
 
 
@@ -160,7 +160,7 @@ def loss_scale() -> None:
 def regroup_in_the_first_hook() -> None:
     training = Training({"bucket_cap_mb": 0.004}, observers=[Regrouping("model", "layer", "bucket")], bucket_cap_mb=25)
     training.steps(6)
-    assert [group.name for group in training.engine.plan] == ["bucket0"]
+    assert [group.name for group in training.engine.groups] == ["bucket0"]
 
 
 def regroup_between_steps() -> None:
@@ -191,7 +191,7 @@ def summaries() -> None:
     for _ in range(3):
         training.step()
         assert training.engine.summary()["density"] > 0
-        training.engine.group_summaries()
+        training.engine._group_summaries()
         assert training.engine.residual("trunk.weight") is not None
 
 

@@ -46,7 +46,7 @@ def side_by_side(rules: ls.Rules | None, grouping: str) -> Any:
         seen.append((gradients(plain, batch), gradients(ours, batch, engine)))
         for p in [*plain.parameters(), *ours.parameters()]:
             p.data.mul_(0.9)
-    plan = engine.plan
+    plan = engine.groups
     return seen, plan
 
 

@@ -59,7 +59,7 @@ def measure(model: Callable[[], nn.Sequential], grouping: str | None, then: str 
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
             if then is not None and engine is not None:
-                sizes = [p for group in engine.plan for p in group.parameters][::-1]
+                sizes = [p for group in engine.groups for p in group.parameters][::-1]
                 engine.regroup(make_plan(sizes, then))
         ddp.zero_grad()
         ddp(batch).square().mean().backward()

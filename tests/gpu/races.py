@@ -102,7 +102,7 @@ def watched_training(device: str) -> None:
             for step in range(6):
                 training.step(factor=float("nan") if step == 3 else 1.0)
                 if step == 2:
-                    sizes = [p for group in training.engine.plan for p in group.parameters][::-1]
+                    sizes = [p for group in training.engine.groups for p in group.parameters][::-1]
                     training.engine.regroup(make_plan(sizes, "layer", EVERYTHING_SPARSE))
                 if step == 4:
                     training.optimizer.param_groups[0]["lr"] /= 2
@@ -158,7 +158,7 @@ def regroup_slowly(device: torch.device) -> None:
     for grouping in ("layer", "model", "layer"):
         ddp(batch).square().mean().backward()
         synchronize(device)
-        sizes = [p for group in engine.plan for p in group.parameters][::-1]
+        sizes = [p for group in engine.groups for p in group.parameters][::-1]
         before = {p.name: engine.residual(p.name).clone() for p in sizes}
         synchronize(device)
         engine.regroup(make_plan(sizes, grouping, EVERYTHING_SPARSE))

@@ -200,6 +200,6 @@ def time_training(name: str, options: dict[str, Any] | None, device: torch.devic
         times.append(time.perf_counter() - began)
     numbers: Numbers = {"ms": round(1e3 * median(times[4:]), 2)}
     if engine is not None:
-        numbers["groups"] = len(engine.plan)
+        numbers["groups"] = len(engine.groups)
         engine.close()
     return numbers

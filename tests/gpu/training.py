@@ -122,7 +122,7 @@ def a_skipped_step_moves_nothing(device: str) -> None:
         training.optimizer.zero_grad()
         last = dist.get_rank() == dist.get_world_size() - 1
         losses.append(training.step(factor=float("inf") if last else 1.0))
-        require(training.engine.skipped, "nobody noticed the infinite loss")
+        require(training.engine._skipped, "nobody noticed the infinite loss")
         require(torch.equal(training.parameters(), before), "a skipped step moved parameters")
         losses += [training.step() for _ in range(3)]
         require(training.engine.step == 6 and training.engine.skipped_steps == 1, "steps were miscounted")
@@ -188,7 +188,7 @@ def groups_change_between_steps(device: str) -> None:
         losses = []
         for grouping, dense in [*plans, *plans]:
             losses.append(training.step())
-            sizes = [p for group in training.engine.plan for p in group.parameters]
+            sizes = [p for group in training.engine.groups for p in group.parameters]
             sizes.sort(key=lambda p: order[p.name])
             training.engine.regroup(make_plan(sizes, grouping, EVERYTHING_SPARSE.also_dense(dense)))
         return losses
@@ -205,7 +205,7 @@ def flushing_leaves_no_residual(device: str) -> None:
     losses = [training.step() for _ in range(4)]
     norm = ls.flush(training.engine, [training.optimizer])
     require(norm > 0, "nothing was pending")
-    left = [name for name in training.engine.parameters if training.engine.residual(name).any()]
+    left = [name for name in training.engine._parameters if training.engine.residual(name).any()]
     require(not left, f"{left} still have a residual")
     training.end(losses)
 

@@ -42,7 +42,7 @@ def train(folder: str, kinds: list[str]) -> dict[str, Any]:
     class Warner(Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
             if trainer.global_step == 2:
-                trainer.strategy.engine.warn("growth", "the residual grows.")
+                trainer.strategy.engine._warn("growth", "the residual grows.")
 
     partition, audit = ls.PartitionMap(every=2), ls.ResidualAudit()
     strategy = ls.SparseDDPStrategy(sparsifier="exdyna", density=0.05, rules=EVERYTHING_SPARSE)
@@ -200,18 +200,20 @@ def ages_by_hand() -> tuple[dict[str, float], dict[str, float]]:
     ddp = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(20, 20), torch.nn.Linear(20, 20)))
     engine = ls.attach(ddp, sparsifier="top_k", density=0.05, rules=EVERYTHING_SPARSE, grouping="layer", watch=None)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    watching, last = Ages(), {name: torch.zeros(p.numel()) for name, p in engine.parameters.items()}
+    watching, last = Ages(), {name: torch.zeros(p.numel()) for name, p in engine._parameters.items()}
     for step in range(1, 6):
         ddp.zero_grad()
         batch = torch.randn(4, 20)
         ddp(batch * (float("nan") if step == 3 else 1.0)).square().mean().backward()
         optimizer.step()
         if step != 3:  # it is skipped
-            for name, p in engine.parameters.items():
+            for name, p in engine._parameters.items():
                 last[name][p.grad.flatten() != 0] = step - (step > 3)
         watching.note(engine)
         if step == 2:
-            engine.regroup(make_plan([p for g in engine.plan for p in g.parameters][::-1], "model", EVERYTHING_SPARSE))
+            engine.regroup(
+                make_plan([p for g in engine.groups for p in g.parameters][::-1], "model", EVERYTHING_SPARSE)
+            )
     found = watching.quantities()
     engine.close()
     ages = 4 - torch.cat(list(last.values())).double()

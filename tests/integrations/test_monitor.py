@@ -45,7 +45,7 @@ def warner(package: str) -> Any:
             self.sent.append(trainer.strategy.engine.summary().get("traffic/sent_mb", 0.0))
             if trainer.global_step == 2:
                 with warnings.catch_warnings(action="ignore"):
-                    trainer.strategy.engine.warn("growth", "the residual grows.")
+                    trainer.strategy.engine._warn("growth", "the residual grows.")
 
     return Warner()
 
@@ -169,7 +169,7 @@ def fit_and_flush(package: str, folder: str, flush: bool) -> tuple[float, list[s
             limit_val_batches=0,
         )
         trainer.fit(make_module(package), make_data(96), make_data(16))
-    return trainer.strategy.engine.totals.sent_bytes, lines
+    return trainer.strategy.engine._totals.sent_bytes, lines
 
 
 @pytest.mark.parametrize(("package", "flush"), covering(in_turns(PACKAGES, [False, True]), together=1))

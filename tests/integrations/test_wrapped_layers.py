@@ -61,8 +61,8 @@ def train(kind: str, rule: Any, before: dict[str, Any] | None = None) -> dict[st
     for name, p in model.named_parameters():  # as the user sees them
         assert (engine.residual(name) is None) == (p.ndim == 1)
     kept = {"weights": flat(model), "optimizer": optimizer.state_dict(), "state": engine.state_dict()}
-    groups = [(group.name, group.density) for group in engine.plan]
-    found = copy.deepcopy(kept) | {"remarks": remarks, "names": list(engine.parameters), "groups": groups}
+    groups = [(group.name, group.density) for group in engine.groups]
+    found = copy.deepcopy(kept) | {"remarks": remarks, "names": list(engine._parameters), "groups": groups}
     engine.close()
     return found
 
@@ -111,7 +111,7 @@ def names_of_shards(kind: str) -> tuple[list[str], list[str]]:
     mesh, model = grid(2, 1), made(kind)
     fully_shard(model, mesh=mesh["shard"])
     engine = ls.attach_hsdp(model, mesh, **SPARSE)
-    found = list(engine.parameters), [group.name for group in engine.plan]
+    found = list(engine._parameters), [group.name for group in engine.groups]
     engine.close()
     return found
 

@@ -60,7 +60,7 @@ def train(optimizer: Callable[..., torch.optim.Optimizer], biases: bool = True, 
         made.step()
         made.zero_grad()
         if step == 2:
-            sizes = [p for each in engine.plan for p in each.parameters][::-1]
+            sizes = [p for each in engine.groups for p in each.parameters][::-1]
             engine.regroup(make_plan(sizes, "layer", RULES))
     assert engine.skipped_steps == 1
 

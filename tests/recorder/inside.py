@@ -186,8 +186,14 @@ def indices_of(picks: Any) -> Any:
 
 def member(engine: Any, name: str) -> Any:
     """Return a member of the engine by its present name."""
-    earlier = {"ignore_skipped": "skip_void", "skipped": "void", "_flush_next_step": "flush_next_step"}
-    return getattr(engine, name if hasattr(engine, name) else earlier[name])
+    earlier = {
+        "ignore_skipped": ["skip_void"],
+        "_skipped": ["skipped", "void"],
+        "_flush_next_step": ["flush_next_step"],
+        "groups": ["plan"],  # which were more than plans
+    }
+    names = [*earlier[name], name] if name == "groups" else [name, *earlier[name]]
+    return getattr(engine, next(one for one in names if hasattr(engine, one)))
 
 
 def state_of(engine: Any) -> dict[str, Any]:

@@ -140,7 +140,8 @@ def steps_of(one: dict[str, str], steps: int = 20) -> Recording:
                 engine = attach(ddp, optimizer, scaler)
                 note("said by load_state_dict", len(engine.load_state_dict(kept)))
             if step == plan.at(0.4) and also == "regroup":
-                engine.regroup([*engine.plan[1:], engine.plan[0]])
+                first, *others = inside.member(engine, "groups")
+                engine.regroup([*others, first])
             if step == plan.at(0.7) and also == "slower":
                 optimizer.param_groups[0]["lr"] /= 4
             threads.sent[rank].clear()  # what is sent when an engine is attached has random numbers in it
@@ -163,7 +164,7 @@ def steps_of(one: dict[str, str], steps: int = 20) -> Recording:
             else:
                 scaler.step(optimizer)
                 scaler.update()
-            skipped = inside.member(engine, "skipped")
+            skipped = inside.member(engine, "_skipped")
             for name, p in model.named_parameters() if not skipped else ():
                 note(f"gradient of {name}", p.grad)
             for number, indices in enumerate(sorted(picks[rank], key=lambda found: found.tolist())):

@@ -22,7 +22,7 @@ MORE = "callbacks=[lightning_sparse.SparsityMonitor()] shows more."
 
 def at_start(engine: Engine) -> str:
     """Return the line on the sparsified parameters, the density and the memory that residuals take."""
-    settings, n, plan = engine.settings, engine.comm.world_size, engine.plan
+    settings, n, plan = engine.settings, engine.comm.world_size, engine.groups
     within = engine._parts
     size = settings.node_size
     many = f"node{'s' * (n > 1)} of" if size else "replicas of"
@@ -38,7 +38,7 @@ def at_start(engine: Engine) -> str:
         return f"sparse_ddp: one device has nobody to send to, and trains densely, as plain DDP does. {rehearse}"
     if not plan:
         return f"sparse_ddp: the model has no parameters to train, on {ranks}."
-    sparse = [group.plan for group in engine.groups if group.sparsifier.agreement is not Agreement.EVERYTHING]
+    sparse = [group.plan for group in engine.router.groups if group.sparsifier.agreement is not Agreement.EVERYTHING]
     numel, dense = sum(g.numel for g in sparse), sum(g.numel for g in plan if g.dense)
     if not sparse and not all(group.dense for group in plan):
         every = sum(group.numel for group in plan)
@@ -89,7 +89,7 @@ def at_end(engine: Engine, before: Counted, now: Counted) -> str:
     since = f" after the first {before.steps:,}" if before.steps else ""
     anew = ""
     # A device may never answer if a run ends with an error.
-    if engine.device.type == "cpu" and any(changes := engine.length_changes):
+    if engine.device.type == "cpu" and any(changes := engine._length_changes):
         anew = (
             f" Gradients changed their length: what waits was measured anew {changes.measured_anew:,} "
             f"time{'s' * (changes.measured_anew != 1)}, and "
@@ -111,17 +111,17 @@ class Announcer:
     def before_step(self, engine: Engine) -> bool:
         """Log the first line in the first step, when the optimizer is known, which may decide the memory."""
         self._engine = weakref.ref(engine)
-        if engine.rank == 0:
+        if engine._rank == 0:
             say(at_start(engine))
-        engine.totals.start()
-        self._before = Counted(engine.totals.state_dict(), engine.step, engine.skipped_steps)
+        engine._totals.start()
+        self._before = Counted(engine._totals.state_dict(), engine.step, engine.skipped_steps)
         return True
 
     def close(self) -> None:
         """Log the bytes that this rank sent."""
         engine = None if self._engine is None else self._engine()
         self._engine = None
-        if engine is not None and engine.rank == 0:
+        if engine is not None and engine._rank == 0:
             known = engine.router.known_counts
-            if line := at_end(engine, self._before, Counted(engine.totals.state_dict(), known.step, known.skipped)):
+            if line := at_end(engine, self._before, Counted(engine._totals.state_dict(), known.step, known.skipped)):
                 say(line)

@@ -126,6 +126,6 @@ class DenseFallback:
         if mode == self.mode:
             return
         if mode == "dense":
-            self._plans["sparse"] = engine.plan
+            self._plans["sparse"] = engine.groups
         self.mode = mode
         engine.regroup(self._plans[mode])

@@ -276,10 +276,10 @@ class Watchdog:
         if self._engine() is not engine:
             self._engine = weakref.ref(engine)
             engine._binding.watchers.append(self._before_optimizer)
-        if engine.optimizers is not self._shown:  # replaced optimizers step no more; the others are recorded again
-            self._shown = engine.optimizers
+        if engine._optimizers is not self._shown:  # replaced optimizers step no more; the others are recorded again
+            self._shown = engine._optimizers
             self._stepped.clear()
-        for optimizer in (*engine.optimizers, *self._stepped):
+        for optimizer in (*engine._optimizers, *self._stepped):
             self._check_optimizer(optimizer, engine)
 
     def _before_optimizer(self, optimizer: Optimizer) -> None:
@@ -309,7 +309,7 @@ class Watchdog:
     def _check_optimizer(self, optimizer: Optimizer, engine: Engine) -> None:
         if optimizer in self._fine or engine._takes_steps_of(optimizer):
             return
-        parameters = engine.parameters
+        parameters = engine._parameters
         of_any = unsuited(optimizer, {id(parameter) for parameter in parameters.values()})
         if of_any is None or (
             of_any.by_choice and not (engine._binding.left_open or isinstance(engine.settings.memory, SecondMoment))
@@ -329,13 +329,13 @@ class Watchdog:
             self._told.add("adam")
             return
         WARNED_OF.add(optimizer)
-        reasons = [refusal(each, sparsified) for each in engine.optimizers if holds(each, sparsified)]
+        reasons = [refusal(each, sparsified) for each in engine._optimizers if holds(each, sparsified)]
         reason = next(filter(None, reasons), None) if is_adam(type(stepping(optimizer))) else None
         here = f"The exchange does not take steps of {found.optimizer} here: {reason}. " if reason else ""
         self._tell(engine, "adam", f"{here}{found.remedy()} watch=ls.Watch(adam=False) silences this.")
 
     def _sparse_groups(self, engine: Engine) -> list[GroupReducer]:
-        groups = [] if engine._direct else [group for group in engine.groups if not (group.plan.dense)]
+        groups = [] if engine._direct else [group for group in engine.router.groups if not (group.plan.dense)]
         for group in groups:
             self._histories.setdefault(group, GroupHistory(group))
         return groups
@@ -349,7 +349,7 @@ class Watchdog:
 
     def _check(self, engine: Engine, whole: bool) -> None:
         """Check everything, or between such checks the growth of residuals alone."""
-        parameters = engine.parameters if whole and engine.world_size > 1 else {}
+        parameters = engine._parameters if whole and engine._world_size > 1 else {}
         # The updates of a skipped step have no meaning.
         groups = [] if engine.router.record.counts.streak else self._sparse_groups(engine)
         histories = {group: self._histories[group] for group in groups if self._histories[group].is_behind(group)}
@@ -434,7 +434,7 @@ class Watchdog:
 
     def _tell(self, engine: Engine, kind: str, sentence: str) -> None:
         if kind not in self._told:
-            engine.warn(kind, sentence)
+            engine._warn(kind, sentence)
         self._told.add(kind)
 
 
@@ -448,7 +448,7 @@ def differing(engine: Engine, sums: Tensor) -> Tensor:
     """Return where parameters differ from those of rank 0, as (ranks, parameters) on the CPU; collective.
 
     Args:
-        engine: whose ranks these are, in the order of :attr:`.Engine.rank`. Of parameters that are sharded, each rank
+        engine: whose ranks these are, in the order of :attr:`.Engine._rank`. Of parameters that are sharded, each rank
             compares its part with that of the first replica.
         sums: (ranks of ``engine.comm``, parameters) checksums.
     """
@@ -459,7 +459,7 @@ def differing(engine: Engine, sums: Tensor) -> Tensor:
 
 def distance(engine: Engine, name: str) -> float:
     """Return the largest difference of a parameter between rank 0 and another rank; collective."""
-    here = own(engine.parameters[name]).detach()
+    here = own(engine._parameters[name]).detach()
     theirs = here.clone(memory_format=torch.contiguous_format)
     if engine.router.share.cuts:
         theirs = engine.router.within.broadcast(theirs, 0)

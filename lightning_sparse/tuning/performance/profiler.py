@@ -131,8 +131,8 @@ class Profiler:
         self._engine, self._bucket_numels = engine, delivered_numels(ddp, engine)
         self.seen = 0
         """Steps so far."""
-        self._timer = BackwardTimer(ddp, engine.parameters, engine.device)
-        self._dtype = next(iter(engine.parameters.values())).dtype
+        self._timer = BackwardTimer(ddp, engine._parameters, engine.device)
+        self._dtype = next(iter(engine._parameters.values())).dtype
         self._layers: list[LayerTime] = []
         self._rest = 0.0
         self.network: Network
@@ -153,7 +153,7 @@ class Profiler:
         self.close()
         engine = self._engine
         self._layers, self._rest = self._timer.result(engine.comm)
-        most = sum(p.nbytes for p in engine.parameters.values())
+        most = sum(p.nbytes for p in engine._parameters.values())
         self.network = measure_network(engine.comm, engine.device, self._dtype, most)
 
     def group_cost(self, numel: int, **settings: Any) -> GroupCost:
@@ -190,4 +190,4 @@ def delivery_mb(ddp: Any) -> tuple[float, float]:
 def delivered_numels(ddp: Any, engine: Engine) -> tuple[float, float]:
     """Return the coordinates of DDP's first bucket of gradients, and of the others."""
     first, others = delivery_mb(ddp)
-    return bucket_numels([ParameterSize.of(name, p) for name, p in engine.parameters.items()], others, first)
+    return bucket_numels([ParameterSize.of(name, p) for name, p in engine._parameters.items()], others, first)

@@ -300,7 +300,7 @@ def dense_runs(kind: str, options: dict[str, Any], hyper: dict[str, Any]) -> tup
         theirs.zero_grad()
         loss_of(plain, step, dist.get_rank()).backward()
         theirs.step()
-    sent, dense = ours.engine.totals.sent_bytes, ours.engine.totals.dense_bytes
+    sent, dense = ours.engine._totals.sent_bytes, ours.engine._totals.dense_bytes
     assert sent <= 1.1 * dense, "second moments that nobody reads"
     return ours.weights(), [p.detach().clone() for p in module.parameters()]
 
@@ -482,13 +482,13 @@ def no_state_on_one_rank() -> tuple[list[str], bool, bool]:
     """What is raised where one rank has a state of second moments and the other one none; whether a step is taken."""
     state = after_a_step()
     after = Training(watch=None)
-    raised, groups = [], list(after.engine.groups)
+    raised, groups = [], list(after.engine.router.groups)
     for given in (None, {**state, "step": "none"}):
         try:
             after.engine.load_state_dict(given if dist.get_rank() else state)
         except ValueError as error:
             raised.append(str(error))
-    alike = list(after.engine.groups) == groups and not after.engine.settings.memory.needs_second
+    alike = list(after.engine.router.groups) == groups and not after.engine.settings.memory.needs_second
     after.step(1)
     return raised, alike, after.engine.step == 1
 
@@ -546,7 +546,7 @@ def test_an_engine_that_was_not_closed_takes_no_steps_of_a_later_one(two_ranks: 
 
 def regrouped() -> list[bool]:
     training = Training()
-    plan = training.engine.plan
+    plan = training.engine.groups
     all_dense = [group._replace(dense=True) for group in plan]
     taken = []
     for number, groups in enumerate((plan, all_dense, plan)):
@@ -625,7 +625,7 @@ def test_an_optimizer_with_an_adam_for_some_parameters_is_left_alone() -> None:
     engine = ls.attach(ddp, density=0.1, watch=None, single_device="sparse")
     engine._show([Mixed([layer.weight], [layer.bias])])
     ddp(torch.randn(2, WIDTH)).sum().backward()
-    assert all(type(group.memory) is not ls.memories.SecondMoment for group in engine.groups)
+    assert all(type(group.memory) is not ls.memories.SecondMoment for group in engine.router.groups)
 
 
 def compiled_step(compiled: bool) -> tuple[list[Tensor], list[str]]:

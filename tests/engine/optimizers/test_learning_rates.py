@@ -144,7 +144,7 @@ def amounts(settings: dict[str, Any], dtype: torch.dtype = torch.float64, clip: 
     moved = torch.zeros_like(gradients)
     for step, rates in enumerate(SCHEDULE):
         if step == 4:
-            engine.regroup(ls.grouping.make_plan([p for g in engine.plan for p in g.parameters][::-1], "layer"))
+            engine.regroup(ls.grouping.make_plan([p for g in engine.groups for p in g.parameters][::-1], "layer"))
         set_rates(optimizer, rates)
         optimizer.zero_grad()
         loss_of(ddp, step, dist.get_rank(), dtype).backward()

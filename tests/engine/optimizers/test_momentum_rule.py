@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.engine._optimizers import test_adam_rule
+from tests.engine._optimizers.test_adam_rule import Around, assert_near, batch, loss_of, model, sharded
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.methods.grouping import make_plan
 from tests.covering import by_default
-from tests.engine.optimizers import test_adam_rule
-from tests.engine.optimizers.test_adam_rule import Around, assert_near, batch, loss_of, model, sharded
 from tests.ranks import Ranks
 
 N, STEPS, DENSITY = 2, 12, 0.1
@@ -297,7 +297,7 @@ def test_the_scale_of_a_loss_is_not_in_it(two_ranks: Ranks, fused: bool) -> None
 
 
 def plan_of(engine: Any, grouping: str, **options: Any) -> Any:
-    return make_plan([p for group in engine.plan for p in group.parameters][::-1], grouping, **options)
+    return make_plan([p for group in engine.groups for p in group.parameters][::-1], grouping, **options)
 
 
 def when_everything_arrives(how: str) -> tuple[float, float, list[bool]]:

@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
+from tests.engine._optimizers import test_adam_rule
+from tests.engine._optimizers.test_adam_rule import WIDTH, loss_of
 from torch import Tensor, nn
 
 from lightning_sparse.ops.length import LengthChanges
 from tests.covering import by_default, covering, in_turns
-from tests.engine.optimizers import test_adam_rule
-from tests.engine.optimizers.test_adam_rule import WIDTH, loss_of
 from tests.integrations.test_telling import Lines
 from tests.ranks import Ranks
 
@@ -178,14 +178,14 @@ def fallen() -> tuple[LengthChanges, LengthChanges, list[str], list[dict[str, fl
             (size * training.ddp(torch.randn(50, WIDTH, generator=seed)).square().mean()).backward()
             training.optimizer.param_groups[0]["lr"] = 0.0
             training.optimizer.step()
-    engine, of_group = falling.engine, next(iter(falling.engine.group_summaries().values()))
+    engine, of_group = falling.engine, next(iter(falling.engine._group_summaries().values()))
     logged = [steady.engine.summary(), engine.summary(), of_group]
-    every = engine._mean_over_ranks(torch.tensor(engine.length_changes, dtype=torch.float64)).tolist()
+    every = engine._mean_over_ranks(torch.tensor(engine._length_changes, dtype=torch.float64)).tolist()
     assert [logged[1][f"lengths/{name}"] for name in LengthChanges._fields] == every
     with Lines() as lines:
         steady.engine.close()
         falling.engine.close()
-    return steady.engine.length_changes, falling.engine.length_changes, list(lines), logged
+    return steady.engine._length_changes, falling.engine._length_changes, list(lines), logged
 
 
 def test_it_is_counted_and_said_where_gradients_have_changed_their_length(two_ranks: Ranks) -> None:

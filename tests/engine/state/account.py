@@ -130,7 +130,7 @@ class Training:
         self.look("after backward")
 
     def regroup(self) -> None:
-        parameters = [p for group in self.engine.plan for p in group.parameters][::-1]
+        parameters = [p for group in self.engine.groups for p in group.parameters][::-1]
         self.engine.regroup(make_plan(parameters, "model", rules=ls.Rules(dense_ndim=0, dense_numel=0)))
         self.look("regrouped")
 

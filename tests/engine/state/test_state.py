@@ -149,7 +149,7 @@ def merge_adam() -> tuple[float, float, list[str]]:
     dist.all_gather_object(states, first.engine.state_dict())
     other = Run(memory=ls.memories.AdamCorrection(), grouping="model")
     notes = other.engine.load_state_dict(ls.merge_states(states))
-    [group] = other.engine.groups
+    [group] = other.engine.router.groups
     second = sum(float(s["parameters"]["0.weight"]["second"].sum()) for s in states) / len(states)
     found = float(group.memory.vectors(group.state.memory)["second"][group.spans["0.weight"]].sum())
     return float(group.memory.counters(group.state.memory)["steps"]), found / second, notes
@@ -354,7 +354,7 @@ def rename(change: str) -> tuple[list[str], dict[str, bool], int]:
     """An engine takes over from one whose model was pruned, or has another layer since; what it then remembers."""
     first = Run(memory=ls.memories.MomentumCorrection(0.9))
     first.train(4)
-    state, parameters = first.engine.state_dict(), first.engine.parameters
+    state, parameters = first.engine.state_dict(), first.engine._parameters
     first.engine.close()
     if change == "prune":
         torch.nn.utils.prune.l1_unstructured(first.model[0], "weight", 0.5)

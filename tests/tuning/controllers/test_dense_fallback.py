@@ -91,7 +91,7 @@ def test_both_take_turns_and_the_faster_one_stays(
     assert modes[-TURN:] == [wins] * TURN
     assert training.fallback.seconds == {"sparse": sparse, "dense": dense}
     assert training.engine._direct == (wins == "dense")
-    assert training.engine.plan == make_plan(
+    assert training.engine.groups == make_plan(
         SIZES, *(["layer", EVERYTHING_SPARSE] if wins == "sparse" else ["bucket", ls.Rules(["*"])])
     )
     told = capsys.readouterr().out
@@ -424,7 +424,7 @@ def poisoned(where: str) -> list[tuple[str, bool, bool, Tensor, Tensor]]:
                 batch[0, 0] = float("nan")
             books.step(batch, between=poison if bad and where == "after it" else lambda model: None)
             seen.append(
-                (clock.fallback.mode, engine._direct, engine.skipped, residuals(model, engine), books.missing.clone())
+                (clock.fallback.mode, engine._direct, engine._skipped, residuals(model, engine), books.missing.clone())
             )
     return seen
 
@@ -490,7 +490,7 @@ def summaries() -> list[tuple[bool, dict[str, float], dict[str, Any]]]:
         seen = []
         for batch in batches(11):
             take_step(model, batch)
-            seen.append((engine._direct, engine.summary(), engine.group_summaries()))
+            seen.append((engine._direct, engine.summary(), engine._group_summaries()))
     return seen
 
 

@@ -305,7 +305,7 @@ def test_ranks_that_drift_apart_are_noticed_in_dense_steps(two_ranks: Ranks) -> 
 
 def regrouping(every: int | None) -> list[str]:
     training = Training(sparsifier=ls.sparsifiers.HardThreshold(1e9), watch=ls.Watch(every=5))
-    gradients, seen, sizes = noise(), [], [p for group in training.engine.plan for p in group.parameters][::-1]
+    gradients, seen, sizes = noise(), [], [p for group in training.engine.groups for p in group.parameters][::-1]
     for number in range(4):
         seen += training.run(7, gradients)
         if every and number % every == 0:
@@ -323,8 +323,8 @@ def test_groups_that_are_replaced_are_let_go(one_rank: None) -> None:
     training = Training(watch=ls.Watch(every=2))
     gradients = noise()
     training.run(5, gradients)
-    old = [weakref.ref(group) for group in training.engine.groups]
-    training.engine.regroup(training.engine.plan)
+    old = [weakref.ref(group) for group in training.engine.router.groups]
+    training.engine.regroup(training.engine.groups)
     gc.collect()
     assert [group() for group in old] == [None]
     training.engine.close()
@@ -414,7 +414,7 @@ def test_what_was_sent_in_full_is_not_judged(one_rank: None) -> None:
     for _ in range(6):
         training.engine._flush_next_step()
         assert training.run(1, gradients) == []
-        assert not training.engine.skipped
+        assert not training.engine._skipped
         assert training.engine.summary()["density"] == 1  # ten times the target
     training.engine.close()
 
