@@ -268,7 +268,7 @@ def test_noting_ages_waits_for_no_device() -> None:
         group = OnDevice(plan=plan, spans={"w": slice(0, 20)}, device=CUDA, ran=True, statistics=statistics)
         ages = Ages()
         for _ in range(3):
-            ages.note(OnDevice(groups=[group], device=CUDA))  # has no `skipped` to be asked for
+            ages.note(OnDevice(router=OnDevice(groups=[group]), device=CUDA))  # has no `skipped` to be asked for
         [last] = ages._last.values()
         assert (last.device, last.shape, last.dtype) == (CUDA, (21,), torch.int32)
         with pytest.raises(Exception, match="bincount"):

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine._optimizers.test_adam_rule import Training
 
 import lightning_sparse as ls
 from lightning_sparse.engine.optimizers import choice
+from tests.engine.optimizers.test_adam_rule import Training
 from tests.ranks import Ranks
 
 

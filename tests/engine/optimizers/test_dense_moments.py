@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.engine._optimizers.test_adam_rule import CLASSES, HYPER, N, Training, loss_of, model
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.engine.optimizers.test_adam_rule import CLASSES, HYPER, N, Training, loss_of, model
 from tests.ranks import Ranks
 
 BETA2 = HYPER["betas"][1]

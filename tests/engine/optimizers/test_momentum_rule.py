@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.engine._optimizers import test_adam_rule
-from tests.engine._optimizers.test_adam_rule import Around, assert_near, batch, loss_of, model, sharded
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.methods.grouping import make_plan
 from tests.covering import by_default
+from tests.engine.optimizers import test_adam_rule
+from tests.engine.optimizers.test_adam_rule import Around, assert_near, batch, loss_of, model, sharded
 from tests.ranks import Ranks
 
 N, STEPS, DENSITY = 2, 12, 0.1

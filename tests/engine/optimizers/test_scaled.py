@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-from tests.engine._optimizers import test_adam_rule
-from tests.engine._optimizers.test_adam_rule import WIDTH, loss_of
 from torch import Tensor, nn
 
 from lightning_sparse.ops.length import LengthChanges
 from tests.covering import by_default, covering, in_turns
+from tests.engine.optimizers import test_adam_rule
+from tests.engine.optimizers.test_adam_rule import WIDTH, loss_of
 from tests.integrations.test_telling import Lines
 from tests.ranks import Ranks
 

@@ -73,14 +73,14 @@ class Engine:
     frozen: ClassVar[dict[str, Any]] = {}
 
     @property
-    def rank(self) -> int:
+    def _rank(self) -> int:
         return self.comm.rank  # type: ignore[no-any-return]
 
     @property
-    def world_size(self) -> int:
+    def _world_size(self) -> int:
         return self.comm.world_size  # type: ignore[no-any-return]
 
-    _exchanging = world_size
+    _exchanging = _world_size
 
     def _all_gather_object(self, what: Any) -> list[Any]:
         return self.comm.all_gather_object(what, self.device)  # type: ignore[no-any-return]

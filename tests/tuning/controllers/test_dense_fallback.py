@@ -35,14 +35,14 @@ class Engine:
 
     def __init__(self, plan: list[Group], willing: bool = True) -> None:
         self.comm, self.device = TorchCollective(), torch.device("cpu")
-        self.plan, self._direct, self.willing = plan, False, willing
+        self.groups, self._direct, self.willing = plan, False, willing
         self.asked = 0
 
     def regroup(self, plan: list[Group]) -> None:
-        self.plan, self._direct = plan, False
+        self.groups, self._direct = plan, False
 
     def _go_direct(self) -> bool:
-        assert all(group.dense for group in self.plan)
+        assert all(group.dense for group in self.groups)
         self.asked += 1
         self._direct = self.willing
         return self._direct
