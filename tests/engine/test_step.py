@@ -172,7 +172,7 @@ def law(many: Callable[[Any], Sequence[int]], order: Sequence[int]) -> Tensor:
         where = 0
         for p in one.parameters():
             owner = next(e for e in reversed(engines) if any(q is p for q in e._parameters.values()))
-            name = next(name for name, q in owner.parameters.items() if q is p)
+            name = next(name for name, q in owner._parameters.items() if q is p)
             waits[where : where + p.numel()] = owner.residual(name)
             where += p.numel()
         dist.all_reduce(total)
