@@ -9,6 +9,7 @@ and with a sentence.
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import or_
@@ -21,6 +22,8 @@ from lightning_sparse.engine.agreement import name_ranks
 
 BITS = 62
 """Flags of parameters in a word."""
+SUMS = 4
+"""Numbers that ranks may compare with each other, a word each."""
 KINDS = (
     "ends a backward",
     "takes a step of an optimizer",
@@ -51,18 +54,36 @@ class Call(NamedTuple):
     rates: int = 0
     """Digest of the learning rates of these parameters, where residuals are in units of them; else 0."""
 
-    def words(self, finite: bool, used: Sequence[bool]) -> Tensor:
+    def words(self, finite: bool, used: Sequence[bool], sums: Sequence[float] = ()) -> Tensor:
         """Return (length,) int64 on the CPU; the length follows from the number of parameters.
 
         Args:
             finite: whether all gradients of this rank are finite.
             used: of each parameter of the engine, whether this rank has a gradient that would be exchanged.
+            sums: numbers that the others see as they are; none: zeros.
         """
+        bits = struct.unpack(_WORDS, struct.pack(_NUMBERS, *sums)) if sums else (0,) * SUMS
         flags = [int("".join(["01"[bit] for bit in used[i : i + BITS]])[::-1], 2) for i in range(0, len(used), BITS)]
-        return torch.tensor([*map(int, self), int(finite), *flags], dtype=torch.int64, device="cpu")
+        return torch.tensor([*map(int, self), int(finite), *bits, *flags], dtype=torch.int64, device="cpu")
 
 
 LENGTH = len(Call._fields)
+_NUMBERS, _WORDS = f"{SUMS}d", f"{SUMS}q"
+
+
+class Met(NamedTuple):
+    """What ranks have said that do the same."""
+
+    finite: bool
+    """Whether gradients are finite on all of them."""
+    used: list[bool]
+    """Of each parameter whether any of them uses it; as long as all flags in the words."""
+    words: Sequence[Sequence[int]]
+    """Of each of the sums, its word on each rank."""
+
+    def sums(self) -> list[tuple[float, ...]]:
+        """Return the sums of each rank."""
+        return [struct.unpack(_NUMBERS, struct.pack(_WORDS, *row)) for row in zip(*self.words, strict=True)]
 
 
 def digest_of(*facts: Any) -> int:
@@ -70,10 +91,8 @@ def digest_of(*facts: Any) -> int:
     return int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:8], "big") >> 2
 
 
-def compare(rows: Tensor, ranks: Sequence[int]) -> tuple[bool, list[bool]]:
-    """Return whether gradients are finite on all ranks, and of each parameter whether any rank uses it.
-
-    The list is as long as all flags in the words.
+def compare(rows: Tensor, ranks: Sequence[int]) -> Met:
+    """Return what ranks have said that do the same.
 
     Args:
         rows: (n, length) words of some ranks, see :meth:`Call.words`.
@@ -87,8 +106,9 @@ def compare(rows: Tensor, ranks: Sequence[int]) -> tuple[bool, list[bool]]:
     if said.count(said[0]) < len(said):
         raise RuntimeError(_told({rank: Call(*one) for rank, one in zip(ranks, said, strict=True)}))
     _, finite, *words = zip(*[row[LENGTH - 1 :] for row in every], strict=True)
-    used = [bool(word >> place & 1) for word in [reduce(or_, each) for each in words] for place in range(BITS)]
-    return all(finite), used
+    flags = [reduce(or_, each) for each in words[SUMS:]]
+    used = [bool(word >> place & 1) for word in flags for place in range(BITS)]
+    return Met(all(finite), used, words[:SUMS])
 
 
 def _told(calls: Mapping[int, Call]) -> str:

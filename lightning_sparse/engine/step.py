@@ -25,7 +25,7 @@ from lightning_sparse.core.messages import AllGather, AllReduce, Message, Steps,
 from lightning_sparse.core.messages import started as first
 from lightning_sparse.core.step import Context
 from lightning_sparse.engine.average import Average, place
-from lightning_sparse.engine.calls import BACKWARD, BEGIN, NORM, STEP, Call, compare, digest_of
+from lightning_sparse.engine.calls import BACKWARD, BEGIN, NORM, STEP, SUMS, Call, Met, compare, digest_of
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.gradient_hooks import on_gradients, refuse_sparse_gradients
 from lightning_sparse.engine.metrics import Stamp
@@ -36,6 +36,7 @@ from lightning_sparse.engine.record import Counts
 from lightning_sparse.engine.regrouping import Groups
 from lightning_sparse.engine.share import Share
 from lightning_sparse.engine.signals import SAVING, Hold, held
+from lightning_sparse.engine.weights import Weights
 from lightning_sparse.methods.grouping import Group
 from lightning_sparse.methods.memory import NoMemory
 from lightning_sparse.ops import all_finite, static_shapes
@@ -44,8 +45,6 @@ from lightning_sparse.ops.sketch import sketch
 T = TypeVar("T")
 NOTE = "sparse_ddp: "
 """Begins the note that says where an error was raised."""
-PATIENCE, PROBED = 10, 4
-"""Changes of weights without an exchange after which that is said, and parameters of which a weight is looked at."""
 
 
 class Exchanged(NamedTuple):
@@ -168,10 +167,9 @@ class Stepper(Groups):
         """Whether there was a backward since the latest exchange: several optimizers may step after one."""
         self._unused: Set[str] = frozenset()
         """Parameters that had no gradient on any rank at the latest exchange."""
-        self._unseen, self._probe = 0, list[float]()
-        """How often weights have changed without an exchange of gradients that were here, and some of the weights."""
-        self.on_unseen: Callable[[], None] = lambda: None
-        """Called when that has happened often."""
+        self._compared = Weights([*parameters.values()])
+        self.on_drift: Callable[[], None] = lambda: None
+        """Called where weights are found that differ between ranks, on those that exchange the same."""
         self._waits: set[str] = set()
         """Parameters of which something may wait on some rank."""
         self._sparse_before = self._stood_aside = False
@@ -206,15 +204,15 @@ class Stepper(Groups):
     # ------------------------------------------------------------------------------------------------ agreement
 
     def meet(
-        self, kind: int, names: Collection[str], finite: bool, used: Sequence[bool] = ()
-    ) -> tuple[bool, list[bool]]:
-        """Return whether something is finite on all ranks, and which parameters any rank uses; collective.
+        self, kind: int, names: Collection[str], finite: bool, used: Sequence[bool] = (), sums: Sequence[float] = ()
+    ) -> Met:
+        """Return what ranks say that do the same; collective.
 
         Raises:
             RuntimeError: on all ranks, if they are about to do different things.
         """
-        found: list[tuple[bool, list[bool]]] = []
-        self._announce(kind, names, finite, used, lambda *met: found.append(met))
+        found: list[Met] = []
+        self._announce(kind, names, finite, used, found.append, sums=sums)
         self._hosts.hear()
         return found[0]
 
@@ -224,44 +222,42 @@ class Stepper(Groups):
         names: Collection[str],
         finite: bool,
         used: Sequence[bool],
-        look: Callable[[bool, list[bool]], None],
+        look: Callable[[Met], None],
         rates: Mapping[str, float] | None = None,
+        sums: Sequence[float] = (),
     ) -> None:
         """Begin a call that all ranks take part in; what they say is looked at before a later message is waited for."""
         flags = used or [False] * len(self.parameters)
         by = digest_of(sorted(rates.items())) if rates else 0
         call = Call(kind, _digest_of(tuple(names)), self.backwards, self.steps, self.flush_asked, self._digest, by)
         if self.within.world_size > 1:  # first those near this one
-            near: list[tuple[bool, list[bool]]] = []
-            self._announce_near(call, finite, flags, lambda *met: near.append(met))
+            near: list[Met] = []
+            self._announce_near(call, finite, flags, near.append)
             self.share.hosts.hear()
-            [(finite, flags)] = near
-            flags = flags[: len(self.parameters)]
-        words = call.words(finite, flags)
+            finite, flags = near[0].finite, near[0].used[: len(self.parameters)]
+        words = call.words(finite, flags, sums)
         self._said += AllGather(words).bytes_sent(self.comm.world_size)
         ranks = [number * self.within.world_size + self.within.rank for number in range(self.comm.world_size)]
-        self._hosts.announce(words, lambda rows: look(*compare(rows, ranks)))
+        self._hosts.announce(words, lambda rows: look(compare(rows, ranks)))
 
-    def _announce_near(
-        self, call: Call, finite: bool, used: Sequence[bool], look: Callable[[bool, list[bool]], None]
-    ) -> None:
+    def _announce_near(self, call: Call, finite: bool, used: Sequence[bool], look: Callable[[Met], None]) -> None:
         """Begin a call of the ranks near this one, whose parts have other sizes."""
         alike = self._digest_of_names if self.share.cuts else _digest_of(tuple(self.parameters))
         call, several = call._replace(settings=alike), self.within.world_size
         ranks = [self.comm.rank * several + number for number in range(several)]
-        self.share.hosts.announce(call.words(finite, used), lambda rows: look(*compare(rows, ranks)))
+        self.share.hosts.announce(call.words(finite, used), lambda rows: look(compare(rows, ranks)))
 
-    def on_host(self, flag: Tensor) -> bool:
-        """Return a () flag of the current stream, on which messages of ranks may be that have failed meanwhile.
+    def on_host(self, x: Tensor) -> Tensor:
+        """Return a tensor of the current stream, on which messages of ranks may be that have failed meanwhile.
 
         Raises:
             LostRankError: if one has.
         """
         if not self.on_stream.host_knows:
-            there = torch.empty(flag.shape, dtype=flag.dtype, pin_memory=True, device="cpu")
-            flag = there.copy_(flag, non_blocking=True)
+            there = torch.empty(x.shape, dtype=x.dtype, pin_memory=True, device="cpu")
+            x = there.copy_(x, non_blocking=True)
             self.comm.wait_until(torch.cuda.current_stream(self.device).record_event().query, "the exchange")
-        return bool(flag)
+        return x
 
     # ----------------------------------------------------------------------------------------------- backward
 
@@ -304,10 +300,18 @@ class Stepper(Groups):
             Whether all gradients of all ranks are finite, and of each parameter whether any rank has a gradient.
         """
         self.backwards += 1
+        meets = bool(used) or not averaged  # averages are equal on all ranks
         each = [all_finite(flattened(x)) for x in gradients]
-        finite, anywhere = not each or self.on_host(torch.stack(each).all()), list(used)
-        if used or not averaged:  # averages are equal on all ranks
-            finite, anywhere = self.meet(BACKWARD, names, finite, used)
+        facts = [torch.stack(each).all().view(1)] if each else []
+        if compares := meets and self.comm.world_size > 1 and self._compared.is_due():
+            facts.append(self._compared.sums())
+        told = self.on_host(torch.cat(facts)).tolist() if facts else []  # the host waits once
+        finite, anywhere = not each or bool(told[0]), list(used)
+        if meets:
+            met = self.meet(BACKWARD, names, finite, used, told[-SUMS:] if compares else ())
+            finite, anywhere = met.finite, met.used
+            if compares and self._compared.drift_apart(met.sums()):
+                self.on_drift()
         for owner, theirs in self.owners(names).items():
             owner.gradients_are_here(theirs, finite, averaged)
         return finite, anywhere
@@ -321,7 +325,6 @@ class Stepper(Groups):
             averaged: whether DDP has averaged them.
         """
         self._broken = not finite
-        self._look_for_other_steps()
         self._fresh.update(dict.fromkeys(names, averaged))
         self._begins = True
         if not finite:  # maybe nobody will step: a scaler, or the user, has a look
@@ -333,18 +336,6 @@ class Stepper(Groups):
         """Return those of these whose gradients are this rank's own, and will be exchanged: the same on all ranks."""
         several = self.comm.world_size > 1
         return [p for p in parameters if several and self._fresh.get(self.names.get(id(p), "")) is False]
-
-    def _look_for_other_steps(self) -> None:
-        """Warn once where weights change again and again after backwards whose gradients nobody has exchanged."""
-        if all(self._fresh.values()):  # as after each step: nothing is looked at
-            self._probe = []
-            return
-        weights = [flattened(own(p).detach())[:1].double() for p in [*self.parameters.values()][-PROBED:]]
-        probe = torch.cat(weights).tolist()
-        self._unseen += int(bool(self._probe) and probe != self._probe)
-        self._probe = probe
-        if self._unseen == PATIENCE:
-            self.on_unseen()
 
     @torch.no_grad()
     def norm(self, local: Sequence[Tensor]) -> Tensor:
@@ -379,7 +370,7 @@ class Stepper(Groups):
 
     def leave(self, names: Collection[str]) -> None:
         """Count a step of an optimizer that holds these and exchanges nothing."""
-        self._unseen = 0
+        self._compared.stepped()
         for name in names:
             self._fresh.pop(name, None)
         if self._used is not None:
@@ -422,7 +413,7 @@ class Stepper(Groups):
             self._before_exchange()
         finite = self._are_finite(fresh)
         if self._broken and self.within.world_size > 1:  # each rank has looked at its part
-            finite, _ = self.meet(STEP, fresh, finite)
+            finite = self.meet(STEP, fresh, finite).finite
         if not finite:
             return self._skip()
         self._count(skipped=False)
@@ -455,7 +446,7 @@ class Stepper(Groups):
         aside = self._set_aside(fresh, units)
         used_here = [name for name in fresh if name not in aside and (self._used is None or name in self._used)]
         here = {name for name in used_here if self.parameters[name].grad is not None}
-        met: list[tuple[bool, list[bool]]] = []
+        met: list[Met] = []
         result: list[Exchanged] = []
         started: Started | None = None
         going: Going[list[OfGroup]] | None = None
@@ -465,7 +456,7 @@ class Stepper(Groups):
             """Go on to the end; a handler may call this where the exchange waits, and then goes on in its place."""
             nonlocal started, going, joining
             self._listen(self._hosts.hear)
-            [(all_finite, used)] = met
+            [(all_finite, used, _)] = met
             if result:
                 return
             if not all_finite:
@@ -491,7 +482,7 @@ class Stepper(Groups):
                 asked = set(fresh)
                 flags = [name in here if name in asked else p.grad is not None for name, p in self.parameters.items()]
                 finite = self._are_finite(here)
-                self._announce(kind, fresh, finite, flags, lambda *found: met.append(found), units.rates)
+                self._announce(kind, fresh, finite, flags, met.append, units.rates)
                 if len(here) == len(fresh) and not self._broken:  # local work goes on, whatever the others say
                     started = self._start(fresh, here, units)
                 self.hold().start(SAVING)
@@ -553,7 +544,7 @@ class Stepper(Groups):
         flag = any_set([one.proposed.skipped for one in made], self.device, self.on_stream.host_knows)
         if self.within.world_size > 1:
             flag = (yield AllReduce(flag.float())) > 0
-        skipped = self.on_host(flag)
+        skipped = bool(self.on_host(flag))
         averages: Sequence[Average] = [one.average for one in made]
         if not skipped:
             averages = yield from self.share.whole(averages)

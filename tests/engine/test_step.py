@@ -592,12 +592,7 @@ def other_steps(what: str) -> tuple[str, bool]:
                 model.zero_grad()
                 loss = batches.loss(ddp)
                 loss.backward()
-                if what != "by hand":
-                    NeedsNoClosure(model.parameters(), lr=0.1).step(loss if what == "loss" else loss.backward)
-                else:
-                    with torch.no_grad():
-                        for p in model.parameters():
-                            p -= 0.1 * p.grad
+                NeedsNoClosure(model.parameters(), lr=0.1).step(loss if what == "loss" else loss.backward)
         except RuntimeError as error:
             said = str(error)
     said = said or " ".join(str(warning.message) for warning in caught)
@@ -607,12 +602,9 @@ def other_steps(what: str) -> tuple[str, bool]:
     return said, all(torch.equal(row, rows[0]) for row in rows)
 
 
-@pytest.mark.parametrize(
-    ("what", "sentence"), [("ignored closure", "has stepped without calling it"), ("by hand", "no optimizer of torch")]
-)
-def test_steps_past_the_exchange_are_told_of(what: str, sentence: str) -> None:
+def test_steps_past_the_exchange_are_told_of() -> None:
     with Ranks(2) as ranks:
-        assert any(sentence in said for said, _ in ranks(other_steps, what))
+        assert any("has stepped without calling it" in said for said, _ in ranks(other_steps, "ignored closure"))
 
 
 def test_an_optimizer_may_take_something_else_than_a_closure(two_ranks: Ranks) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -21,7 +22,7 @@ from lightning_sparse.engine.optimizers.kinds import ids_of, rehearses, stepping
 from lightning_sparse.engine.optimizers.rules import AdamRule, Arrived, MomentumRule, OfGroup
 from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.signals import Hold
-from lightning_sparse.engine.step import PATIENCE, Stepper
+from lightning_sparse.engine.step import Stepper
 
 TWICE = (
     "{} has called its closure a second time in one step. The gradients of the first call are exchanged already: what "
@@ -44,16 +45,19 @@ CAPTURED = (
     "{} takes a step that is captured in a CUDA graph. An exchange has messages between hosts, which a graph does not "
     "repeat. Capture the model alone, before it is wrapped, as torch.cuda.make_graphed_callables does."
 )
-UNSEEN = (
-    f"Weights have changed after {PATIENCE} backwards, and no optimizer of torch has stepped them: gradients are not "
-    "averaged, and ranks drift apart. Call engine.exchange(parameters) before a step that is not torch's, also where "
-    "an optimizer holds copies of the parameters."
+APART = (
+    "Weights are no longer equal on all ranks. Until an optimizer of torch steps, gradients are each rank's own, and a "
+    "script that applies them by itself lets ranks drift apart. Call engine.exchange(parameters) before a step that is "
+    "not torch's, also where an optimizer holds copies of the parameters. What is written to weights otherwise has to "
+    "be equal on all ranks. Go on from a checkpoint that was written before."
 )
 TWO = (
     "Two optimizers step {} after one backward. The first one has exchanged its gradient, and the second one would "
     "step with an average that is meant for the first. Call backward before each of the two steps, or let one of them "
     "hold the parameter."
 )
+PATIENCE = 10
+"""Steps alone after which that is said."""
 ALONE = (
     "{} without a backward through the wrapped model: gradients are not averaged, unless you do so yourself, and ranks "
     "drift apart. Call the wrapped model, and in Lightning's manual optimization self.manual_backward(loss) in place "
@@ -87,7 +91,7 @@ class OptimizerBinding(MemoryChoice):
         self._momentum = MomentumRule()
         within, beside = Hold(self._runs), Hold()
         stepper.owners, stepper.rates = self._owners, self._rates
-        stepper.on_unseen = lambda: self._once(rank_zero_warn, UNSEEN)
+        stepper.on_drift = self._say_apart
         stepper.hold = lambda: holding()[-1] if holding() else within if self._outermost is not None else beside
         self._depth = 0
         """Steps of optimizers that run within each other."""
@@ -275,6 +279,12 @@ class OptimizerBinding(MemoryChoice):
                 f"A gradient was not finite on some rank in the backward after step {known.step}: no rank takes this "
                 "step. sparse/steps/skipped counts such steps from now on.",
             )
+
+    def _say_apart(self) -> None:
+        """Warn on each rank that finds it: rank 0 may not be among those whose parts differ."""
+        if APART not in self._told:
+            self._told.add(APART)
+            warnings.warn(APART, stacklevel=2)
 
     def after(self, optimizer: Optimizer) -> None:
         """Act after an optimizer's step.
