@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.paths import in_steps
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.messages import Steps
-from lightning_sparse.engine.pipeline import GroupReducer
+from lightning_sparse.core.step import Context
+from lightning_sparse.engine.pipeline import Exchanged, GroupReducer
 from tests.covering import by_default, covering
 from tests.ranks import Ranks
 
@@ -44,21 +45,21 @@ runs: list[int] = []
 """Of the groups that were worked on where they lie."""
 
 
-def in_runs(group: GroupReducer, *args: Any, **options: Any) -> Steps[None]:
+def in_runs(group: GroupReducer, ctx: Context, pieces: Mapping[str, Tensor], *more: Any) -> Steps[Exchanged]:
     """As a group's step."""
-    runs.append(len(Gradient.of(group.arrived[name] for name in group.spans).runs))
-    return exchange_steps(group, *args, **options)
+    runs.append(len(Gradient.of(pieces[name] for name in group.spans).runs))
+    return exchange_steps(group, ctx, pieces, *more)
 
 
-def in_one_vector(group: GroupReducer, *args: Any, **options: Any) -> Steps[None]:
+def in_one_vector(group: GroupReducer, ctx: Context, pieces: Mapping[str, Tensor], *more: Any) -> Steps[Exchanged]:
     """As a group's step, of a copy of the gradient that is copied back."""
-    lying = {name: group.arrived[name] for name in group.spans}
-    flat = torch.cat(list(lying.values()))
-    group.arrived = {name: flat[span] for name, span in group.spans.items()}
-    assert len(Gradient.of(group.arrived.values()).runs) == 1
-    yield from exchange_steps(group, *args, **options)
-    for name, piece in lying.items():
-        piece.copy_(group.arrived[name])
+    flat = torch.cat([pieces[name] for name in group.spans])
+    copied = {name: flat[span] for name, span in group.spans.items()}
+    assert len(Gradient.of(copied.values()).runs) == 1
+    made = yield from exchange_steps(group, ctx, copied, *more)
+    for name, piece in copied.items():
+        pieces[name].copy_(piece)
+    return made
 
 
 def train(
@@ -68,8 +69,6 @@ def train(
     torch.manual_seed(0)
     ddp = DistributedDataParallel(Tower().to(dtype), find_unused_parameters=unused, bucket_cap_mb=0.01)
     engine = ls.attach(ddp, **{"density": 0.05, **options}, watch=None)
-    if scale is not None:  # which is asked for in backward alone
-        engine.loss_scale = lambda: torch.tensor(scale)
     parameters, seen = list(ddp.parameters()), []
     runs.clear()
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -79,10 +78,9 @@ def train(
         if step == SKIPPED and dist.get_rank():
             x[0, 0] = float("inf")
         loss = ddp(x, not (unused and step == UNUSED)).float().square().mean()
+        (loss if scale is None else scale * loss).backward()
         with mock.patch.object(GroupReducer, "exchange_steps", in_one_vector if flat else in_runs):
-            (loss if scale is None else scale * loss).backward()
-            if in_steps():
-                engine.router.exchange(list(engine.parameters), None if scale is None else torch.tensor(scale))
+            engine.router.exchange(list(engine.parameters), None if scale is None else torch.tensor(scale))
         seen += [torch.zeros(0) if p.grad is None else p.grad.clone() for p in parameters]
         with torch.no_grad():
             for parameter in parameters:
@@ -110,12 +108,13 @@ METHODS: dict[str, dict[str, Any]] = {
     "sent densely": {"sparsifier": "top_k", "exchange": "dense"},
     "shared_top_k": {"sparsifier": "shared_top_k", "density": 0.05},
     "everything": {"sparsifier": "everything"},
+    "joined": {"sparsifier": "dgc"},
 }
 AXES: list[list[Any]] = [
     ["bucket", "layer", "model"],
     [torch.float32, torch.bfloat16, torch.float16, torch.float32],
     MEMORIES,
-    list(METHODS),
+    list(METHODS)[:4],
     [None, None, None, 8.0, 8.0, 8.0],
     [False, False, True, True, True],
 ]
@@ -123,14 +122,21 @@ AXES: list[list[Any]] = [
 
 
 CELLS = [tuple(axis[number % len(axis)] for axis in AXES) for number in range(60)]
-IN_BACKWARD = [
-    pytest.param(*cell, id=f"in_backward-{n}", marks=pytest.mark.in_backward) for n, cell in enumerate(CELLS)
+SCORED = [
+    (grouping, torch.float32, ls.memories.SecondMoment(), method, scale, unused)
+    for grouping, method, scale, unused in [
+        ("bucket", "union_top_k", None, True),
+        ("model", "union_top_k", 8.0, False),
+        ("model", "shared_top_k", None, False),
+        ("model", "joined", None, True),
+    ]
 ]
+"""Where scores take the place of gradients."""
 
 
 @pytest.mark.parametrize(
     ("grouping", "dtype", "memory", "method", "scale", "unused"),
-    [*by_default(covering(CELLS, together=1), 4), *IN_BACKWARD],
+    [*by_default(covering(CELLS, together=1), 4), *SCORED],
 )
 def test_steps_are_those_of_one_vector(
     two_ranks: Ranks,
