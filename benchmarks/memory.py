@@ -1,10 +1,12 @@
 """Bytes a parameter that sparse_ddp takes beyond plain DDP, in each phase of a training: what stays, and the most.
 
-    python -m benchmarks.memory [--numel 40000000] [--ranks 2]
+    python -m benchmarks.memory [--numel 40000000] [--ranks 2] [--biases]
 
 Each row is a training of its own, in processes of its own, on the CPU: linear layers, ``gradient_as_bucket_view=True``,
-the library imported on both sides. *Stays* is resident memory behind the optimizer's step, *most* the largest within
-the steps of the phase; both are of rank 0, less that of plain DDP with the same optimizer in steady steps.
+the library imported on both sides. With ``--biases``, layers have biases, and norms between them, as models have:
+gradients of a group then lie in several runs. *Stays* is resident memory behind the optimizer's step, *most* the
+largest within the steps of the phase; both are of rank 0, less that of plain DDP with the same optimizer in steady
+steps.
 """
 
 from __future__ import annotations
@@ -72,16 +74,32 @@ def measured(found: dict[str, Taken], name: str) -> Iterator[None]:
     found[name] = Taken(now(), most)
 
 
+def model(width: int, biases: bool, dtype: torch.dtype) -> torch.nn.Module:
+    """Return layers of weights alone, or each with a bias and a norm behind it."""
+    layers: list[torch.nn.Module] = []
+    for _ in range(LAYERS):
+        layers.append(torch.nn.Linear(width, width, bias=biases, dtype=dtype))
+        if biases:
+            layers.append(torch.nn.LayerNorm(width, dtype=dtype))
+    return torch.nn.Sequential(*layers)
+
+
 def train(
-    rank: int, ranks: int, numel: int, optimizer: str, dtype: str, options: dict[str, Any] | None, out: str
+    rank: int,
+    ranks: int,
+    numel: int,
+    biases: bool,
+    optimizer: str,
+    dtype: str,
+    options: dict[str, Any] | None,
+    out: str,
 ) -> None:
     """One training; rank 0 writes what it took."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{out}/store", ranks), rank=rank, world_size=ranks)
     width = math.isqrt(numel // LAYERS)
     torch.manual_seed(0)
-    layers = [torch.nn.Linear(width, width, bias=False, dtype=getattr(torch, dtype)) for _ in range(LAYERS)]
-    ddp = DistributedDataParallel(torch.nn.Sequential(*layers), gradient_as_bucket_view=True)
+    ddp = DistributedDataParallel(model(width, biases, getattr(torch, dtype)), gradient_as_bucket_view=True)
     chosen = OPTIMIZERS[optimizer](ddp.parameters())
     batch = torch.randn(BATCH, width, dtype=getattr(torch, dtype))
     found: dict[str, Taken] = {}
@@ -135,6 +153,7 @@ def main() -> None:
     parser.add_argument("--numel", type=int, default=40_000_000)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--biases", action="store_true", help="layers with biases and norms")
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     numel = LAYERS * math.isqrt(args.numel // LAYERS) ** 2
@@ -143,9 +162,9 @@ def main() -> None:
         table.title = f"{numel / 1e6:.1f} M parameters, {dtype}, {args.ranks} ranks: bytes a parameter beyond plain DDP"
         rows: dict[str, list[str]] = {}
         for optimizer in OPTIMIZERS:
-            plain = run(args.ranks, args.numel, optimizer, dtype, None)["plain"]
+            plain = run(args.ranks, args.numel, args.biases, optimizer, dtype, None)["plain"]
             for phase, options in PHASES.items():
-                found = run(args.ranks, args.numel, optimizer, dtype, options)
+                found = run(args.ranks, args.numel, args.biases, optimizer, dtype, options)
                 shown = found if not options else {"steady": found["steady"]}
                 for name, taken in shown.items():
                     row = rows.setdefault(phase if name == "steady" else name, [])

@@ -6,6 +6,8 @@ import csv
 import importlib
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -327,3 +329,20 @@ def test_a_gpt_as_a_new_user_writes_it_is_trained_densely_and_behind_the_exchang
     plain_gpt.main(text, text, seeds=[1], beta2=[0.9], clips=[1.0], steps=3, out=tmp_path / "out")
     [line] = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
     assert 1 < line["sparse"] < 100 and 1 < line["dense"] < 100
+
+
+def test_the_hosts_time_of_a_step_is_told_by_parts() -> None:
+    pytest.importorskip("triton")
+    words = [sys.executable, "-m", "benchmarks.host_step", "--optimizers", "momentum", "--steps", "1", "--groups", "2"]
+    said = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=100).stdout
+    rows = {cells[1].strip(): cells[2:5] for line in said.splitlines() if len(cells := line.split("│")) == 6}
+    whole, exchange = ([float(cell) for cell in rows[name]] for name in ("ours", "exchange"))
+    assert all(0 < part < all_of_it for part, all_of_it in zip(exchange, whole, strict=True))
+    assert rows.keys() >= {"DDP alone", "backward's end", "absorb", "select", "messages", "settle", "rule"}
+    assert int(rows["DDP alone"][2]) == 0 < int(rows["select"][2])
+
+
+def test_models_with_biases_lie_in_several_runs() -> None:
+    layers = benchmark("memory").model(8, True, torch.float32)
+    assert [type(layer).__name__ for layer in layers] == 8 * ["Linear", "LayerNorm"]
+    assert all(parameter.requires_grad for parameter in layers.parameters()) and layers[0].bias is not None

@@ -175,6 +175,35 @@ class Gradient:
             torch._foreach_copy_(self.runs, list(torch.split(flat, self._lengths)))
 
 
+class InRuns:
+    """A vector in the place of a gradient that lies in several runs: what selections ask of vectors, without a copy.
+
+    Args:
+        place: what it has taken the place of.
+
+    Example:
+        >>> scores = InRuns(Gradient([torch.tensor([0.0, 1, 2, 3]), torch.tensor([4.0, 5, 6])]))
+        >>> scores.every(3, 1), scores.numel()
+        (tensor([1., 4.]), 7)
+    """
+
+    def __init__(self, place: Gradient) -> None:
+        self.place, self.runs = place, place.runs
+        self.dtype, self.device = place.dtype, place.device
+
+    def numel(self) -> int:
+        """Return the number of coordinates, as tensors do."""
+        return self.place.numel
+
+    def __getitem__(self, span: slice) -> Tensor:
+        """Return a view of coordinates that lie in one run, such as those of a parameter."""
+        return self.place[span]
+
+    def every(self, step: int, first: int = 0) -> Tensor:
+        """Return a copy of the coordinates ``first + i step``, with first below step."""
+        return torch.cat([run[(first - span.start) % step :: step] for span, run in self.place])
+
+
 def _share_memory(one: Tensor, other: Tensor) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lightning_sparse.core.layout import Rates
+from lightning_sparse.core.layout import InRuns, Rates
 
 Found = tuple[Tensor, Tensor]
 """Ascending int32 coordinates and their magnitudes."""
@@ -131,7 +131,7 @@ class Absorbed(NamedTuple):
     """(numel + 1,) accumulator, the last slot zero: the live residual of memories that have one. Read only."""
     finite: Tensor
     """() bool on the accumulator's device: True if the whole gradient was finite."""
-    score: Tensor | None = None
+    score: Tensor | InRuns | None = None
     """(numel,) vector for the selection, the largest magnitudes first; None: the accumulator."""
     second: Tensor | None = None
     """(numel + 1,) vector that is averaged over ranks at the coordinates of the update, too; None: none."""
@@ -185,7 +185,7 @@ class Candidates:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def note(self, x: Tensor, runs: Sequence[Tensor], found: Any, finite: bool = True) -> None:
+    def note(self, x: Tensor | InRuns, runs: Sequence[Tensor], found: Any, finite: bool = True) -> None:
         """Keep the results of a pass with :attr:`bound`.
 
         Args:
@@ -203,7 +203,7 @@ class Candidates:
             self._expected = min(self._expected, bound)
             self.bound = self._expected
 
-    def reaching(self, x: Tensor, bound: float = math.inf) -> Any:
+    def reaching(self, x: Tensor | InRuns, bound: float = math.inf) -> Any:
         """Return what was found, if it is of x and has all coordinates that reach a bound; None if that is unknown."""
         same = self._vector is not None and self._vector == _state_of(x)
         return self._found if same and bound >= self._reached else None
@@ -225,6 +225,9 @@ class Candidates:
         return None not in states and self._cleared == states
 
 
-def _state_of(x: Tensor) -> tuple[int, int, int] | None:
+def _state_of(x: Tensor | InRuns) -> tuple[Any, ...] | None:
     """Return a vector's address, length and version counter; None if torch keeps no version counter."""
+    if isinstance(x, InRuns):
+        states = tuple(map(_state_of, x.runs))
+        return None if None in states else states
     return None if x.is_inference() else (x.data_ptr(), x.numel(), x._version)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_sparse.core.console import say
-from lightning_sparse.core.layout import Gradient, rates_at, sum_dtype
+from lightning_sparse.core.layout import Gradient, InRuns, rates_at, sum_dtype
 from lightning_sparse.core.messages import Meter, Steps, resolve
 from lightning_sparse.core.step import Absorbed, Agreement, Candidates, Context, GroupState, Selection, Update
 from lightning_sparse.engine.average import Average, bounds_of, scatter_average_
@@ -144,12 +144,12 @@ def exchange_group(
     given = grad if scale is None else grad.unscaled(scale)
     with changing(), _left_alone(memory, state, unused):
         absorbed = memory.absorb_(state.memory, given, ctx)
-    acc, score = _offered(absorbed, unused)
+    acc, score = _offered(absorbed, unused, sparsifier.reads_runs)
     finite, second = absorbed.finite, absorbed.second
     if static_shapes(grad.device):  # a rank in trouble offers NaN, and nobody waits to know
         ctx = ctx._replace(finite=finite)
     elif not finite:  # it takes part in the survey like the others
-        score = torch.zeros_like(score)
+        score = torch.zeros_like(acc[:-1])
         acc = torch.full_like(acc, float("nan"))
     selection, selector = yield from meter.watch(resolve(sparsifier.select(score, state.selector, ctx)))
     ctx = ctx._replace(second=second)
@@ -270,10 +270,11 @@ def _left_alone(memory: Memory, state: GroupState, unused: Sequence[slice]) -> I
         place.copy_(content)
 
 
-def _offered(absorbed: Absorbed, unused: Sequence[slice]) -> tuple[Tensor, Tensor]:
+def _offered(absorbed: Absorbed, unused: Sequence[slice], in_runs: bool) -> tuple[Tensor, Any]:
     """Return the accumulator and the score that a step selects and sends from.
 
     Unused parameters must not compete for the density: they are zero in a copy of the accumulator, and in the score.
+    The score is one vector, unless it may lie in runs.
     """
     acc, score = absorbed.acc, absorbed.score
     if unused:
@@ -282,6 +283,8 @@ def _offered(absorbed: Absorbed, unused: Sequence[slice]) -> tuple[Tensor, Tenso
         acc[span].zero_()
         if score is not None:
             score[span].zero_()
+    if isinstance(score, InRuns) and not in_runs:
+        score = score.place.flat()
     return acc, acc[:-1] if score is None else score
 
 

@@ -70,8 +70,8 @@ class EngineView:
     def memory_bytes(self) -> int:
         """Bytes that this rank keeps for error feedback, of all groups; with :class:`.Residual` 4 for each coordinate.
 
-        If the gradients of a group lie in several runs in DDP's buckets, the buffers for scores and copies that it
-        needs are counted from the first step on.
+        Vectors for what finds no room in the place of a gradient, such as scores of 16-bit gradients, are counted from
+        the first step on.
         """
         return sum(group.memory_bytes for group in self.router.groups)
 

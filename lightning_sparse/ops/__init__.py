@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sparse.core.layout import Span
+from lightning_sparse.core.layout import InRuns, Span
 from lightning_sparse.core.step import Candidates, Found
 from lightning_sparse.ops import host, on_device, reference
 from lightning_sparse.ops.c import native
@@ -107,7 +107,12 @@ def accumulate_(acc: Tensor, runs: Sequence[Tensor], decay: float, candidates: C
 
 
 def weigh_(
-    acc: Tensor, second: Tensor, score: Tensor, runs: Sequence[Tensor], by: Weights, candidates: Candidates | None
+    acc: Tensor,
+    second: Tensor,
+    score: Tensor | InRuns,
+    runs: Sequence[Tensor],
+    by: Weights,
+    candidates: Candidates | None,
 ) -> Tensor:
     """Form residual, second moment and score of :class:`.SecondMoment`.
 
@@ -119,7 +124,7 @@ def weigh_(
     Args:
         acc: (numel,) float32 or float64.
         second: the same.
-        score: the same, overwritten; the gradient's place if it is the only run, or another one.
+        score: the same, overwritten; the gradient's place, in runs if there are several, or another one.
         runs: in which the gradient lies, of the same dtype, or bfloat16 or float16; what they hold afterwards is not
             defined, but for :meth:`Candidates.cleared`.
         by: numbers.
@@ -128,12 +133,12 @@ def weigh_(
     Returns:
         () bool on acc's device: whether all of the new acc was finite.
     """
-    if static_shapes(acc.device):
+    if isinstance(score, Tensor) and static_shapes(acc.device):
         return on_device.weigh_(acc, second, score, runs, by, candidates)
     candidates = candidates or Candidates()
     found, finite = host.weigh(acc, second, score, runs, by, candidates.bound)
-    cleared = [] if score.data_ptr() == runs[0].data_ptr() else runs
-    candidates.note(score, cleared, found, finite)
+    in_place = isinstance(score, InRuns) or score.data_ptr() == runs[0].data_ptr()
+    candidates.note(score, [] if in_place else runs, found, finite)
     return torch.tensor(finite, device="cpu")
 
 
@@ -151,7 +156,7 @@ def divisors(second: Tensor, values: Tensor, power: Tensor, eps: float, damping:
     return divide(second, values, power, eps, damping)
 
 
-def top_k(x: Tensor, k: int, candidates: Candidates | None = None) -> Tensor:
+def top_k(x: Tensor | InRuns, k: int, candidates: Candidates | None = None) -> Tensor:
     """Coordinates of the k largest magnitudes, ascending: (min(k, numel),) int64, no padding on any device.
 
     Args:
@@ -162,13 +167,13 @@ def top_k(x: Tensor, k: int, candidates: Candidates | None = None) -> Tensor:
     k = min(k, x.numel())
     if k == x.numel():
         return torch.arange(k, device=x.device)
-    if static_shapes(x.device):
+    if isinstance(x, Tensor) and static_shapes(x.device):
         return on_device.top_k(x, k, candidates)
     return host.top_k(x, k, candidates)
 
 
 def top_k_and_stripe(
-    x: Tensor, share: int, spare: int | Tensor, turn: int, n: int, candidates: Candidates | None, slots: int
+    x: Tensor | InRuns, share: int, spare: int | Tensor, turn: int, n: int, candidates: Candidates | None, slots: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Coordinates of the largest magnitudes of all, and of the largest others of a stripe.
 
@@ -190,9 +195,9 @@ def top_k_and_stripe(
         >>> top_k_and_stripe(torch.tensor([1.0, -9, 3, 2, 8, 4]), 2, 1, turn=0, n=2, candidates=None, slots=4)
         (tensor([1, 2, 4, 6]), tensor([False,  True, False, False]), tensor(3))
     """
-    if isinstance(spare, Tensor):
+    if isinstance(x, Tensor) and isinstance(spare, Tensor):
         return on_device.top_k_and_stripe(x, share, spare, turn, n, candidates, slots)
-    indices, spares = host.top_k_and_stripe(x, share, spare, turn, n, candidates)
+    indices, spares = host.top_k_and_stripe(x, share, int(spare), turn, n, candidates)
     picks = torch.tensor(indices.numel(), device="cpu")
     return pad(indices, slots, x.numel()), pad(spares, slots, False), picks
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_sparse.core.layout import InRuns
 from lightning_sparse.core.step import Candidates, Found
 from lightning_sparse.ops import reference
 from lightning_sparse.ops.c import native
@@ -81,15 +82,31 @@ def reaching_of(indices: Tensor, magnitudes: Tensor, threshold: float) -> Tensor
     return indices[_reaching(magnitudes, threshold)[0]].long()
 
 
-def reaching(x: Tensor, bound: float) -> Found:
+def reaching(x: Tensor | InRuns, bound: float) -> Found:
     """Return what of a vector reaches a bound, NaN never: ascending int32 coordinates, and magnitudes."""
+    if isinstance(x, InRuns):
+        return _joined(x, [reaching(run, bound) for run in x.runs])
     if compiled := compiled_on(x):
         return compiled.above(x, bound)
     return _reaching(x, bound)
 
 
-def _reaching(x: Tensor, bound: float) -> Found:
+def _joined(x: InRuns, found: Sequence[Found]) -> Found:
+    """Return what was found in runs as coordinates of all of them."""
+    for start, (indices, _) in zip(x.place.starts, found, strict=True):
+        indices.add_(start)
+    return torch.cat([indices for indices, _ in found]), torch.cat([magnitudes for _, magnitudes in found])
+
+
+def _every(x: Tensor | InRuns, step: int, first: int = 0) -> Tensor:
+    """Return ``x[first::step]``, contiguous if x lies in runs."""
+    return x.every(step, first) if isinstance(x, InRuns) else x[first::step]
+
+
+def _reaching(x: Tensor | InRuns, bound: float) -> Found:
     """Do the work of :func:`reaching` in numpy, since torch takes three times as long."""
+    if isinstance(x, InRuns):
+        return _joined(x, [_reaching(run, bound) for run in x.runs])
     magnitudes = np.abs(x.numpy())
     places = np.greater_equal(magnitudes, _number(x, bound)).nonzero()[0]
     return torch.from_numpy(places.astype(np.int32)), torch.from_numpy(magnitudes[places])
@@ -105,7 +122,7 @@ def _number(x: Tensor, threshold: float) -> float:
     return float(torch.tensor(threshold, dtype=x.dtype, device="cpu"))
 
 
-def top_k(x: Tensor, k: int, candidates: Candidates | None = None) -> Tensor:
+def top_k(x: Tensor | InRuns, k: int, candidates: Candidates | None = None) -> Tensor:
     """Ascending coordinates of the k largest magnitudes, ``0 < k < numel``; of equal ones the lower coordinates.
 
     From few that reach a lower bound, the exact k-th magnitude is taken. The bound is that of what was collected
@@ -118,7 +135,7 @@ def top_k(x: Tensor, k: int, candidates: Candidates | None = None) -> Tensor:
 
 
 def top_k_and_stripe(
-    x: Tensor, share: int, spare: int, turn: int, n: int, candidates: Candidates | None = None
+    x: Tensor | InRuns, share: int, spare: int, turn: int, n: int, candidates: Candidates | None = None
 ) -> tuple[Tensor, Tensor]:
     """The largest of all, and the largest others of a stripe.
 
@@ -164,9 +181,11 @@ def top_k_and_stripe(
     return indices.index_select(0, picked).long(), spares.index_select(0, picked)
 
 
-def _with_whole_stripe(x: Tensor, first: Tensor, mine: Tensor, spare: int, turn: int, n: int) -> tuple[Tensor, Tensor]:
+def _with_whole_stripe(
+    x: Tensor | InRuns, first: Tensor, mine: Tensor, spare: int, turn: int, n: int
+) -> tuple[Tensor, Tensor]:
     """Return :func:`top_k_and_stripe`, where the largest of all are known, and which of them are of the stripe."""
-    stripe = x[turn::n].contiguous()
+    stripe = _every(x, n, turn).contiguous()
     others = top_k(stripe, min(stripe.numel(), spare + mine.numel())) * n + turn
     others = others[~torch.isin(others, mine, assume_unique=True)]
     indices, order = torch.cat([first, others]).sort()
@@ -208,7 +227,7 @@ def largest_of(indices: Tensor, magnitudes: Tensor, k: int) -> Tensor:
     return _picked((indices, magnitudes), k, k)[0]
 
 
-def _enough(x: Tensor, k: int, candidates: Candidates | None = None) -> Found:
+def _enough(x: Tensor | InRuns, k: int, candidates: Candidates | None = None) -> Found:
     """All that reach a bound, and at least k of them."""
     numel = x.numel()
     if k < numel:
@@ -217,7 +236,7 @@ def _enough(x: Tensor, k: int, candidates: Candidates | None = None) -> Found:
             known = reaching(x, _bound_of_sample(x, k / numel))
         if known[0].numel() >= k:
             return known
-    return torch.arange(numel, dtype=torch.int32, device="cpu"), x.abs()
+    return torch.arange(numel, dtype=torch.int32, device="cpu"), _every(x, 1).abs()
 
 
 def _picked(known: Found, k: int, more: int) -> tuple[Tensor, float]:
@@ -253,12 +272,12 @@ def _next_bound(magnitudes: Tensor, k: int, more: int) -> float:
     return margin * kth(magnitudes[::stride], max(1, k // stride))
 
 
-def _bound_of_sample(x: Tensor, share: float) -> float:
+def _bound_of_sample(x: Tensor | InRuns, share: float) -> float:
     """A magnitude that a share of all very probably reaches, from a sample; 0 from all or few of them."""
     stride = max(1, min(97, x.numel() // 4096))
     size = -(-x.numel() // stride)
     rank = math.ceil(size * share * 1.3 + 4 * math.sqrt(size * share) + 1)
-    return 0.0 if stride == 1 or rank >= size else kth(x[::stride].abs(), rank)
+    return 0.0 if stride == 1 or rank >= size else kth(_every(x, stride).abs(), rank)
 
 
 def accumulate(acc: Tensor, runs: Sequence[Tensor], bound: float) -> tuple[Found | None, bool]:
@@ -282,7 +301,7 @@ def accumulate(acc: Tensor, runs: Sequence[Tensor], bound: float) -> tuple[Found
 
 
 def weigh(
-    acc: Tensor, second: Tensor, score: Tensor, runs: Sequence[Tensor], by: Weights, bound: float
+    acc: Tensor, second: Tensor, score: Tensor | InRuns, runs: Sequence[Tensor], by: Weights, bound: float
 ) -> tuple[Found | None, bool]:
     """Form the sums that :func:`.ops.weigh_` says, in one pass but for factors that are not 1.
 
@@ -297,17 +316,25 @@ def weigh(
     if carry != 1:
         acc.mul_(carry)
         second.mul_(carry**2)
-    start, clear = (1 - by.power).sqrt().item(), score.data_ptr() != runs[0].data_ptr()
+    own = score if isinstance(score, Tensor) else None
+    start, clear = (1 - by.power).sqrt().item(), own is not None and own.data_ptr() != runs[0].data_ptr()
     numbers = by.beta2, 1 - by.beta2, by.eps * start, start * by.damping
-    if compiled := compiled_on(acc, second, score, *runs):
-        written(acc, second, score, *runs)
+    if compiled := compiled_on(acc, second, *runs, *([] if own is None else [own])):
+        written(acc, second, *runs, *([] if own is None else [own]))
         room = score.numel() // Candidates.ROOM
-        return compiled.form((acc, second, score), runs, clear, numbers, bound, room)
-    finite = bool(reference.weigh_(acc, second, score, runs, by._replace(units=by.units.new_tensor([1, 1, by.beta2]))))
+        return compiled.form((acc, second, own), runs, clear, numbers, bound, room)
+    by = by._replace(units=by.units.new_tensor([1, 1, by.beta2]))
+    if own is None:
+        lengths = [len(run) for run in runs]
+        cut = zip(torch.split(acc, lengths), torch.split(second, lengths), runs, strict=True)
+        each = [bool(reference.weigh_(kept, moments, run, [run], by)) for kept, moments, run in cut]
+        finite = all(each)  # of all runs, also behind one that is not
+    else:
+        finite = bool(reference.weigh_(acc, second, own, runs, by))
     return _collected(score, finite, runs if clear else (), bound)
 
 
-def _collected(x: Tensor, finite: bool, cleared: Sequence[Tensor], bound: float) -> tuple[Found | None, bool]:
+def _collected(x: Tensor | InRuns, finite: bool, cleared: Sequence[Tensor], bound: float) -> tuple[Found | None, bool]:
     """Set vectors to zero, and return what :func:`accumulate` does of a vector that operations of torch have formed."""
     for run in cleared:
         run.zero_()

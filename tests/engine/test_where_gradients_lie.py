@@ -109,12 +109,13 @@ METHODS: dict[str, dict[str, Any]] = {
     "sent densely": {"sparsifier": "top_k", "exchange": "dense"},
     "shared_top_k": {"sparsifier": "shared_top_k", "density": 0.05},
     "everything": {"sparsifier": "everything"},
+    "joined": {"sparsifier": "dgc"},
 }
 AXES: list[list[Any]] = [
     ["bucket", "layer", "model"],
     [torch.float32, torch.bfloat16, torch.float16, torch.float32],
     MEMORIES,
-    list(METHODS),
+    list(METHODS)[:4],
     [None, None, None, 8.0, 8.0, 8.0],
     [False, False, True, True, True],
 ]
@@ -122,11 +123,21 @@ AXES: list[list[Any]] = [
 
 
 CELLS = [tuple(axis[number % len(axis)] for axis in AXES) for number in range(60)]
+SCORED = [
+    (grouping, torch.float32, ls.memories.SecondMoment(), method, scale, unused)
+    for grouping, method, scale, unused in [
+        ("bucket", "union_top_k", None, True),
+        ("model", "union_top_k", 8.0, False),
+        ("model", "shared_top_k", None, False),
+        ("model", "joined", None, True),
+    ]
+]
+"""Where scores take the place of gradients."""
 
 
 @pytest.mark.parametrize(
     ("grouping", "dtype", "memory", "method", "scale", "unused"),
-    by_default(covering(CELLS, together=1), 4),
+    [*by_default(covering(CELLS, together=1), 4), *SCORED],
 )
 def test_steps_are_those_of_one_vector(
     two_ranks: Ranks,

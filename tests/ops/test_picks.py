@@ -12,6 +12,7 @@ from torch import Tensor
 
 import lightning_sparse as ls
 from lightning_sparse import ops
+from lightning_sparse.core.layout import Gradient, InRuns
 from lightning_sparse.core.messages import Steps
 from lightning_sparse.core.step import Context, Selection
 from lightning_sparse.engine.network import drive_ranks
@@ -70,6 +71,25 @@ def test_the_largest_and_those_of_a_stripe_are_those_of_the_reference(
     found = [[x.tolist() for x in host.top_k_and_stripe(*case)] for case in cases]
     uncompiled(monkeypatch)
     assert found == [[x.tolist() for x in host.top_k_and_stripe(*case)] for case in cases]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("kind", ["normal", "ties", "zeros"])
+def test_the_largest_of_runs_are_those_of_one_vector(
+    monkeypatch: pytest.MonkeyPatch, kind: str, compiled: bool
+) -> None:
+    if not compiled:
+        uncompiled(monkeypatch)
+    for numel, cuts in ((50, [1, 7]), (70_001, [3, 64, 30_000, 30_001])):
+        x = values(numel, kind)
+        runs = InRuns(Gradient([run.clone() for run in x.tensor_split(cuts)]))
+        for step in (1, 3, 7, 40):
+            assert all(runs.every(step, first).tolist() == x[first::step].tolist() for first in (0, step - 1))
+        for k in (1, numel // 50 + 1, numel // 2, numel):
+            assert ops.top_k(runs, k).tolist() == ops.top_k(x, k).tolist()
+        for share, spare in ((0, 1), (numel // 50, 3), (1, numel // 100), (numel // 9, numel // 9)):
+            found, expected = (host.top_k_and_stripe(one, share, spare, 1, 3) for one in (runs, x))
+            assert [part.tolist() for part in found] == [part.tolist() for part in expected]
 
 
 def recorded(steps: Steps[object], messages: list[bytes]) -> Steps[object]:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_sparse import ops
+from lightning_sparse.core.layout import Gradient, InRuns
 from lightning_sparse.core.step import Candidates
 from lightning_sparse.ops import Weights, host, reference
 from tests.covering import covering, in_one_test
@@ -304,6 +305,13 @@ def test_what_would_not_be_finite_is_left_as_it_is(
             assert not any(run.any() for run in given), told
             assert finite == whole, told
             assert whole or found is None, told
+            lie, sums, squares = Gradient(runs()), residual.clone(), now.clone()
+            if residual.dtype == lie.dtype:
+                found, finite = host.weigh(sums, squares, InRuns(lie), lie.runs, by, 1.0)
+                assert (bits(sums), bits(squares)) == (acc.tobytes(), second.tobytes()), told
+                assert bits(torch.cat(lie.runs)[fits]) == score[fits.numpy()].tobytes(), told
+                assert finite == whole, told
+                assert whole or found is None, told
         for decay, left, all_fit in ((1.0, expected, whole), (0.5, less, bool(decayed.isfinite().all()))):
             sums = residual.clone()
             assert bool(reference.accumulate_(sums, torch.tensor_split(grad, cuts), decay)) == all_fit, places

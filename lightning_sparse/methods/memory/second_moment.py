@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.core.checks import check_eps, check_share
-from lightning_sparse.core.layout import Gradient
+from lightning_sparse.core.layout import Gradient, InRuns
 from lightning_sparse.core.step import Absorbed, Context, Update
 from lightning_sparse.methods.memory.base import MEMORIES, CountedFeedback, CountedState, Memory
 from lightning_sparse.methods.memory.residual import Residual
-from lightning_sparse.ops import Weights, divisors, weigh_, zeros
+from lightning_sparse.ops import Weights, divisors, static_shapes, weigh_, zeros
 from lightning_sparse.ops.length import FOLLOWED, SIZE, joint_norm, measure
 
 
@@ -145,7 +145,9 @@ class SecondMoment(CountedFeedback):
         Coordinates are selected by ``acc / (sqrt(v + (acc s / L)^2) + eps s)^(1/2)``, ``s = sqrt(1 - beta2^t)``: v is
         not corrected for its start at 0.
         """
-        acc, second, score = state.residual, state.second, grad.room(state.residual.dtype)
+        acc, second = state.residual, state.second
+        in_runs = len(grad.runs) > 1 and grad.dtype == acc.dtype and not static_shapes(acc.device)
+        score = InRuns(grad) if in_runs else grad.room(acc.dtype)
         units = self.units(state, grad.pieces, ctx.density)
         torch.pow(self.beta2, state.steps + 1, out=state.power)
         by = Weights(units, state.power, self.beta2, self.eps, damping(ctx.density))

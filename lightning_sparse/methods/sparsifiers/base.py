@@ -35,6 +35,16 @@ class Sparsifier(Settings, ABC):
     """True if a density of 1 means all coordinates. The sparsifier is then not called, and the group is averaged as by
     DDP, for any exchange: see :func:`~lightning_sparse.engine.pipeline.exchange_group`."""
 
+    reads_runs: ClassVar[bool] = False
+    """True if :meth:`select` takes scores as :class:`~lightning_sparse.core.layout.InRuns`, too; else they are joined,
+    where a gradient lies in several runs."""
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        """Let a method that selects by itself get one vector, unless it says otherwise."""
+        super().__init_subclass__(**given)
+        if "select" in vars(cls) and "reads_runs" not in vars(cls):
+            cls.reads_runs = False
+
     def init(self, numel: int, world_size: int, density: float, device: torch.device) -> Any:
         """Return the state for one group of ``numel`` coordinates before its first step; None if there is none.
 

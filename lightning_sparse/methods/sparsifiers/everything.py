@@ -28,6 +28,7 @@ class Everything(Sparsifier):
 
     agreement: ClassVar[Agreement] = Agreement.EVERYTHING
     exchange: ClassVar[str] = "dense"
+    reads_runs: ClassVar[bool] = True
     follows_density: ClassVar[bool] = False
 
     def select(self, acc: Tensor, state: Any, ctx: Context) -> tuple[Selection, Any]:

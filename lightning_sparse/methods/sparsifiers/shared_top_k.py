@@ -44,6 +44,7 @@ class SharedTopK(Sparsifier):
     name: ClassVar[str] = "shared_top_k"
     agreement: ClassVar[Agreement] = Agreement.SHARED
     exchange: ClassVar[str] = "reduce_union"
+    reads_runs: ClassVar[bool] = True
 
     def select(self, acc: Tensor, state: Any, ctx: Context) -> tuple[Selection, Any]:
         """Select the ``k // n`` largest; no state."""

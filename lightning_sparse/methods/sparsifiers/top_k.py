@@ -41,6 +41,7 @@ class TopK(Sparsifier):
     name: ClassVar[str] = "top_k"
     agreement: ClassVar[Agreement] = Agreement.INDEPENDENT
     exchange: ClassVar[str] = "gather_pairs"
+    reads_runs: ClassVar[bool] = True
 
     def select(self, acc: Tensor, state: Any, ctx: Context) -> tuple[Selection, Any]:
         """Select the k largest; no state."""

@@ -98,6 +98,7 @@ class UnionTopK(Sparsifier):
     name: ClassVar[str] = "union_top_k"
     agreement: ClassVar[Agreement] = Agreement.SHARED
     exchange: ClassVar[str] = "packed_union"
+    reads_runs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         finite = is_number(self.max_factor) and 1 <= self.max_factor < math.inf

@@ -158,7 +158,7 @@ INLINE uint64_t form_strip(float *acc, const float *grad, float *second, float *
   return reach(score, level);
 }
 
-// A run of a gradient; what is found comes behind what was found before. The score may take the gradient's place.
+// A run of a gradient; what is found comes behind what was found before. Its score may take its place.
 INLINE int64_t form(float *acc, float *second, float *score, void *grad, int kind, int clear, int64_t n,
                     const weights *by, float bound, int64_t first, int32_t *indices, float *magnitudes, int64_t found,
                     int64_t room, int32_t *finite) {
@@ -215,12 +215,13 @@ INLINE int64_t form_runs(float *acc, float *second, float *score, void *const *r
   int64_t found = 0, at = 0;
   *finite = 1;
   for (int64_t run = 0; run < count; at = ends[run++])
-    found = form(acc + at, second ? second + at : NULL, second ? score + at : NULL, runs[run], kind, clear,
+    found = form(acc + at, second ? second + at : NULL, score ? score + at : runs[run], runs[run], kind, clear,
                  ends[run] - at, by, bound, at, indices, magnitudes, found, room, finite);
   return found;
 }
 
-// The gradient lies in runs, of which each ends at a coordinate. Without a second moment, there is no score.
+// The gradient lies in runs, of which each ends at a coordinate. Without a second moment, there is no score; where
+// there is no place for it, it takes that of the gradient, of float32.
 EXPORT int64_t ls_form(float *acc, float *second, float *score, void *const *runs, const int64_t *ends, int64_t count,
                        int kind, int clear, const weights *by, float bound, int32_t *indices, float *magnitudes,
                        int64_t room, int32_t *finite) {

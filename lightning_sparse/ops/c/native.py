@@ -276,7 +276,8 @@ class Native:
         """Form what :mod:`~lightning_sparse.ops.host` says of the runs of a gradient.
 
         Args:
-            formed: acc, second moment and score; acc alone where the others are None.
+            formed: acc, second moment and score; acc alone where the others are None. Without a score alone, it takes
+                the place of the gradient, of float32.
             runs: at least one.
             clear: whether to set the gradient to zero.
             weights: of the second moment.
@@ -359,9 +360,10 @@ class Native:
         size, reached = found[0].numel(), ctypes.c_float()
         places = torch.empty(share + spare + SLACK, dtype=torch.int64, device="cpu")
         marks = torch.empty(share + spare + SLACK, dtype=torch.bool, device="cpu")
+        chosen = torch.empty(2 * size + 2 * SLACK, dtype=torch.int32, device="cpu")  # not kept: some steps find many
         count = self._library.ls_largest(
             at(found[0]), at(found[1]), size, share, spare, turn, n, more,
-            at(places), at(marks), address("chosen", 2 * size + 2 * SLACK, torch.uint32), ctypes.byref(reached),
+            at(places), at(marks), at(chosen), ctypes.byref(reached),
         )  # fmt: skip
         return (places[:count], marks[:count], reached.value) if count else None
 
