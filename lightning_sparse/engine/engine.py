@@ -440,7 +440,11 @@ class Engine(EngineView):
         return gone + self._state.load(kept).lost
 
     def close(self) -> None:
-        """Give the process groups back, and stop watching parameters and optimizers."""
+        """Give the process groups back, and stop watching parameters and optimizers.
+
+        Each rank does so by itself. Gradients that were not exchanged before stay its own, and an optimizer that would
+        step with them raises an error.
+        """
         self.closed = True
         for observer in self.observers:
             observer.close()

@@ -398,14 +398,13 @@ class Stepper(Groups):
         begin = Stamp.now(self.device)
         self.grad_norm, self.clipped = self.clipped, None
         self._number = self.record.counts.step
-        try:
-            if not fresh:
-                return None
-            if not local:
-                return self._follow_ddp(fresh)
-            return self._exchange(local, Units(scale, self._rates_of(local)), begin, kind)
-        finally:
-            self.leave(names)
+        found = None
+        if local:
+            found = self._exchange(local, Units(scale, self._rates_of(local)), begin, kind)
+        elif fresh:
+            found = self._follow_ddp(fresh)
+        self.leave(names)  # not after an error: nobody may step with gradients that were not exchanged
+        return found
 
     def _follow_ddp(self, fresh: Sequence[str]) -> Exchanged:
         """Count a step whose gradients DDP has averaged, unless these are not finite."""
