@@ -25,7 +25,7 @@ from lightning_sparse.core.messages import AllGather, AllReduce, Message, Steps,
 from lightning_sparse.core.messages import started as first
 from lightning_sparse.core.step import Context
 from lightning_sparse.engine.average import Average, place
-from lightning_sparse.engine.calls import BACKWARD, BEGIN, NORM, STEP, SUMS, Call, Met, compare, digest_of
+from lightning_sparse.engine.calls import BACKWARD, BEGIN, FORWARD, NORM, STEP, SUMS, Call, Met, compare, digest_of
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.gradient_hooks import on_gradients, refuse_sparse_gradients
 from lightning_sparse.engine.metrics import Stamp
@@ -282,8 +282,18 @@ class Stepper(Groups):
     def begin_backward(self) -> None:
         """Begin a synchronised backward: what ranks near this one do is looked at before it ends."""
         if self.share.cuts:
-            call = Call(BEGIN, 0, self.backwards, self.steps, self.flush_asked, self._digest)
-            self._announce_near(call, True, [False] * len(self.parameters), _look)
+            self._begin(BEGIN)
+
+    def begin_forward(self) -> None:
+        """Look whether ranks near this one go on with a forward, too, before one waits for another in its messages."""
+        if self.within.world_size > 1:
+            with self.failing_together("in forward"):
+                self._begin(FORWARD)
+                self.share.hosts.hear()
+
+    def _begin(self, kind: int) -> None:
+        call = Call(kind, 0, self.backwards, self.steps, self.flush_asked, self._digest)
+        self._announce_near(call, True, [False] * len(self.parameters), _look)
 
     def end_backward(
         self, names: Sequence[str], gradients: Sequence[Tensor], averaged: bool, used: Sequence[bool] = ()

@@ -37,6 +37,9 @@ from tests.hsdp.model import (
 from tests.ranks import Ranks, error_of
 from tests.static_path import static_path
 
+WITHIN = 10.0
+"""Seconds in which all ranks have to end."""
+
 
 def mean_of(steps: Any, name: str) -> Tensor:
     """The sum over steps of the mean over all ranks."""
@@ -247,32 +250,30 @@ def test_backwards_that_are_paused_are_left_to_the_user(four_ranks: Ranks) -> No
 
 
 def alone(who: str) -> tuple[str, float]:
-    """One replica, or one rank, skips its step; the rank does nothing more, since FSDP would wait for its neighbour."""
-    model, _, optimizer = new(0.05, timeout=timedelta(seconds=8))
+    """One replica, or one rank, skips its step."""
+    model, _, optimizer = new(0.05, timeout=timedelta(seconds=60))
     odd = dist.get_rank() >= 2 if who == "replica" else dist.get_rank() == 3
 
     def steps() -> None:
         for step in range(4):
             model(given(step, dist.get_rank())).backward()
-            if odd and step == 2 and who == "rank":
-                return
             if not (odd and step == 2):
                 optimizer.step()
             optimizer.zero_grad()
 
     begin = time.monotonic()
-    said = error_of(steps)
-    if odd and who == "rank":
-        time.sleep(15)  # it lives on
-    return said, time.monotonic() - begin
+    return error_of(steps), time.monotonic() - begin
 
 
-@pytest.mark.parametrize("who", ["replica", pytest.param("rank", marks=pytest.mark.thorough)])
-def test_a_step_that_some_skip_ends_on_all_who_take_it_with_a_sentence(who: str) -> None:
+@pytest.mark.parametrize("who", ["replica", "rank"])
+def test_a_step_that_some_skip_ends_on_all_ranks_with_a_sentence(who: str) -> None:
+    """FSDP would let a rank wait for its neighbour in the next forward, which comes to no end in its step."""
     with Ranks(4) as ranks:
-        sentence = "RuntimeError: The ranks have drifted apart" if who == "replica" else "LostRankError"
-        for said, seconds in ranks(alone, who)[: 4 if who == "replica" else 3]:
-            assert said.startswith(sentence) and seconds < 30
+        for rank, (said, seconds) in enumerate(ranks(alone, who)):
+            drifted = who == "replica" or rank >= 2
+            assert said.startswith("RuntimeError: The ranks have drifted apart" if drifted else "LostRankError"), said
+            assert seconds < WITHIN
+            assert who == "replica" or not drifted or "rank 3 begins a forward" in said
 
 
 # ---- Signals
