@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import lightning_sparse as ls
 from lightning_sparse.methods.grouping import Group, ParameterSize
 from tests.covering import by_default
 from tests.nodes.model import (
@@ -46,7 +45,6 @@ def refused(size: Any, hosts: list[str] | None, options: dict[str, Any]) -> str:
         (4, None, {"grouping": "layer"}, "has none of group 'few'. Choose a coarser grouping"),
         ("nodes", None, {}, "but got 'nodes'"),
         (2, None, {"fallback": True}, "Expected fallback to be False with node_size"),
-        (2, None, {"memory": ls.memories.Residual(rates=True)}, "Expected memory to be one without rates=True"),
     ],
 )
 def test_what_cannot_be_nodes_is_refused_on_all_ranks(
