@@ -360,7 +360,8 @@ class Engine(EngineView):
         lengths = {name: place.length for name, place in self.router.share.places.items()}
         parts = [group.resized(lengths) for group in plan]
         empty = [group.name for group in parts if not group.numel]
-        for rank, names in enumerate(self._all_gather_object(empty) if lengths else ()):
+        meets = lengths and not self.router.share.cuts  # else averages are put together with those of other ranks
+        for rank, names in enumerate(self._all_gather_object(empty) if meets else ()):
             if names:
                 raise ValueError(
                     f"Expected groups of which each rank has some coordinates, but rank {rank} has none of group "

@@ -118,8 +118,9 @@ def test_a_gradient_that_is_thrown_away_moves_nothing(four_ranks: Ranks, kind: s
         assert kind == "adamw" or torch.equal(after, before)
 
 
-def two_optimizers(density: float, bad: bool) -> tuple[dict[str, Tensor], int, int]:
+def two_optimizers(density: float, bad: bool) -> tuple[dict[str, Tensor], int, int, list[list[int]]]:
     """Weights after steps of two optimizers, of which one holds a parameter that only one rank of a replica has."""
+    logged = []
     model, engine, _ = new(density)
     few = [p for name, p in model.named_parameters() if name == "few.weight"]
     rest = [p for name, p in model.named_parameters() if name != "few.weight"]
@@ -129,11 +130,12 @@ def two_optimizers(density: float, bad: bool) -> tuple[dict[str, Tensor], int, i
         if bad and step == 2 and dist.get_rank() == 3:
             gradients["few"][0, 0] = math.nan
         model(gradients).backward()
-        for optimizer in optimizers[:: 1 if step % 2 else -1]:
+        for optimizer in optimizers[:: -1 if step % 2 else 1]:
             optimizer.step()
             optimizer.zero_grad()
+            logged.append([len(engine.summary()), *map(len, engine._group_summaries().values())])
     ls.flush(engine, optimizers)
-    return weights(model), engine.step, engine.skipped_steps
+    return weights(model), engine.step, engine.skipped_steps, logged
 
 
 @pytest.mark.filterwarnings("ignore:.*not finite")
@@ -141,8 +143,8 @@ def two_optimizers(density: float, bad: bool) -> tuple[dict[str, Tensor], int, i
 @pytest.mark.parametrize("bad", [False, True])
 def test_two_optimizers_over_one_sharded_model_lose_nothing(four_ranks: Ranks, density: float, bad: bool) -> None:
     of_ranks = four_ranks(two_optimizers, density, bad)
-    for found, steps, skipped in of_ranks:
-        assert (steps, skipped) == of_ranks[0][1:] and (skipped > 0) == bad
+    for found, steps, skipped, logged in of_ranks:
+        assert (steps, skipped, logged) == of_ranks[0][1:] and (skipped > 0) == bad
         for name in SHAPES:
             assert torch.equal(found[f"{name}.weight"], -mean_of([0, 1, 3] if bad else range(4), name))
 

@@ -45,7 +45,7 @@ class LeftOver:
             RuntimeError: on each rank that takes it.
         """
         if not self._left:
-            self._hooks.close()  # not in a hook: FSDP iterates over them
+            self._hooks.close()  # not in one of them: they may be iterated over
         for p in (p for group in optimizer.param_groups for p in group["params"]):
             name, left = self._left.get(id(p), ("", None))
             if left is None or p.grad is None or p.grad is not left() or not p.grad.any():
