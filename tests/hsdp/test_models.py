@@ -56,7 +56,7 @@ Trained = tuple[dict[str, Tensor], list[float], list[float]]
 def train(what: str, density: float | None, steps: int) -> Trained:
     """With this density; None: FSDP2 averages over replicas by itself."""
     with warnings.catch_warnings():
-        if what == "compiled":  # torch warns itself
+        if what.startswith("compiled"):  # torch warns itself
             warnings.simplefilter("ignore")
         return trained(what, density, steps)
 
@@ -72,6 +72,8 @@ def trained(what: str, density: float | None, steps: int) -> Trained:
             block.compile(backend="eager")
         shard(block, reshard_after_forward=what != "not resharded")
     root: Any = shard(model)
+    if what == "compiled whole":
+        root.compile(backend="eager")
     engine = None if density is None else engine_of(model, mesh, density=density)
     clip = nn.utils.clip_grad_norm_ if engine is None else engine.clip_grad_norm_
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -97,7 +99,7 @@ def trained(what: str, density: float | None, steps: int) -> Trained:
     return weights(model), losses, norms
 
 
-WAYS = ["all reduced", "replicas apart", "frozen", "clipped", "bf16", "not resharded", "checkpointed", "compiled"]
+WAYS = ["all reduced", "replicas apart", "frozen", "clipped", "bf16", "not resharded", "checkpointed", "compiled", "compiled whole"]
 
 
 @pytest.mark.parametrize("what", WAYS)
