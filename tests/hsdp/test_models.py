@@ -99,7 +99,17 @@ def trained(what: str, density: float | None, steps: int) -> Trained:
     return weights(model), losses, norms
 
 
-WAYS = ["all reduced", "replicas apart", "frozen", "clipped", "bf16", "not resharded", "checkpointed", "compiled", "compiled whole"]
+WAYS = [
+    "all reduced",
+    "replicas apart",
+    "frozen",
+    "clipped",
+    "bf16",
+    "not resharded",
+    "checkpointed",
+    "compiled",
+    "compiled whole",
+]
 
 
 @pytest.mark.parametrize("what", WAYS)
