@@ -31,9 +31,10 @@ KINDS = (
     "clips by the norm of all gradients",
     "flushes",
     "begins a backward",
+    "begins a forward",
 )
 """What a call may be; its number is sent."""
-BACKWARD, STEP, EXCHANGE, NORM, FLUSH, BEGIN = range(len(KINDS))
+BACKWARD, STEP, EXCHANGE, NORM, FLUSH, BEGIN, FORWARD = range(len(KINDS))
 
 
 class Call(NamedTuple):
