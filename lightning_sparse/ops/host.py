@@ -66,10 +66,7 @@ def above(x: Tensor, threshold: float, first: int, last: int, candidates: Candid
 
 def tail(x: Tensor, threshold: float) -> Tensor:
     """Return the magnitudes that reach a threshold, without zeros."""
-    bound = lowest(x, threshold)
-    if compiled := compiled_on(x):
-        return compiled.tail(x, bound)
-    return reaching(x, bound)[1]
+    return reaching(x, max(_number(x, threshold), torch.finfo(x.dtype).tiny))[1]
 
 
 def reached(magnitudes: Tensor, threshold: float) -> int:
@@ -110,11 +107,6 @@ def _reaching(x: Tensor | InRuns, bound: float) -> Found:
     magnitudes = np.abs(x.numpy())
     places = np.greater_equal(magnitudes, _number(x, bound)).nonzero()[0]
     return torch.from_numpy(places.astype(np.int32)), torch.from_numpy(magnitudes[places])
-
-
-def lowest(x: Tensor, threshold: float) -> float:
-    """Return the threshold in the precision of a vector, raised above zero."""
-    return max(_number(x, threshold), torch.finfo(x.dtype).tiny)
 
 
 def _number(x: Tensor, threshold: float) -> float:

@@ -82,13 +82,12 @@ INLINE void extract(const float *x, uint64_t hits, int32_t first, int32_t *indic
   uint64_t rest = hits & (hits - 1);
   int j = __builtin_ctzll(hits), next = __builtin_ctzll(rest | 1ull << 63);
   // As a rule there are few: the first two without a branch that nobody can predict.
-  if (indices) indices[0] = first + j, indices[1] = first + next;
+  indices[0] = first + j, indices[1] = first + next;
   magnitudes[0] = fabsf(x[j]), magnitudes[1] = fabsf(x[next]);
   rest &= rest - 1;
   for (int64_t i = 2; rest; rest &= rest - 1, i++) {
     j = __builtin_ctzll(rest);
-    if (indices) indices[i] = first + j;
-    magnitudes[i] = fabsf(x[j]);
+    indices[i] = first + j, magnitudes[i] = fabsf(x[j]);
   }
 }
 
@@ -96,7 +95,7 @@ INLINE void extract(const float *x, uint64_t hits, int32_t first, int32_t *indic
 INLINE int64_t collect(const float *x, uint64_t hits, int64_t first, int32_t *indices, float *magnitudes, int64_t found,
                        int64_t room) {
   int64_t end = found + __builtin_popcountll(hits);
-  if (end <= room) extract(x, hits, (int32_t)first, indices ? indices + found : indices, magnitudes + found);
+  if (end <= room) extract(x, hits, (int32_t)first, indices + found, magnitudes + found);
   return end;
 }
 
@@ -192,7 +191,7 @@ INLINE int64_t form(float *acc, float *second, float *score, void *grad, int kin
   return found;
 }
 
-// What of a vector reaches a bound; only magnitudes where there are no indices.
+// What of a vector reaches a bound.
 EXPORT int64_t ls_above(const float *x, int64_t n, float bound, int32_t *indices, float *magnitudes, int64_t room) {
   float left[STRIP] = {0};
   uint64_t hits;

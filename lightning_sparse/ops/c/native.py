@@ -6,7 +6,6 @@ Which library is used, and whether one is: :mod:`~lightning_sparse.ops.c.library
 from __future__ import annotations
 
 import ctypes
-import math
 import threading
 from collections.abc import Sequence
 from itertools import accumulate
@@ -32,7 +31,6 @@ ARGUMENTS = {
 FUNCTIONS = {
     "ls_form": "l: ppp ppl i ip f pp l p",
     "ls_above": "l: pl f pp l",
-    "ls_sums": "i: pl i d f p",
     "ls_largest": "l: ppl ll ll l pppp",
     "ls_take": "i: pl pl p",
     "ls_put": "i: pl pl p",
@@ -300,30 +298,12 @@ class Native:
         """Return the coordinates of a vector that reach a bound."""
         room = x.numel() // 8 + 64
         indices, magnitudes = _scratch(room)
-        count = self._above(x, bound, indices, magnitudes)
+        count = self._library.ls_above(at(x), x.numel(), bound, at(indices), at(magnitudes), room)
         if count > room:
             indices = torch.empty(count + SLACK, dtype=torch.int32, device="cpu")
             magnitudes = torch.empty(count + SLACK, dtype=torch.float32, device="cpu")
-            self._above(x, bound, indices, magnitudes)
+            self._library.ls_above(at(x), x.numel(), bound, at(indices), at(magnitudes), count)
         return indices[:count].clone(), magnitudes[:count].clone()
-
-    def tail(self, x: Tensor, bound: float) -> Tensor:
-        """The magnitudes that reach a bound, in a buffer of this thread."""
-        buffer = space("tail", x.numel() + SLACK, torch.float32)
-        return buffer[: self._above(x, bound, None, buffer)]
-
-    def _above(self, x: Tensor, bound: float, indices: Tensor | None, magnitudes: Tensor) -> int:
-        count: int = self._library.ls_above(
-            at(x), x.numel(), bound, at(indices), at(magnitudes), len(magnitudes) - SLACK
-        )
-        return count
-
-    def sums(self, x: Tensor, level: float, bound: float, logarithms: bool) -> tuple[float, float, float, float]:
-        """See :func:`~lightning_sparse.ops.summed`; magnitudes are counted that reach a bound above 0."""
-        out = (ctypes.c_double * 5)()
-        self._library.ls_sums(at(x), x.numel(), logarithms, level, bound, out)
-        number, total, squares, mantissa, exponent = out
-        return number, total, squares, math.log(mantissa) + exponent * math.log(2) if logarithms else 0.0
 
     def sketch_(self, out: Tensor, pieces: Sequence[Tensor], shared: Tensor, own: Tensor) -> None:
         """Add a gradient's rows to zeros, each coordinate with two signs; see :mod:`~lightning_sparse.ops.sketch`.
