@@ -1,7 +1,7 @@
 """The ops on a device: each by a kernel in Triton where that is known to work, else by operations of torch.
 
-Kernels take float32 on CUDA. They give the same bits as :mod:`~lightning_sparse.ops.reference`, but for norms, which may
-differ in their last bits, and which only the rank itself sees; of equal magnitudes they pick the first ones.
+Kernels take float32 on CUDA. They give the same bits as :mod:`~lightning_sparse.ops.reference`, but for norms, which
+may differ in their last bits, and which only the rank itself sees; of equal magnitudes they pick the first ones.
 """
 
 from __future__ import annotations
