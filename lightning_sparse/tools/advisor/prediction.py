@@ -14,10 +14,11 @@ from lightning_sparse.core.checks import check_integer, check_number, check_posi
 from lightning_sparse.grouping import DDP_BUCKET_MB, ParameterSize, bucket_numels, make_plan
 from lightning_sparse.memories import SecondMoment
 from lightning_sparse.tools.advisor.networks import between, farther, ring
+from lightning_sparse.tools.advisor.plain import Plain
 from lightning_sparse.tools.traffic import count_bytes
 from lightning_sparse.tuning.performance.cost import Line
 from lightning_sparse.tuning.performance.network import Network
-from lightning_sparse.tuning.performance.profile import GroupCost, Overlap, Plain, Profile, Traffic
+from lightning_sparse.tuning.performance.profile import GroupCost, Overlap, Profile, Traffic
 from lightning_sparse.tuning.unsuited import Unsuited
 
 TRIED = ("layer", "bucket", "merge_below", "model")

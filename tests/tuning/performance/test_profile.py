@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Sequence
@@ -66,18 +65,6 @@ def merge(measured: Profile, density: float, rule: Any = "optimal") -> list[list
     plan = make_plan(sizes, OptimalMerge(rule), EVERYTHING_SPARSE, profile=measured, density=density)
     places = {layer.parameters[0]: place for place, layer in enumerate(measured.layers)}
     return [[places[p.name] for p in group.parameters] for group in plan]
-
-
-@pytest.mark.thorough
-@settings(deadline=None, max_examples=40)
-@given(measured=profiles)
-def test_a_profile_survives_a_file(measured: Profile) -> None:
-    assert Profile.from_dict(measured.as_dict()) == measured
-    again = Profile.from_dict(json.loads(json.dumps(measured.as_dict())))
-    assert again == measured
-    assert again.as_dict() == measured.as_dict()
-    assert isinstance(again.costs[0].traffic, tuple)
-    assert isinstance(again.layers[0].parameters, tuple)
 
 
 @settings(deadline=None, max_examples=40)
@@ -292,32 +279,3 @@ def test_bad_profiles_are_refused() -> None:
             ValueError, match=r"Expected backward_seconds to be at least 0, but got LayerTime\(name='m'"
         ):
             replace(good, layers=[LayerTime("m", ("m.p",), 1, rest)])
-
-
-def without(key: str) -> Any:
-    def change(plain: dict[str, Any]) -> Any:
-        del plain[key]
-        return plain
-
-    return change
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        *(without(key) for key in ("layers", "rest_seconds", "network", "costs", "overlap")),
-        without("bucket_numels"),
-        lambda plain: plain | {"costs": [{"density": 0.1}]},
-        lambda plain: plain | {"layers": [["m", ["m.p"], 1]]},
-        lambda plain: plain | {"layers": 3},
-        lambda plain: plain | {"network": {"all_reduce": {"alpha": 1.0}}},
-        lambda plain: plain | {"network": plain["network"] | {"ranks": 0}},
-        lambda plain: plain | {"overlap": "some"},
-        lambda plain: None,
-        lambda plain: [1, 2],
-    ],
-)
-def test_what_is_no_profile_is_refused(change: Any) -> None:
-    plain = json.loads(json.dumps(profile([1], [1.0], [cost(0.1)]).as_dict()))
-    with pytest.raises(ValueError):
-        Profile.from_dict(change(plain))
