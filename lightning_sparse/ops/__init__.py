@@ -315,14 +315,12 @@ def add_up(parts: Sequence[tuple[Tensor, Tensor]], padding: int) -> tuple[Tensor
 
 def take(x: Tensor, indices: Tensor) -> Tensor:
     """``x[indices]`` for a float32 or float64 vector."""
-    return x[indices] if static_shapes(x.device) else host.take(x, indices)
+    return x.index_select(0, indices)
 
 
 def put_(x: Tensor, indices: Tensor, values: Tensor | float) -> None:
     """``x[indices] = values`` for vectors of equal dtypes; where a coordinate is repeated, so is its value."""
-    if not static_shapes(x.device):
-        host.put_(x, indices, values)
-    elif isinstance(values, Tensor):
+    if isinstance(values, Tensor):
         x.index_copy_(0, indices, values)
     else:
         x.index_fill_(0, indices, values)

@@ -335,34 +335,16 @@ def _collected(x: Tensor | InRuns, finite: bool, cleared: Sequence[Tensor], boun
     return found if few else None, finite
 
 
-def take(x: Tensor, indices: Tensor) -> Tensor:
-    """Return ``x[indices]``."""
-    if compiled := are_places(indices) and compiled_on(x):
-        return compiled.take(x, indices)
-    return x.index_select(0, indices)
-
-
 def under(mask: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
     """Return ``x[mask]`` for each of some vectors."""
     places = places_of(mask)
     return tuple(x.index_select(0, places) for x in vectors)
 
 
-def put_(x: Tensor, indices: Tensor, values: Tensor | float) -> None:
-    """Set ``x[indices] = values``, of equal dtypes."""
-    new = values if isinstance(values, Tensor) else torch.full(indices.shape, values, dtype=x.dtype, device="cpu")
-    fitting = are_places(indices) and new.dtype == x.dtype and new.shape == indices.shape
-    if compiled := fitting and compiled_on(x, new):
-        compiled.put(x, indices, new)
-        written(x)
-    else:
-        x.index_copy_(0, indices, new)
-
-
 def put_in_runs_(runs: Sequence[Tensor], indices: Tensor, values: Tensor) -> None:
     """Set ``x[indices] = values`` where x lies in several runs."""
     if len(runs) == 1:
-        put_(runs[0], indices, values)
+        runs[0].index_copy_(0, indices, values)
         return
     starts = torch.tensor([0, *(len(run) for run in runs)], device="cpu").cumsum(0)
     if not bool((indices[1:] >= indices[:-1]).all()):
@@ -372,13 +354,7 @@ def put_in_runs_(runs: Sequence[Tensor], indices: Tensor, values: Tensor) -> Non
         raise IndexError(f"an index is outside of a vector of {int(starts[-1])}")
     ends = torch.searchsorted(indices, starts).tolist()
     for run, start, first, last in zip(runs, starts.tolist(), ends, ends[1:], strict=False):
-        put_(run, indices[first:last] - start, values[first:last])
-    written(*runs)
-
-
-def are_places(indices: Tensor) -> bool:
-    """Return whether the library can read these indices."""
-    return indices.dtype == torch.int64 and indices.dim() == 1 and indices.is_contiguous()
+        run.index_copy_(0, indices[first:last] - start, values[first:last])
 
 
 def unite(

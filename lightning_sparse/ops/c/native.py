@@ -32,8 +32,6 @@ FUNCTIONS = {
     "ls_form": "l: ppp ppl i ip f pp l p",
     "ls_above": "l: pl f pp l",
     "ls_largest": "l: ppl ll ll l pppp",
-    "ls_take": "i: pl pl p",
-    "ls_put": "i: pl pl p",
     "ls_tell": "i: pppp i f p pp",
     "ls_round": "l: ppl pppl ll fiii f pppp",
     "ls_average": "i: pppl f iii pp",
@@ -101,18 +99,6 @@ class Native:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         declare(library)
-
-    def take(self, values: Tensor, indices: Tensor) -> Tensor:
-        """``values[indices]``, of float32 and int64."""
-        out = torch.empty(indices.numel(), dtype=torch.float32, device="cpu")
-        outside = self._library.ls_take(at(values), values.numel(), at(indices), indices.numel(), at(out))
-        _refuse_outside(outside, values)
-        return out
-
-    def put(self, values: Tensor, indices: Tensor, new: Tensor) -> None:
-        """``values[indices] = new``, of float32 and int64."""
-        outside = self._library.ls_put(at(values), values.numel(), at(indices), indices.numel(), at(new))
-        _refuse_outside(outside, values)
 
     def tell(
         self,

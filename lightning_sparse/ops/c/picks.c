@@ -1,5 +1,5 @@
-// Work on picks, which are few: taking and putting values, telling picks, rounding their values. The CPU formulations of
-// ops/host.py and packed_union.py for float32, equal bit for bit.
+// Work on picks, which are few: telling them, and rounding their values. The CPU formulations of packed_union.py
+// for float32, equal bit for bit.
 #include "told.h"
 
 #define PART 1024  // elements that are worked on in the first-level cache
@@ -97,22 +97,13 @@ INLINE void average_lanes(const int32_t *words, const float *units, const uint8_
   }
 }
 
-// Memory, not the processor, decides how long these take: asked for ahead, it answers several at once.
+// Memory, not the processor, decides how long this takes: asked for ahead, it answers several at once.
 // 0; or 1 where an index is not below the size of x, and the work is left undone there.
-EXPORT int32_t ls_take(const float *x, int64_t size, const int64_t *indices, int64_t n, float *out) {
+INLINE int32_t take(const float *x, int64_t size, const int64_t *indices, int64_t n, float *out) {
   for (int64_t i = 0; i < n; i++) {
     if (i + AHEAD < n) __builtin_prefetch(x + indices[i + AHEAD]);
     if ((uint64_t)indices[i] >= (uint64_t)size) return 1;
     out[i] = x[indices[i]];
-  }
-  return 0;
-}
-
-EXPORT int32_t ls_put(float *x, int64_t size, const int64_t *indices, int64_t n, const float *values) {
-  for (int64_t i = 0; i < n; i++) {
-    if (i + AHEAD < n) __builtin_prefetch(x + indices[i + AHEAD], 1);
-    if ((uint64_t)indices[i] >= (uint64_t)size) return 1;
-    x[indices[i]] = values[i];
   }
   return 0;
 }
@@ -140,7 +131,7 @@ EXPORT int32_t ls_tell(const float *x, const float *second, const int64_t *indic
   const int64_t n = f.slots, bits = 8 + 4 * f.planes;
   uint32_t largest = 0;
   float bounds[CLASSES];
-  if (ls_take(x, f.numel + 1, indices, n, magnitudes)) return 1;
+  if (take(x, f.numel + 1, indices, n, magnitudes)) return 1;
   for (int64_t i = 0; i < n; i++) {
     magnitudes[i] = fabsf(magnitudes[i]);
     largest = bits_of(magnitudes[i]) > largest ? bits_of(magnitudes[i]) : largest;
