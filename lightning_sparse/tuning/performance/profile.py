@@ -33,15 +33,10 @@ class Traffic(NamedTuple):
     """Traffic of a group through one kind of collective operation in a step."""
 
     operation: str
-    """See :meth:`.Network.line`."""
+    """Such as all_reduce; library_all_reduce is DDP's own."""
     calls: float
     nbytes: Line
     """Bytes of a rank's messages, all calls together, by coordinates of the group; of a tree, all rounds."""
-
-    def seconds(self, network: Network) -> Line:
-        """Return the seconds by coordinates on a network."""
-        line = network.line(self.operation)
-        return Line(self.calls * line.alpha + line.beta * self.nbytes.alpha, line.beta * self.nbytes.beta)
 
 
 @dataclass(frozen=True)
@@ -84,15 +79,6 @@ class GroupCost:
         local = self.compute + Line(self.transfer.alpha, 0.0) if apart else self.compute
         messages = replace(self.transfer, alpha=0.0) if apart else self.transfer
         return CostModel(local.line()) if overlap == "full" else CostModel(NOTHING, local), messages
-
-    def on(self, network: Network) -> GroupCost:
-        """Return the cost of the same traffic on another network of as many ranks; unchanged without known traffic."""
-        if not self.traffic:
-            return self
-        transfer = NOTHING
-        for part in self.traffic:
-            transfer += part.seconds(network)
-        return replace(self, transfer=transfer)
 
     def towards(self, other: GroupCost, share: float) -> GroupCost:
         """Interpolate linearly to another cost: this one at 0, the other one at 1."""

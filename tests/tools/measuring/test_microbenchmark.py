@@ -15,6 +15,7 @@ from lightning_sparse.core.messages import ring_all_reduce_bytes
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.methods.exchanges import as_exchange
 from lightning_sparse.methods.memory import Residual
+from lightning_sparse.tools.advisor.networks import on
 from lightning_sparse.tools.measuring import microbenchmark as module
 from lightning_sparse.tools.measuring.microbenchmark import measure_group, sizes_up_to
 from lightning_sparse.tuning.performance.cost import NOTHING, Line
@@ -158,7 +159,7 @@ def test_one_rank_computes_and_sends_nothing_worth_mentioning() -> None:
     assert cost.select(50_000) > 0
     assert cost.process(50_000) > 0
     assert cost.transfer(50_000) < cost.compute(50_000)
-    assert cost.on(Network(NOTHING, NOTHING, 1)).transfer == NOTHING
+    assert on(Network(NOTHING, NOTHING, 1), cost).transfer == NOTHING
 
 
 @pytest.mark.parametrize(
