@@ -34,7 +34,6 @@ FUNCTIONS = {
     "ls_largest": "l: ppl ll ll l pppp",
     "ls_tell": "i: pppp i f p pp",
     "ls_round": "l: ppl pppl ll fiii f pppp",
-    "ls_average": "i: pppl f iii pp",
     "ls_unite": "l: pppp l ll l pppp pp",
     "ls_meet": "l: p ll p i ll ppppppp",
     "ls_reader": "l:",
@@ -166,9 +165,9 @@ class Native:
         if size < 0:
             return int(-1 - size)
         tops = None if tops is None else tops[:size]
-        different, named = torch.tensor([size, numbers[0]], device="cpu").unbind()
+        different, named, trouble = torch.tensor([size, numbers[0], numbers[2]], device="cpu").unbind()
         return Met(
-            union[:size], levels[:size], numbers[1], tops, bool(numbers[2]), rows[:, 0].long(), different, named
+            union[:size], levels[:size], numbers[1], tops, trouble != 0, rows[:, 0].long(), different, named
         )  # fmt: skip
 
     def average_pairs(self, rows: Tensor, slots: int, padding: int) -> tuple[Tensor, Tensor] | None:
@@ -237,16 +236,6 @@ class Native:
         )  # fmt: skip
         _refuse_outside(found < 0, acc)
         return Rounded(words, units, sent[:found], rounded[:found])
-
-    def average(
-        self, words: Tensor, units: Tensor, tops: Tensor | None, n: int, low: int, wide: bool, parts: int
-    ) -> tuple[Tensor, Tensor | None]:
-        """Means over n ranks of values and of second values, from the sums of the words of :meth:`round`."""
-        values, second = torch.empty_like(units), None if tops is None else torch.empty_like(units)
-        self._library.ls_average(
-            at(words), at(units), at(tops), units.numel(), n, low, wide, parts, at(values), at(second)
-        )
-        return values, second
 
     def form(
         self,

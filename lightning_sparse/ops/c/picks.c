@@ -82,21 +82,6 @@ INLINE int64_t round_in_lanes(const float *x, const float *second, int64_t size,
   return found;
 }
 
-// Means over ranks of values, and of second values where there are tops, from sums of words.
-INLINE void average_lanes(const int32_t *words, const float *units, const uint8_t *tops, int64_t n, float ranks,
-                          const lanes_of by, float *values, float *seconds) {
-  const int32_t mask = (1 << by.low) - 1;
-  for (int64_t i = 0; i < n; i++) {
-    int32_t lane = by.wide ? words[i] : (int16_t)words[i / 2];
-    if (!by.wide && i % 2) lane = (int32_t)((uint32_t)words[i / 2] - (uint32_t)lane) >> 16;
-    values[i] = (float)(lane >> by.low) * units[i] / ranks;
-    if (!tops) continue;
-    float top = top_of(tops[i]), mean = (float)(lane & mask) * (top / (ranks * (float)by.parts));
-    float least = top / (4 * ranks);  // whoever has told has a quarter of the top there at least
-    seconds[i] = mean > least ? mean : least;
-  }
-}
-
 // Memory, not the processor, decides how long this takes: asked for ahead, it answers several at once.
 // 0; or 1 where an index is not below the size of x, and the work is left undone there.
 INLINE int32_t take(const float *x, int64_t size, const int64_t *indices, int64_t n, float *out) {
@@ -186,13 +171,4 @@ EXPORT int64_t ls_round(const float *x, const float *second, int64_t size, const
                           rounded);
   return round_in_lanes(x, NULL, size, indices, levels, NULL, n, lowest, raise_by, alone, 0, words, units, sent,
                         rounded);
-}
-
-EXPORT void ls_average(const int32_t *words, const float *units, const uint8_t *tops, int64_t n, float ranks,
-                       int32_t low, int32_t wide, int32_t parts, float *values, float *seconds) {
-  const lanes_of by = {0, low, wide, parts}, alone = {0, 0, 0, 0};
-  if (tops)
-    average_lanes(words, units, tops, n, ranks, by, values, seconds);
-  else
-    average_lanes(words, units, NULL, n, ranks, alone, values, NULL);
 }
