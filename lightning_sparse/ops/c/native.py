@@ -26,7 +26,6 @@ ARGUMENTS = {
     "l": ctypes.c_int64,
     "i": ctypes.c_int32,
     "f": ctypes.c_float,
-    "d": ctypes.c_double,
 }
 FUNCTIONS = {
     "ls_form": "l: ppp ppl i ip f pp l p",
