@@ -148,6 +148,9 @@ class OptimizerBinding(MemoryChoice):
         # Gradients may be 0 on one rank alone, and ranks have to decide alike: where there is one to exchange, they do.
         self._rehearsing = rehearses(optimizer) and not fresh
         if self._rehearsing:
+            if held:  # the state that is about to be made is that of the memory which suits the optimizer
+                self._meet(optimizer, held)
+                self.suit(self.optimizers)
             if self.takes(optimizer):
                 self._adam.rehearse(optimizer, self._served(optimizer))
             return
