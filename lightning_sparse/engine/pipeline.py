@@ -5,9 +5,10 @@ Everything between ranks is a message that a coroutine yields; :mod:`drivers <li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn import Parameter
 
 from lightning_sparse.core.console import say
 from lightning_sparse.core.layout import Gradient, InRuns, rates_at, sum_dtype
-from lightning_sparse.core.messages import Meter, Steps, resolve
+from lightning_sparse.core.messages import Meter, Steps
 from lightning_sparse.core.step import Absorbed, Agreement, Candidates, Context, GroupState, Selection, Update
 from lightning_sparse.engine.average import Average, bounds_of, scatter_average_
 from lightning_sparse.engine.config import SparsificationConfig
@@ -142,8 +143,11 @@ def exchange_group(
     meter = Meter(ctx.world_size)
     begin = Stamp.now(grad.device)
     given = grad if scale is None else grad.unscaled(scale)
-    with changing(), _left_alone(memory, state, unused):
+    with changing():
+        kept = _kept(memory, state, unused) if unused else ()
         absorbed = memory.absorb_(state.memory, given, ctx)
+        for place, content in kept:
+            place.copy_(content)
     acc, score = _offered(absorbed, unused, sparsifier.reads_runs)
     finite, second = absorbed.finite, absorbed.second
     if static_shapes(grad.device):  # a rank in trouble offers NaN, and nobody waits to know
@@ -151,17 +155,22 @@ def exchange_group(
     elif not finite:  # it takes part in the survey like the others
         score = torch.zeros_like(acc[:-1])
         acc = torch.full_like(acc, float("nan"))
-    selection, selector = yield from meter.watch(resolve(sparsifier.select(score, state.selector, ctx)))
+    selected = sparsifier.select(score, state.selector, ctx)
+    if isinstance(selected, Generator):
+        selected = yield from meter.watch(selected)
+    selection, selector = selected
     ctx = ctx._replace(second=second)
     if state.candidates is not None:
         state.candidates.forget()
     if static_shapes(grad.device):  # scores of 16-bit gradients have a vector of their own, which other groups can take
         del absorbed, given, score
         grad.rooms.clear()
-    selected = Stamp.now(grad.device)
+    picked = Stamp.now(grad.device)
     if not (static_shapes(grad.device) and exchange.tells_trouble):
         selection = _raise_alarm(acc, selection, finite)
-    update = yield from meter.watch(resolve(exchange(acc, selection, ctx)))
+    update = exchange(acc, selection, ctx)
+    if isinstance(update, Generator):
+        update = yield from meter.watch(update)
     divisor = memory.divisors(state.memory, update, ctx)
     average, rate = update.values, None
     if memory.reads_rates and ctx.rates:
@@ -171,7 +180,7 @@ def exchange_group(
     sent = handed
     if rate is not None:
         sent, rounding = handed * rate, None if rounding is None else rounding * rate
-    stamps = begin, selected, Stamp.now(grad.device)
+    stamps = begin, picked, Stamp.now(grad.device)
     statistics = measure(grad.dtype, grad.numel, agreement, selection, update, ctx, meter.bytes_sent, stamps)
     named = update.union if update.named is None else update.named
     after = state if whole else GroupState(state.memory, selector, update.counts, named, state.candidates)
@@ -232,13 +241,17 @@ def settle_group(
     """
     after = proposed.after
     on_device = skipped if isinstance(skipped, Tensor) and static_shapes(skipped.device) else None
-    if on_device is None and skipped:
-        with _left_alone(memory, state, unused):
-            memory.skip_(state.memory)
+    skips = on_device is None and bool(skipped)
+    kept = _kept(memory, state, unused) if unused else ()
+    if skips:
+        memory.skip_(state.memory)
+    else:
+        memory.settle_(state.memory, proposed.update, proposed.rounding, on_device)
+    for place, content in kept:
+        place.copy_(content)
+    if skips:
         forget_overflow_(state, memory, len(proposed.statistics.counts))
         return state
-    with _left_alone(memory, state, unused):
-        memory.settle_(state.memory, proposed.update, proposed.rounding, on_device)
     if on_device is None or after is state:
         return after
     counts, union = state.counts, state.union
@@ -246,8 +259,8 @@ def settle_group(
         counts, union = torch.full_like(after.counts, -1), torch.full_like(after.union, -1)
     old = GroupState(None, state.selector, counts, union)
     new = GroupState(None, after.selector, after.counts, after.union)
-    kept: GroupState = choose(on_device, old, new)
-    return kept._replace(memory=state.memory, candidates=state.candidates)
+    chosen: GroupState = choose(on_device, old, new)
+    return chosen._replace(memory=state.memory, candidates=state.candidates)
 
 
 def forget_overflow_(state: GroupState, memory: Memory, world_size: int) -> None:
@@ -260,14 +273,10 @@ def forget_overflow_(state: GroupState, memory: Memory, world_size: int) -> None
         residual.masked_fill_(residual.abs() > torch.finfo(residual.dtype).max / world_size, 0.0)
 
 
-@contextmanager
-def _left_alone(memory: Memory, state: GroupState, unused: Sequence[slice]) -> Iterator[None]:
-    """Keep all that is remembered of unused parameters as it is."""
-    vectors = memory.vectors(state.memory).values() if unused else ()
-    kept = [(vector[span], vector[span].clone()) for vector in vectors for span in unused]
-    yield
-    for place, content in kept:
-        place.copy_(content)
+def _kept(memory: Memory, state: GroupState, unused: Sequence[slice]) -> list[tuple[Tensor, Tensor]]:
+    """Return the places and copies of all that is remembered of unused parameters, which stays as it is."""
+    vectors = memory.vectors(state.memory).values()
+    return [(vector[span], vector[span].clone()) for vector in vectors for span in unused]
 
 
 def _offered(absorbed: Absorbed, unused: Sequence[slice], in_runs: bool) -> tuple[Tensor, Any]:
@@ -447,13 +456,13 @@ class GroupReducer:
             A coroutine that ends with what the step would settle.
         """
         self.unused = set(unused)
-        grad = given = Gradient.of((piece for name in self.spans if (piece := pieces[name]).numel()), self._rooms)
+        grad = given = Gradient.of([piece for name in self.spans if (piece := pieces[name]).numel()], self._rooms)
         if static_shapes(self.device):  # of one vector a kernel takes one launch
             grad = Gradient([given.flat()])
         # Where no rank has used a parameter, there may be an old average, which must neither be accumulated nor
         # changed; and nothing of what is remembered of it may be sent, because nobody would step with it.
-        spans = [span for name, span in self.spans.items() if name in unused]
-        old = [grad[span].clone() for span in spans]
+        spans = [span for name, span in self.spans.items() if name in unused] if unused else []
+        old = [grad[span].clone() for span in spans] if unused else []
         for span in spans:
             grad[span].zero_()
         if ctx.parameters is not None:
@@ -474,7 +483,7 @@ class GroupReducer:
             scale=scale,
             unused=spans,
             flush=flush,
-            changing=lambda: changing(used),
+            changing=partial(changing, used),
         )
         for span, values in zip(spans, old, strict=True):
             grad[span].copy_(values)
