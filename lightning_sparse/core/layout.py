@@ -110,8 +110,8 @@ class Gradient:
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
         """Iterate over the coordinates that each run holds, and the run."""
-        for start, length, run in zip(self.starts, self._lengths, self.runs, strict=True):
-            yield slice(start, start + length), run
+        stops = (*self.starts[1:], self.numel)
+        return zip(map(slice, self.starts, stops), self.runs, strict=True)
 
     def cut(self, most: int) -> Iterator[tuple[slice, Tensor]]:
         """Iterate in parts of at most so many coordinates."""

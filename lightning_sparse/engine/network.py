@@ -530,7 +530,7 @@ def send(message: Message, comm: TorchCollective) -> Tensor:
     """Send one message between the real ranks and return the answer."""
     if not isinstance(message, Message):
         raise TypeError(f"Expected a message, but got {message!r}.")
-    answer: Tensor = getattr(comm, message.kind)(*(getattr(message, name) for name in message.__match_args__))
+    answer: Tensor = getattr(comm, message.kind)(*map(partial(getattr, message), message.__match_args__))
     return answer
 
 

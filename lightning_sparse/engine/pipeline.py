@@ -150,7 +150,8 @@ def exchange_group(
             place.copy_(content)
     acc, score = _offered(absorbed, unused, sparsifier.reads_runs)
     finite, second = absorbed.finite, absorbed.second
-    if static_shapes(grad.device):  # a rank in trouble offers NaN, and nobody waits to know
+    static = static_shapes(grad.device)
+    if static:  # a rank in trouble offers NaN, and nobody waits to know
         ctx = ctx._replace(finite=finite)
     elif not finite:  # it takes part in the survey like the others
         score = torch.zeros_like(acc[:-1])
@@ -162,11 +163,11 @@ def exchange_group(
     ctx = ctx._replace(second=second)
     if state.candidates is not None:
         state.candidates.forget()
-    if static_shapes(grad.device):  # scores of 16-bit gradients have a vector of their own, which other groups can take
+    if static:  # scores of 16-bit gradients have a vector of their own, which other groups can take
         del absorbed, given, score
         grad.rooms.clear()
     picked = Stamp.now(grad.device)
-    if not (static_shapes(grad.device) and exchange.tells_trouble):
+    if not exchange.tells_trouble if static else not finite:
         selection = _raise_alarm(acc, selection, finite)
     update = exchange(acc, selection, ctx)
     if isinstance(update, Generator):
@@ -305,7 +306,7 @@ def _raise_alarm(acc: Tensor, selection: Selection, finite: Tensor) -> Selection
         if selection.spare is not None:
             selection.spare[:1].masked_fill_(alone, False)
         return selection._replace(count=selection.count + alone)
-    if finite or selection.count > 0:
+    if selection.count > 0:
         return selection
     indices = selection.indices if selection.indices.numel() else selection.indices.new_zeros(1)
     indices = torch.full_like(indices, acc.numel() - 1)
@@ -352,7 +353,7 @@ class GroupReducer:
         flush: bool,
     ) -> None:
         self.plan = plan
-        self.spans = plan.offsets()
+        self.spans, self.numel = plan.offsets(), plan.numel
         self.density = settings.density if plan.density is None else Constant(plan.density)
         self.always_whole = self.density == Constant(1.0)
         """True if a density of 1 is all that this group will ever have."""
@@ -364,6 +365,8 @@ class GroupReducer:
             memory = memory.for_whole()
         self.memory: Memory = memory
         self.sparsifier: Sparsifier = Everything() if plan.dense else settings.sparsifier
+        self.sparsified = self.sparsifier.agreement is not Agreement.EVERYTHING
+        """True if coordinates are selected, by plan, so that others wait."""
         self.exchange: Exchange = Dense() if plan.dense else settings.exchange_in_use
         example = parameters[plan.parameters[0].name]
         self.device, self.dtype = example.device, example.dtype
@@ -389,12 +392,7 @@ class GroupReducer:
 
     def selects(self, step: int) -> bool:
         """Return True if not everything is sent at a step, as long as nothing is flushed."""
-        return self.sparsified and not sends_everything(self.sparsifier, self.density(step), self.plan.numel)
-
-    @property
-    def sparsified(self) -> bool:
-        """True if coordinates are selected, by plan, so that others wait."""
-        return self.sparsifier.agreement is not Agreement.EVERYTHING
+        return self.sparsified and not sends_everything(self.sparsifier, self.density(step), self.numel)
 
     @property
     def remembers(self) -> bool:

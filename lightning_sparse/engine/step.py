@@ -374,9 +374,10 @@ class Stepper(Groups):
 
     # ---------------------------------------------------------------------------------------------------- step
 
-    def is_fresh(self, name: str) -> bool:
-        """Return True for a parameter whose gradient would be exchanged if an optimizer stepped it now."""
-        return name in self._fresh
+    @property
+    def fresh(self) -> Set[str]:
+        """Parameters whose gradient would be exchanged if an optimizer stepped them now."""
+        return self._fresh.keys()
 
     def leave(self, names: Collection[str]) -> None:
         """Count a step of an optimizer that holds these and exchanges nothing."""
@@ -437,7 +438,7 @@ class Stepper(Groups):
 
     def _rates_of(self, names: Sequence[str]) -> dict[str, float]:
         """Return the learning rates of these parameters, if residuals are in units of them."""
-        if not self.settings.memory_in_use.reads_rates:
+        if not self._reads_rates:
             return {}
         rates = self.rates()
         return {name: rates[name] for name in names if name in rates}
