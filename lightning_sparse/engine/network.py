@@ -530,7 +530,7 @@ def send(message: Message, comm: TorchCollective) -> Tensor:
     """Send one message between the real ranks and return the answer."""
     if not isinstance(message, Message):
         raise TypeError(f"Expected a message, but got {message!r}.")
-    answer: Tensor = getattr(comm, message.kind)(*(getattr(message, name) for name in message.__match_args__))
+    answer: Tensor = getattr(comm, message.kind)(*map(partial(getattr, message), message.__match_args__))
     return answer
 
 
@@ -565,7 +565,7 @@ def drive_together(steps: Sequence[Steps[T]], comm: TorchCollective, send: Send 
 
 
 class Going(Generic[T]):
-    """A coroutine that is run on this rank, each message as it comes.
+    """A coroutine that is run on this rank, up to its first message at once, and then each message as it comes.
 
     Where it waits, a handler of a signal may run it to its end: other ranks may have gone on meanwhile, and wait for
     what this one sends.
@@ -583,26 +583,27 @@ class Going(Generic[T]):
         listening: Callable[[Callable[[], Tensor]], Tensor],
     ) -> None:
         self._steps, self._start, self._listening = steps, start, listening
+        self._message: Message | None = None
         self._waiting: Callable[[], Tensor] | None = None
         self._values: list[T] = []
         self._go_on(None)
 
     def run(self) -> T:
         """Return the value of the coroutine."""
-        while (waiting := self._waiting) is not None:
+        while self._message is not None:
+            self._waiting = waiting = self._waiting or self._start(self._message)
             answer = self._listening(waiting)
             if self._waiting is waiting:  # no handler has gone on
                 self._go_on(answer)
         return self._values[0]
 
     def _go_on(self, answer: Tensor | None) -> None:
+        self._waiting = None
         try:
-            message = self._steps.send(answer)  # type: ignore[arg-type]  # None starts it
+            self._message = self._steps.send(answer)  # type: ignore[arg-type]  # None starts it
         except StopIteration as end:
-            self._waiting = None
+            self._message = None
             self._values.append(end.value)
-        else:
-            self._waiting = self._start(message)
 
 
 def joined(steps: Sequence[Steps[T]], comm: TorchCollective) -> Steps[list[T]]:
