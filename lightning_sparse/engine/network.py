@@ -7,7 +7,7 @@
 
 Over gloo, an all-gather is a ring of ``n - 1`` messages, and an all-reduce one of ``2 (n - 1)``. Each message waits for
 the one before, and for its receiver to ask for it, a round trip. Here all ranks send to all others at once, see
-:attr:`TorchCollective.one_hop`.
+:attr:`TorchCollective.one_hop`, and ask for each message before they send the one before it, see :class:`.Ahead`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -40,6 +39,7 @@ from lightning_sparse.core.messages import (
     summed,
     together,
 )
+from lightning_sparse.engine.ahead import LOOK, Ahead
 
 # Renamed in torch 2.13, where the old name warns; builds of torch without distributed have neither.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
@@ -57,8 +57,6 @@ PAUSE = 5e-5
 """Seconds between two queries of a device."""
 LISTEN = 1.0
 """Seconds of waiting after which the store is asked whether another rank has failed."""
-LOOK = timedelta(seconds=0.05)
-"""After so long, a thread that waits looks for signals again."""
 LATE = "Operation timed out!"
 """What torch says when only that time is over."""
 LEAVE = timedelta(seconds=5)
@@ -90,9 +88,10 @@ class TorchCollective:
         self._beside: Sequence[Sequence[int]] = ()
         """Ranks of the groups that are made at the same time, see :meth:`of_its_own`."""
         self._owned = self._given_back = False
-        self._announced: tuple[Any, Callable[[], None]] | None = None
-        """The message of what was announced, and a call that looks at it. Nothing else keeps it, not even a cycle: a
-        message keeps connections open, and other ranks would wait for one that has failed."""
+        self._announced: tuple[Callable[[], Tensor], Callable[[Tensor], None]] | None = None
+        """Waits for what was announced, and looks at it. Nothing else keeps it, not even a cycle: a message keeps
+        connections open, and other ranks would wait for one that has failed."""
+        self._ahead: Ahead | None = None
         self._keys, self._left = "", 0
         alone = not (dist.is_available() and dist.is_initialized())
         self.rank: int = 0 if alone else dist.get_rank(group)
@@ -104,7 +103,8 @@ class TorchCollective:
         self.one_hop = False
         """True if messages below 4 MiB between CPUs go from each rank to all others at once, over a group that was
         made here: as many bytes as in a ring. So it is over gloo where all ranks are on one host, or each has a host of
-        its own. Where several share one of several hosts, a ring crosses a host's card less often."""
+        its own. Where several share one of several hosts, a ring crosses a host's card less often. Messages to 1 MiB
+        then take the time of one way, see :class:`.Ahead`."""
 
     @classmethod
     def of_one(cls) -> TorchCollective:
@@ -282,6 +282,8 @@ class TorchCollective:
         if self._owned and self.group is not None and dist.is_initialized():
             if "nccl" in dist.get_backend_config(self.group):  # maybe beside gloo, for tensors on the CPU
                 self.group.abort()  # destroy_process_group would wait for it
+            if self._ahead is not None:
+                self._ahead.end()
             self.close()
 
     def leave(self, fact: str) -> list[str]:
@@ -311,12 +313,14 @@ class TorchCollective:
 
     def close(self) -> None:
         """Stop taking part; destroy the group if it was made by :meth:`of_its_own`."""
+        if self._ahead is not None:
+            self._ahead.close()
         if self._owned and dist.is_initialized():
             dist.destroy_process_group(self.group)
         # Threads of a group live as long as there is a reference to it. They abort a process that ends before them. A
         # fork has no such threads, and waits for them for ever when it frees the group.
         self._given_back = True  # before others can find no group
-        self.group, self._owned, self._announced = None, False, None
+        self.group, self._owned, self._announced, self._ahead = None, False, None, None
 
     def announce(self, words: Tensor, look: Callable[[Tensor], None]) -> None:
         """Begin to gather words of all ranks on the CPU, which are looked at before any later message is sent.
@@ -332,14 +336,8 @@ class TorchCollective:
         if self.world_size == 1:
             look(words.unsqueeze(0))
             return
-        out = words.new_empty(self.world_size, *words.shape)
         with self._together("all_gather") as group:
-            if self.one_hop:
-                work = dist.all_to_all_single(out, words.repeat(self.world_size, 1), group=group, async_op=True)
-            else:
-                work = _all_gather(out.view(-1), words, group=group, async_op=True)
-
-        self._announced = work, partial(look, out)
+            self._announced = self._begun(AllGather(words), group), look
 
     def hear(self) -> None:
         """Wait for what was announced, if anything was, and let it be looked at.
@@ -348,48 +346,62 @@ class TorchCollective:
         """
         if (announced := self._announced) is None:
             return
-        work, look = announced
+        wait, look = announced
         try:
             with self._together("all_gather"):
-                finish(work)
+                rows = wait()
         finally:
             first = self._announced is announced
             self._announced = None
         if first:
-            look()
+            look(rows)
 
     def start(self, message: Message) -> Callable[[], Tensor]:
         """Start a message; return what waits for its answer, and may be called again while it waits.
 
         Transfers between two ranks are over when this returns.
         """
-        x, summing = message.x, isinstance(message, AllReduce) and self.one_hop and short(message.x)
+        summing = isinstance(message, AllReduce) and self.one_hop and short(message.x)
         if self.world_size == 1 or summing or isinstance(message, SendRecv):
             answer = send(message, self)
             return lambda: answer
         self.hear()
-        if isinstance(message, AllGather) and self.one_hop and short(x):
-            x, out = x.expand(self.world_size, *x.shape).contiguous(), x.new_empty(self.world_size, *x.shape)
-        elif isinstance(message, AllGather):
-            x, out = x.contiguous(), x.new_empty(self.world_size, *x.shape)
-        else:
-            x = x.contiguous()
-            out = torch.empty_like(x) if isinstance(message, AllToAll) else x
         with self._together(message.kind) as group:
-            work: Any
-            match message:
-                case AllReduce():
-                    work = dist.all_reduce(out, group=group, async_op=True)
-                case Broadcast(_, src):
-                    work = dist.broadcast(out, group=group, group_src=src, async_op=True)
-                case _ if x.dim() == out.dim():
-                    work = dist.all_to_all_single(out, x, group=group, async_op=True)
-                case _:
-                    work = _all_gather(out.view(-1), x.view(-1), group=group, async_op=True)
+            wait = self._begun(message, group)
 
         def finished() -> Tensor:
             with self._together(message.kind):
-                finish(work) if out.device.type == "cpu" else work.wait()
+                return wait()
+
+        return finished
+
+    def _begun(self, message: Message, group: Any) -> Callable[[], Tensor]:
+        """Begin a message between several ranks; return what waits for its answer."""
+        x, hops = message.x.contiguous(), self.one_hop and short(message.x)
+        if hops and isinstance(message, AllGather):
+            x = x.expand(self.world_size, *x.shape)
+        if hops and isinstance(message, AllGather | AllToAll) and x.numel():
+            ahead = self._ahead = self._ahead or Ahead(group, self.rank, self.world_size)
+            if x[0].nbytes <= ahead.most:
+                return ahead.send(x, group).wait
+        work: Any
+        match message:
+            case AllReduce():
+                out = x
+                work = dist.all_reduce(out, group=group, async_op=True)
+            case Broadcast(_, src):
+                out = x
+                work = dist.broadcast(out, group=group, group_src=src, async_op=True)
+            case AllGather() if not hops:
+                out = x.new_empty(self.world_size, *x.shape)
+                work = _all_gather(out.view(-1), x.view(-1), group=group, async_op=True)
+            case _:
+                x = x.contiguous()
+                out = torch.empty_like(x)
+                work = dist.all_to_all_single(out, x, group=group, async_op=True)
+
+        def finished() -> Tensor:
+            finish(work) if out.device.type == "cpu" else work.wait()
             return out
 
         return finished

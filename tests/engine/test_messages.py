@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.engine import network
+from lightning_sparse.engine.ahead import Ahead
 from lightning_sparse.engine.calls import digest_of
 from lightning_sparse.methods.exchanges import GatherPairs
 from tests.engine.test_engine import batches, wrapped
@@ -39,7 +40,8 @@ def collectives(layout: str, options: dict[str, Any]) -> tuple[Counter[str], int
 
     def counting(name: str, operation: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            seen[f"{name} {str(args[0].dtype).removeprefix('torch.')}"] += 1
+            sent = next(arg for arg in args if isinstance(arg, Tensor))
+            seen[f"{name} {str(sent.dtype).removeprefix('torch.')}"] += 1
             return operation(*args, **kwargs)
 
         return call
@@ -48,6 +50,7 @@ def collectives(layout: str, options: dict[str, Any]) -> tuple[Counter[str], int
         for step, batch in enumerate(batches(4)):
             if step == 3:
                 patch.setattr(network, "_all_gather", counting("all_gather", network._all_gather))
+                patch.setattr(Ahead, "send", counting("to_all", Ahead.send))
                 for name in ("all_reduce", "broadcast", "all_to_all_single"):
                     patch.setattr(dist, name, counting(name, getattr(dist, name)))
             ddp.zero_grad()
@@ -57,7 +60,7 @@ def collectives(layout: str, options: dict[str, Any]) -> tuple[Counter[str], int
     return seen, groups
 
 
-WORDS, INTS, FLOATS, BYTES = (f"all_to_all_single {dtype}" for dtype in ("int64", "int32", "float32", "uint8"))
+WORDS, INTS, FLOATS, BYTES = (f"to_all {dtype}" for dtype in ("int64", "int32", "float32", "uint8"))
 AVERAGES = "all_reduce float32"
 
 
