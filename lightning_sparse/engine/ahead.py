@@ -98,7 +98,7 @@ class Ahead:
         length = rows[0].nbytes
         arrived = room[:, :length].view(rows.dtype).view(rows.shape)
         arrived[self._rank] = rows[self._rank].detach()
-        arrival = Arrival([*asked, *sent], arrived)
+        arrival = Arrival([*sent, *asked], arrived)
         self._sent.put(arrival)
         return arrival
 
