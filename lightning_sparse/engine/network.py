@@ -7,7 +7,8 @@
 
 Over gloo, an all-gather is a ring of ``n - 1`` messages, and an all-reduce one of ``2 (n - 1)``. Each message waits for
 the one before, and for its receiver to ask for it, a round trip. Here all ranks send to all others at once, see
-:attr:`TorchCollective.one_hop`, and ask for each message before they send the one before it, see :class:`.Ahead`.
+:attr:`TorchCollective.one_hop`. Where they are far apart, they ask for a message before they send the one before it,
+see :class:`.Ahead`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from lightning_sparse.core.messages import (
     summed,
     together,
 )
-from lightning_sparse.engine.ahead import LOOK, Ahead
+from lightning_sparse.engine.ahead import FAR, LOOK, Ahead
 
 # Renamed in torch 2.13, where the old name warns; builds of torch without distributed have neither.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
@@ -57,6 +58,8 @@ PAUSE = 5e-5
 """Seconds between two queries of a device."""
 LISTEN = 1.0
 """Seconds of waiting after which the store is asked whether another rank has failed."""
+TRIALS = 3
+"""Messages by which a round trip is measured."""
 LATE = "Operation timed out!"
 """What torch says when only that time is over."""
 LEAVE = timedelta(seconds=5)
@@ -103,8 +106,10 @@ class TorchCollective:
         self.one_hop = False
         """True if messages below 4 MiB between CPUs go from each rank to all others at once, over a group that was
         made here: as many bytes as in a ring. So it is over gloo where all ranks are on one host, or each has a host of
-        its own. Where several share one of several hosts, a ring crosses a host's card less often. Messages to 1 MiB
-        then take the time of one way, see :class:`.Ahead`."""
+        its own. Where several share one of several hosts, a ring crosses a host's card less often."""
+        self.far = False
+        """True if a round trip then takes 2 ms or more: messages to 1 MiB take the time of one way, see
+        :class:`.Ahead`."""
 
     @classmethod
     def of_one(cls) -> TorchCollective:
@@ -194,11 +199,22 @@ class TorchCollective:
         if self.world_size > 1 and "cpu:gloo" in dist.get_backend_config(self.group):
             try:
                 hosts = self.all_gather_object(socket.gethostname(), torch.device("cpu"))
+                self.one_hop = len(set(hosts)) in (1, self.world_size)
+                if self.one_hop and len(set(hosts)) > 1:
+                    self.far = max(self.all_gather_object(self._round_trip(), torch.device("cpu"))) >= FAR
             except BaseException:
                 self.close()
                 raise
-            self.one_hop = len(set(hosts)) in (1, self.world_size)
         return self
+
+    def _round_trip(self) -> float:
+        """Return the seconds that a short message takes, the least of several; collective."""
+        words, taken = torch.zeros(self.world_size, dtype=torch.int64, device="cpu"), []
+        for _ in range(TRIALS):
+            begin = time.perf_counter()
+            self.all_to_all(words)
+            taken.append(time.perf_counter() - begin)
+        return min(taken)
 
     def between_hosts(self) -> TorchCollective:
         """Return a collective for small messages of CPU tensors, which wait for no device. All ranks must call this.
@@ -380,7 +396,7 @@ class TorchCollective:
         x, hops = message.x.contiguous(), self.one_hop and short(message.x)
         if hops and isinstance(message, AllGather):
             x = x.expand(self.world_size, *x.shape)
-        if hops and isinstance(message, AllGather | AllToAll) and x.numel():
+        if self.far and hops and isinstance(message, AllGather | AllToAll) and x.numel():
             ahead = self._ahead = self._ahead or Ahead(group, self.rank, self.world_size)
             if x[0].nbytes <= ahead.most:
                 return ahead.send(x, group).wait

@@ -33,9 +33,16 @@ MANY = {"grouping": "layer", "rules": ls.Rules(dense_ndim=2, dense_numel=0)}
 # ---- How often a step talks
 
 
-def collectives(layout: str, options: dict[str, Any]) -> tuple[Counter[str], int]:
-    """Count the collectives that a step asks torch for, by operation and dtype; also return the number of groups."""
+def collectives(layout: str, options: dict[str, Any], far: bool) -> tuple[Counter[str], int]:
+    """Count the collectives that a step asks torch for, by operation and dtype; also return the number of groups.
+
+    Each waits for the one before it: between ranks that are far apart for a message of one way, else for a round trip.
+    """
+    made = options.pop("optimizer", None)
     ddp, engine = wrapped(layout, **options)
+    optimizer = made and made(ddp.parameters())
+    engine.router.comm.far = far
+    at_once: tuple[Any, str] = (Ahead, "send") if far else (dist, "all_to_all_single")
     seen: Counter[str] = Counter()
 
     def counting(name: str, operation: Any) -> Any:
@@ -50,12 +57,12 @@ def collectives(layout: str, options: dict[str, Any]) -> tuple[Counter[str], int
         for step, batch in enumerate(batches(4)):
             if step == 3:
                 patch.setattr(network, "_all_gather", counting("all_gather", network._all_gather))
-                patch.setattr(Ahead, "send", counting("to_all", Ahead.send))
-                for name in ("all_reduce", "broadcast", "all_to_all_single"):
+                patch.setattr(*at_once, counting("to_all", getattr(*at_once)))
+                for name in ("all_reduce", "broadcast"):
                     patch.setattr(dist, name, counting(name, getattr(dist, name)))
             ddp.zero_grad()
             ddp(batch).square().mean().backward()
-            exchange(engine)
+            optimizer.step() if optimizer else exchange(engine)
     groups = len(engine.groups)
     return seen, groups
 
@@ -72,20 +79,23 @@ TALKS: list[tuple[str, dict[str, Any], dict[str, int], int]] = [
     ("find_unused", {"grouping": "layer"}, {WORDS: 2, INTS: 2}, 4),
     ("find_unused", MANY, {WORDS: 2, INTS: 1, BYTES: 1}, 5),
     ("default", {**MANY, "sparsifier": "everything"}, {AVERAGES: 1}, 5),  # DDP's own
+    ("default", {"grouping": "layer", "optimizer": torch.optim.AdamW}, {WORDS: 2, INTS: 2}, 4),
     ("default", {"grouping": "layer", "sparsifier": "top_k"}, {WORDS: 2, INTS: 1}, 4),
 ]
 
 
+@pytest.mark.parametrize("far", [False, True])
 @pytest.mark.parametrize("case", range(len(TALKS)))
-def test_a_step_talks_as_often_as_one_group(two_ranks: Ranks, case: int) -> None:
+def test_a_step_talks_as_often_as_one_group(two_ranks: Ranks, case: int, far: bool) -> None:
     layout, options, expected, groups = TALKS[case]
-    for seen in two_ranks(collectives, layout, {"density": 0.05, **options}):
+    for seen in two_ranks(collectives, layout, {"density": 0.05, **options}, far):
         assert seen == (expected, groups)
 
 
-def test_between_more_than_two_ranks_sums_are_formed_in_parts(three_ranks: Ranks) -> None:
-    layout, options, expected, groups = TALKS[-3]
-    for seen in three_ranks(collectives, layout, {"density": 0.05, **options}):
+@pytest.mark.parametrize("far", [False, True])
+def test_between_more_than_two_ranks_sums_are_formed_in_parts(three_ranks: Ranks, far: bool) -> None:
+    layout, options, expected, groups = TALKS[4]
+    for seen in three_ranks(collectives, layout, {"density": 0.05, **options}, far):
         assert seen == ({**expected, BYTES: 2}, groups)
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sparse.core.messages import AllGather
+from lightning_sparse.engine import network
 from lightning_sparse.engine.ahead import MOST, Ahead
 from lightning_sparse.engine.network import LostRankError, TorchCollective
 from tests.ranks import Ranks
@@ -49,6 +50,7 @@ def leaves_before_the_other_rank_begins() -> bool:
     if rank == 1:
         dist.barrier()
     arrival = ahead.send(rows, group)
+    threading.Thread(target=arrival.wait).start()
     left = group.left.wait(10)
     if rank == 0:
         dist.barrier()
@@ -60,6 +62,16 @@ def leaves_before_the_other_rank_begins() -> bool:
 
 def test_a_message_leaves_before_its_receiver_begins(two_ranks: Ranks) -> None:
     assert two_ranks(leaves_before_the_other_rank_begins) == [True, True]
+
+
+def far_apart() -> TorchCollective:
+    """Return the ranks, as if each had a host of its own, far from the others."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("socket.gethostname", lambda: str(dist.get_rank()))
+        patch.setattr(network, "FAR", 0.0)
+        comm = TorchCollective.of_its_own(timeout=timedelta(seconds=60))
+    assert comm.far
+    return comm
 
 
 SENT = [
@@ -75,8 +87,7 @@ SENT = [
 
 
 def gathered() -> tuple[list[Tensor], list[Tensor]]:
-    comm = TorchCollective.of_its_own()
-    assert comm.one_hop
+    comm = far_apart()
     mine = [x.roll(comm.rank) for x in SENT]
     every = [comm.all_gather(x) for x in mine]
     rows = [comm.all_to_all(torch.stack([x] * comm.world_size).roll(comm.rank, 0)) for x in mine]
@@ -93,7 +104,7 @@ def test_messages_of_any_dtype_and_length_arrive_as_they_were_sent(three_ranks: 
 
 
 def answers_are_owned() -> list[list[float]]:
-    comm = TorchCollective.of_its_own()
+    comm = far_apart()
     x = torch.ones(2)
     with torch.inference_mode():
         comm.all_gather(x)
@@ -112,7 +123,7 @@ def test_who_gets_an_answer_may_write_to_it_also_after_a_validation(two_ranks: R
 
 def gives_up_on_the_way(kept: bool) -> float:
     """Return the seconds that a rank took to give up while one of its messages was on its way, or to hear of it."""
-    comm = TorchCollective.of_its_own(timeout=timedelta(seconds=60))
+    comm = far_apart()
     comm.all_gather(torch.ones(1))
     dist.barrier()
     begin = time.monotonic()
@@ -135,3 +146,19 @@ def test_a_rank_that_gives_up_while_a_message_is_on_its_way_ends_at_once_and_for
     two_ranks: Ranks, kept: bool
 ) -> None:
     assert max(two_ranks(gives_up_on_the_way, kept)) < 5
+
+
+def distances(hosts: str, seconds: float) -> bool:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("socket.gethostname", lambda: hosts[dist.get_rank()])
+        patch.setattr(TorchCollective, "_round_trip", lambda self: seconds * self.rank)
+        comm = TorchCollective.of_its_own()
+    comm.close()
+    return comm.far
+
+
+@pytest.mark.parametrize(("hosts", "seconds", "far"), [("ab", 2e-3, True), ("ab", 1.9e-3, False), ("aa", 1.0, False)])
+def test_ranks_on_several_hosts_are_far_apart_by_the_longest_round_trip(
+    two_ranks: Ranks, hosts: str, seconds: float, far: bool
+) -> None:
+    assert two_ranks(distances, hosts, seconds) == [far, far]
