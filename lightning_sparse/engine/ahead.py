@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -88,6 +89,9 @@ class Ahead:
         self.most = min(MOST, ALTOGETHER // world_size // WORD * WORD)
         """Bytes of a message; longer ones are not for this."""
         self._room, self._asked = self._ask(group)
+        self._leaving: deque[list[Any]] = deque(maxlen=2)
+        """What is sent now and was sent before: who has sent a message has received all of the one before. Nothing
+        waits for them, since gloo tells nobody of one that fails while its connection ends."""
         self._awaited: SimpleQueue[Arrival | None] = SimpleQueue()
         threading.Thread(target=_finish, args=(self._awaited,), name="sparse-arrivals", daemon=True).start()
         self._end_thread = weakref.finalize(self, self._awaited.put, None)
@@ -100,15 +104,17 @@ class Ahead:
     def send(self, rows: Tensor, group: Any) -> Arrival:
         """Send to each rank its row of ``(n, *shape)``; what arrives is the row of each rank for this one.
 
-        The rows are contiguous, lie apart, and are owned by the receiver.
+        What arrives lies in rows that are contiguous, and apart from each other; the receiver owns it. The message
+        before has arrived. Rows may be written to when this returns.
         """
         room, asked = self._room, self._asked
         self._room, self._asked = self._ask(group)
-        sent = [group.send([rows[other]], other, TAG) for other in range(self._n) if other != self._rank]
+        sent = rows.clone() if rows.stride(0) else rows[:1].clone().expand_as(rows)  # the same for all
+        self._leaving.append([group.send([sent[i]], i, TAG) for i in range(self._n) if i != self._rank])
         length = rows[0].nbytes
         arrived = room[:, :length].view(rows.dtype).view(rows.shape)
         arrived[self._rank] = rows[self._rank].detach()
-        return Arrival([*sent, *asked], arrived, self._awaited.put)
+        return Arrival(asked, arrived, self._awaited.put)
 
     def end(self) -> None:
         """End the connections of this rank, also where a thread waits for a message: other ranks must not."""
@@ -121,6 +127,7 @@ class Ahead:
         """Ask for no more messages."""
         self._end_thread()
         self._asked = []
+        self._leaving.clear()
 
 
 def _finish(awaited: SimpleQueue[Arrival | None]) -> None:
