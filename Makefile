@@ -3,7 +3,7 @@
 # make lint   the static checks alone
 # make test-doors   the doors to transformers, Accelerate and Ray, with the real packages, in .venv-doors
 # make docs   the documentation site, in site/; warnings are errors
-# make gpu    what only an NVIDIA GPU can answer, within ten minutes: a table, and JSON in gpu_results/ (docs/gpu.md)
+# make gpu    what only an NVIDIA GPU can answer, within ten minutes: a table, and JSON in gpu_results/ (docs/developers/gpu-checks.md)
 # make clean  remove outputs and caches; the environment stays (rm -rf .venv)
 #
 # All but gpu work in .venv, made by $(PYTHON) on first use and kept up to date with pyproject.toml and constraints.txt.

@@ -150,7 +150,8 @@ def main() -> None:
     )
     console.print(
         "Between two processes on one machine, dense DDP is expected to have the fastest steps. Fewer bytes save time "
-        "on slow links and with large models: see docs/pays.md, and lightning-sparse advise for your own training."
+        "on slow links and with large models: see docs/guide/should-i-use-it.md, and lightning-sparse advise for your "
+        "own training."
     )
 
 

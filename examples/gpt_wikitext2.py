@@ -7,7 +7,8 @@
         --trainer.strategy.density=0.001 --config configs/wandb.yaml --data.dir folder/with/wikitext-2
 
 Two processes: on GPUs, or on CPUs where there are none (OMP_NUM_THREADS=1 then). The configurations `dgc` and
-`adam_correction` are for SGD with momentum, and do not fit. AdamW needs no change (docs/adam.md); it is said once:
+`adam_correction` are for SGD with momentum, and do not fit. AdamW needs no change (docs/guide/optimizers.md);
+it is said once:
 
     Adam's steps for parameters that are sparsified are taken with the second moments of all ranks' own gradients ...
     sparse_ddp: groups at Constant(density=0.01)

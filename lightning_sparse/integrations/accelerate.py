@@ -282,7 +282,7 @@ def attach(accelerator: Any, model: Any, optimizer: Any, **keywords: Any) -> Eng
     - gradients are exchanged when the optimizer steps, and steps of AdamW and of momentum are adapted to sparse
       averages; ``.grad`` is this rank's own before;
     - ``accelerator.clip_grad_norm_`` clips by the norm of the mean gradient and returns it, as with DDP, see
-      :meth:`.Engine.clip_grad_norm_`; ``clip_grad_value_`` clips each rank's own (``docs/training.md``);
+      :meth:`.Engine.clip_grad_norm_`; ``clip_grad_value_`` clips each rank's own (``docs/guide/optimizers.md``);
     - steps whose gradients are not finite on some rank are skipped on all ranks;
     - ``accelerator.save_state`` writes each rank's residuals into the checkpoint's folder, with a marker that is
       written last, and ``accelerator.load_state`` lets the engine continue with them;

@@ -22,7 +22,7 @@ def prepare_trainer(trainer: Trainer, /, **keywords: Any) -> Trainer:
     - ``train()`` attaches the engine to the model that Accelerate has wrapped; gradients are exchanged when the
       optimizer steps;
     - ``max_grad_norm`` (1.0 by default) clips by the norm of the mean gradient, as with DDP, which is logged as
-      ``grad_norm``; below a density of 1 it is estimated (``docs/training.md``);
+      ``grad_norm``; below a density of 1 it is estimated (``docs/guide/optimizers.md``);
     - checkpoints hold every rank's residuals, with a marker that is written last, and
       ``train(resume_from_checkpoint=...)`` continues with them; not with ``save_only_model``;
     - rows of the log with a loss also have ``sparse/...``, in all loggers of the Trainer;

@@ -70,7 +70,7 @@ class Unsuited(NamedTuple):
 
     def remedy(self) -> str:
         """Return sentences on the problem, its cost, and the settings that avoid it."""
-        more = page("momentum") if self.kind == "momentum" else page("adam")
+        more = page("guide/optimizers")
         betas = "beta1=None" if self.beta2 is None else f"betas=(0.0, {self.beta2:g})"
         return f"{self.optimizer} {PROBLEMS[self.kind].format(beta1=self.beta1, betas=betas)} More: {more}."
 

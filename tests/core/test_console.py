@@ -36,7 +36,7 @@ def named() -> list[str]:
 
 
 def test_messages_name_pages_by_where_they_are() -> None:
-    assert {"adam", "momentum"} <= set(named())
+    assert "guide/optimizers" in named()
     for name in named():
         assert Path(console.page(name)).is_file()
         assert console.page(name) == str(ROOT / "docs" / f"{name}.md")

@@ -1,4 +1,4 @@
-"""What training loops do between backward and step, each beside plain DDP; docs/own-loop.md has what was found.
+"""What training loops do between backward and step, each beside plain DDP; docs/guide/other-frameworks.md has what was found.
 
 At a density of 1 a loop trains as with plain DDP, bit for bit. Below it, ranks stay equal; or one sentence refuses it.
 """
@@ -23,7 +23,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import lightning_sparse as ls
 from tests.ranks import Ranks
 
-PAGE = Path(__file__).parents[2] / "docs" / "own-loop.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "other-frameworks.md"
 STEPS, MANY = 6, 42
 
 
@@ -365,6 +365,6 @@ def test_below_it_ranks_stay_equal_or_a_sentence_refuses_the_loop(loop: int, two
 
 
 def test_the_page_lists_what_was_tried() -> None:
-    section = PAGE.read_text().partition("## What your loop does")[2].partition("\n## ")[0]
+    section = PAGE.read_text().partition("### What your loop does")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (.+?) \| (.+?) \|$", section, re.MULTILINE)
     assert rows[2:] == [(each.what, "refused below a density of 1" if each.refused else WORDS) for each in LOOPS]

@@ -1,1 +1,1 @@
-"""What only a CUDA device can answer, in one command: ``make gpu``, or ``python -m tests.gpu``; see docs/gpu.md."""
+"""What only a CUDA device can answer, in one command: ``make gpu``, or ``python -m tests.gpu``."""

@@ -119,7 +119,13 @@ def fit_fabric(options: dict[str, Any], name: str, settings: dict[str, Any], pac
 def test_all_doors_warn_once_on_rank_zero_until_told_not_to(two_ranks: Ranks, job: Job, args: tuple[Any, ...]) -> None:
     [sentence], others = two_ranks(said, job, {}, "AdamW", ADAM, *args)
     assert others == []
-    for part in ("AdamW keeps a first moment", "betas=(0.0, 0.999)", "four times", "docs/adam.md", "Watch(adam=False)"):
+    for part in (
+        "AdamW keeps a first moment",
+        "betas=(0.0, 0.999)",
+        "four times",
+        "guide/optimizers.md",
+        "Watch(adam=False)",
+    ):
         assert part in sentence
     for watch in (None, ls.Watch(adam=False)):
         assert two_ranks(said, job, {"watch": watch}, "AdamW", ADAM, *args) == [[], []]
@@ -142,7 +148,7 @@ def test_the_whole_family_is_known(two_ranks: Ranks, name: str, settings: dict[s
 def test_optimizers_whose_steps_have_one_length_are_known(two_ranks: Ranks, name: str, loss: str) -> None:
     [sentence], others = two_ranks(said, attach, {"exchange": "reduce_union"}, name, ADAM)
     assert others == []
-    for part in (f"{name} ", loss, "torch's AdamW", "dense=['*.weight']", "docs/adam.md", "Watch(adam=False)"):
+    for part in (f"{name} ", loss, "torch's AdamW", "dense=['*.weight']", "guide/optimizers.md", "Watch(adam=False)"):
         assert part in sentence
 
 

@@ -97,7 +97,7 @@ def test_momentum_of_classes_derived_from_sgd_is_told_with_what_it_costs() -> No
     weight = torch.nn.Parameter(torch.zeros(1))
     found = unsuited(OwnSGD([weight], lr=0.1, momentum=0.9), {id(weight)})
     assert found is not None and found.kind == "momentum"
-    for part in ("OwnSGD keeps momentum (0.9)", "torch.optim.SGD itself only", "docs/momentum.md"):
+    for part in ("OwnSGD keeps momentum (0.9)", "torch.optim.SGD itself only", "docs/guide/optimizers.md"):
         assert part in found.remedy()
     assert unsuited(OwnSGD([weight], lr=0.1), {id(weight)}) is None
 

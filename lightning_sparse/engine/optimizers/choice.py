@@ -34,7 +34,7 @@ from lightning_sparse.ops.momentum import has_velocities
 
 SPENT = (
     "SGD applies averages that have waited together with the momentum that they would have had by now "
-    f"({page('momentum')}). memory='residual' leaves momentum to the optimizer."
+    f"({page('guide/optimizers')}). memory='residual' leaves momentum to the optimizer."
 )
 
 
@@ -146,14 +146,14 @@ class MemoryChoice:
                     self._once(
                         say,
                         f"The exchange {other!r} takes the place of {name!r}, which cannot carry Adam's second moments "
-                        f"({page('adam')}): exchange={other!r} chooses it without this line, and exchange={name!r} "
-                        "keeps the other and leaves steps to the optimizer.",
+                        f"({page('guide/optimizers')}): exchange={other!r} chooses it without this line, and "
+                        f"exchange={name!r} keeps the other and leaves steps to the optimizer.",
                     )
                 self._once(
                     say,
                     "Adam's steps for parameters that are sparsified are taken with the second moments of all ranks' "
-                    f"own gradients and without a first moment, at the optimizer's learning rate ({page('adam')}). "
-                    "memory='residual' leaves them to the optimizer.",
+                    "own gradients and without a first moment, at the optimizer's learning rate "
+                    f"({page('guide/optimizers')}). memory='residual' leaves them to the optimizer.",
                 )
 
     @property
@@ -185,7 +185,7 @@ class MemoryChoice:
             self._once(
                 say,
                 f"SGD's momentum is left to the optimizer, because memory={memory!r} was chosen: averages that have "
-                f"waited are spent late. With the default memory they are not ({page('momentum')}).",
+                f"waited are spent late. With the default memory they are not ({page('guide/optimizers')}).",
             )
             return False
         if memory.needs_second:  # an Adam's, which holds other parameters now

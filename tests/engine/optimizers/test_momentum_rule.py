@@ -255,7 +255,7 @@ def what_is_said(hyper: dict[str, Any], options: dict[str, Any]) -> list[str]:
 
 def test_it_is_said_once_on_rank_zero_where_it_is_done(two_ranks: Ranks) -> None:
     first, second = two_ranks(what_is_said, HYPER, {})
-    assert len(first) == 1 and "docs/momentum.md" in first[0] and second == []
+    assert len(first) == 1 and "docs/guide/optimizers.md" in first[0] and second == []
     first, second = two_ranks(what_is_said, HYPER, {"memory": ls.memories.ClipByNorm(1.0)})
     assert len(first) == 1 and "left to the optimizer, because memory=ClipByNorm(" in first[0] and second == []
     for hyper, options in (
