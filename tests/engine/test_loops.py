@@ -1,4 +1,4 @@
-"""What training loops do between backward and step, each beside plain DDP; docs/guide/other-frameworks.md has what was found.
+"""What training loops do between backward and step, each beside plain DDP; a table in docs/guide has what was found.
 
 At a density of 1 a loop trains as with plain DDP, bit for bit. Below it, ranks stay equal; or one sentence refuses it.
 """

@@ -148,7 +148,7 @@ def test_the_whole_family_is_known(two_ranks: Ranks, name: str, settings: dict[s
 def test_optimizers_whose_steps_have_one_length_are_known(two_ranks: Ranks, name: str, loss: str) -> None:
     [sentence], others = two_ranks(said, attach, {"exchange": "reduce_union"}, name, ADAM)
     assert others == []
-    for part in (f"{name} ", loss, "torch's AdamW", "dense=['*.weight']", "guide/optimizers.md", "Watch(adam=False)"):
+    for part in (f"{name} ", loss, "torch's AdamW", "dense=['*.weight']", "optimizers.md", "Watch(adam=False)"):
         assert part in sentence
 
 
