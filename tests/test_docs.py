@@ -27,10 +27,15 @@ BLOCK = re.compile(
 """A block of code, and why it does not run here, if it does not: said in the line above it."""
 
 
-def blocks(page: str, *kinds: str) -> list[str]:
-    """Those of these languages that say nothing against running."""
+def blocks(page: str, *kinds: str, all_of_them: bool = False) -> list[str]:
+    """Those of these languages that say nothing against running, or all."""
     found = BLOCK.finditer((ROOT / page).read_text())
-    return [block["text"] for block in found if block["kind"] in kinds and block["reason"] is None]
+    return [block["text"] for block in found if block["kind"] in kinds and (all_of_them or block["reason"] is None)]
+
+
+def is_whole(program: str) -> bool:
+    """Whether it is to be saved and started, and then trains on two processes."""
+    return "__main__" in program or program.startswith("# torchrun")
 
 
 def run(program: str, log: str) -> None:
@@ -46,7 +51,7 @@ def run(program: str, log: str) -> None:
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
 def test_programs_run(page: str, tmp_path: Path) -> None:
     for program in blocks(page, "python"):
-        if "__main__" in program:
+        if is_whole(program):
             continue
         # A process of its own: an example may register a sparsifier.
         log = tmp_path / "log"
@@ -56,19 +61,59 @@ def test_programs_run(page: str, tmp_path: Path) -> None:
         assert process.exitcode == 0, log.read_text()
 
 
+GUIDES = ["README.md", *(page for page in PAGES if page.startswith("docs/guide/"))]
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_programs_of_guides_train_on_two_processes_or_say_that_they_do_not(page: str) -> None:
+    for program in blocks(page, "python"):
+        assert is_whole(program) or "rains nothing" in program.split("\n")[0], (page, program)
+
+
 @pytest.mark.thorough
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("page", ["docs/quickstart.md", "README.md"])
-def test_first_programs_train_on_two_processes_or_say_that_they_do_not(page: str, tmp_path: Path) -> None:
-    whole = [program for program in blocks(page, "python") if "trains nothing" not in program.split("\n")[0].lower()]
-    assert whole
-    script, environment = tmp_path / "train.py", {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    for program in whole:  # their launchers start the file again
-        script.write_text(program)
-        done = subprocess.run([sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        [said] = re.findall(r"^sparse_ddp: in (\d+) steps each rank sent", done.stdout + done.stderr, re.MULTILINE)
-        assert int(said) > 100 and "processes" in done.stderr, done.stderr
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", [page for page in GUIDES if any(map(is_whole, blocks(page, "python")))])
+def test_programs_and_commands_of_guides_run_as_they_stand(page: str, tmp_path: Path) -> None:
+    """In the order of the page, in one folder: a program is saved as train.py, and commands are given to bash."""
+    for name in ("configs", "examples"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    places = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, **places, "OMP_NUM_THREADS": "1"}
+    ran = 0
+    for text in blocks(page, "python", "bash"):
+        program = is_whole(text)
+        if program:
+            (tmp_path / "train.py").write_text(text)
+        elif text in blocks(page, "python"):
+            continue
+        if text.startswith("# torchrun"):
+            continue  # a command of the page starts it
+        command = [sys.executable, "train.py"] if program else ["bash", "-e", "-c", text]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, (text, done.stderr)
+        if program or "train.py" in text:
+            said = done.stdout + done.stderr
+            assert re.search(r"^sparse_ddp: .* selects .* on each of 2 ranks", said, re.MULTILINE), said
+            ran += 1
+            if page in ("README.md", "docs/guide/quick-start.md"):
+                [quoted] = blocks(page, "text")
+                assert re.search(rf"^{re.escape(quoted.strip())}", said, re.MULTILINE), said
+    assert ran == sum(map(is_whole, blocks(page, "python")))
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "page", [page for page in GUIDES if blocks(page, "bash") and not any(map(is_whole, blocks(page, "python")))]
+)
+def test_commands_of_other_guides_run_as_they_stand(page: str, tmp_path: Path) -> None:
+    places = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    for text in blocks(page, "bash"):
+        command = ["bash", "-e", "-c", text]
+        done = subprocess.run(command, cwd=tmp_path, env={**os.environ, **places}, capture_output=True, text=True)
+        assert done.returncode == 0, (text, done.stderr)
 
 
 def test_commands_name_what_exists(capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,7 +122,7 @@ def test_commands_name_what_exists(capsys: pytest.CaptureFixture[str]) -> None:
     known: dict[str, str] = {}
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     for page in PAGES:
-        for line in re.sub(r"\\\n", " ", "".join(blocks(page, "bash"))).splitlines():
+        for line in re.sub(r"\\\n", " ", "".join(blocks(page, "bash", all_of_them=True))).splitlines():
             words = shlex.split(line, comments=True)
             for word in words:
                 if re.fullmatch(r"(configs|examples|benchmarks|tests)/\S+", word):

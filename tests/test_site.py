@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -21,6 +23,8 @@ DOCS = ROOT / "docs"
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in DOCS.rglob("*.md"))
 """All pages of the site."""
 SETTINGS = re.sub(r"!!python/\S+", "", (ROOT / "mkdocs.yml").read_text())
+GENERATED = ("methods", "reference", "reports")
+"""Folders of generated pages; links to one that is not there at all are not followed."""
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 
@@ -52,10 +56,34 @@ def test_links_lead_somewhere(page: str) -> None:
         if path.startswith("https://"):
             continue
         aim = file if not path else file.parent / path
+        if any(aim.resolve().is_relative_to(DOCS / place) and not (DOCS / place).exists() for place in GENERATED):
+            continue
         assert aim.exists(), (page, target)
         assert page.startswith("docs/") <= aim.resolve().is_relative_to(DOCS), (page, target, "is not on the site")
         if anchor and aim.suffix == ".md":
             assert anchor in anchors(aim), (page, target)
+
+
+def test_pages_that_moved_lead_to_their_new_places() -> None:
+    redirects = runpy.run_path(str(DOCS / "site" / "hooks.py"))["REDIRECTS"]
+    for old, new in redirects.items():
+        place = new.partition("/")[0]
+        assert (DOCS / f"{new}.md").exists() or (place in GENERATED and not (DOCS / place).exists()), (old, new)
+    gone = {old for old in redirects if not (DOCS / f"{old}.md").exists()}
+    assert {"install", "quickstart", "checkpoints", "training", "works-with"} <= gone
+
+
+def test_guides_are_short_and_answer_first() -> None:
+    guides = [*DOCS.glob("guide/*.md"), DOCS / "index.md"]
+    assert len(guides) == 12
+    for guide in guides:
+        text = FENCE.sub("", guide.read_text())
+        words = re.sub(r"<!--.*?-->|^\|.*$", "", text, flags=re.MULTILINE | re.DOTALL).split()
+        assert len(words) <= 900, (guide.name, len(words))
+        first = text.partition("\n\n")[2].partition("\n\n")[0]  # below the title
+        assert first[0].isalpha() or first[0] == "`", guide.name
+        assert guide.name == "index.md" or "\n## Exceptions\n" in text or "## Where it loses" in text, guide.name
+    assert len((ROOT / "README.md").read_text().split()) <= 700
 
 
 def test_the_api_page_has_every_public_name_once() -> None:
@@ -103,8 +131,6 @@ def test_quoted_messages_are_those_of_the_code() -> None:
 
 
 def test_the_picture_of_a_step_is_what_the_package_computes() -> None:
-    import runpy
-
     drawn = runpy.run_path(str(DOCS / "site" / "picture.py"))["picture"]()
     assert drawn == (DOCS / "how-it-works.svg").read_text()
 
@@ -141,6 +167,10 @@ def test_the_site_is_built_without_warnings_and_needs_no_network(tmp_path: Path)
     assert not done.stderr.strip()
     pages = list(tmp_path.rglob("*.html"))
     assert len(pages) > len(PAGES)
+    moved = (tmp_path / "quickstart.html").read_text()
+    assert 'url=guide/quick-start.html"' in moved and (tmp_path / "guide" / "quick-start.html").exists()
+    found = json.loads((tmp_path / "search" / "search_index.json").read_text())["docs"]
+    assert all(place.get("boost") == 4 for place in found if place["location"].startswith("guide/"))
     for page in pages:
         loaded = Loaded()
         loaded.feed(page.read_text())
