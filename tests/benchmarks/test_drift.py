@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.race.methods.base import Method
+import lightning_sparse as ls
+from benchmarks.race.flat import Flat
+from benchmarks.race.methods.base import Method, Place
 from benchmarks.race.methods.drift import Drift
 from benchmarks.race.methods.optimizers import Averaged, Today
 from lightning_sparse.engine.network import drive_ranks
-from tests.benchmarks.small import methods, take, values
+from tests.benchmarks.small import Words, methods, take, values
 from tests.reference.drift import ReferenceDrift, Settings, Stepper
 
 SHAPES = [(24, 16), (16, 40), (10,), (36, 30)]
@@ -112,6 +114,31 @@ def test_dense_and_todays_exchange_of_everything_step_the_mean_gradient(make: ty
         torch.testing.assert_close(own, torch.cat([m.flatten() for m in x]), rtol=1e-5, atol=1e-6)
     assert torch.equal(values(ranks[0]), values(ranks[1]))
     assert ranks[0].matrices.bytes_sent == 5 * 4 * NUMEL
+
+
+def test_muon_leaves_embeddings_to_the_exchange_that_serves_adamw() -> None:
+    """Steps of embeddings and output layer are those of the library's second moments; Muon has the matrix between."""
+    ranks, n, density = [], 2, 0.05
+    for rank in range(n):
+        torch.manual_seed(0)
+        ranks.append(Drift(Flat(Words()), Place(rank, n, 6), "muon", embeddings="second_moment", density=density))
+    others, sizes = ranks[0].others, [p.numel() for p in ranks[0].flat.both]
+    assert len(ranks[0].served) == 64 * 64 and len(others) == 2 * 64 * 50
+    stream = torch.randn(6, n, sum(sizes), generator=torch.Generator().manual_seed(0))
+    memory = ls.memories.SecondMoment(0.95)
+    for rows, trace in zip(
+        stream,
+        ls.simulate(stream[..., others], sparsifier="union_top_k", density=density, memory=memory),
+        strict=True,
+    ):
+        before = ranks[0].flat.matrices.data[others]
+        take(ranks, rows, 0.01, trace.step)
+        assert trace.divisor is not None
+        expected = before * (1 - 0.001) - 0.01 * n**0.5 * trace.update / trace.divisor
+        for method in ranks:
+            torch.testing.assert_close(method.flat.matrices.data[others], expected, atol=1e-6, rtol=1e-5)
+    assert not torch.equal(*(method.flat.matrices.data[method.served] for method in ranks))
+    assert torch.equal(ranks[0].shared()[0], ranks[1].shared()[0])
 
 
 def test_todays_exchange_sends_a_hundredth_and_keeps_the_rest() -> None:
