@@ -102,11 +102,11 @@ ENTRIES = tuple(_entries())
 #   lstm-3000         190     150
 #   lstm-3000-wide    330     280
 #   gpt-3000         1090     830
-#   gpt-3000-wide    3600    3300   (not timed: four times the forward and backward of gpt-3000)
+#   gpt-3000-wide    3700    3600
 #
 # If no grid grows, the first rule of both optimizers on both short tasks takes 1.6 hours of one core in 78 trainings,
 # the second rule 0.5 hours in 26; long LSTM trainings 0.9 hours; embeddings by second moments, other scores and other
-# decays 1.7 hours; long GPT trainings 3.2 hours, and 3.8 hours more with large batches.
+# decays 1.7 hours; long GPT trainings 3.2 hours, and 4.1 hours more with large batches.
 TASKS = tuple(dict.fromkeys(entry.task for entry in ENTRIES))
 
 
