@@ -93,15 +93,17 @@ def _entries() -> Iterator[Entry]:
 
 ENTRIES = tuple(_entries())
 """In the order of their trainings."""
-# Seconds of one training on one core of an AMD EPYC, by ten steps of each (`--seconds`); drift takes as long as dense
-# training, within what a busy machine lets one tell:
+# Seconds of one training on one core of an AMD EPYC that other work kept busy, in the mean over dense, today and drift.
+# Ten steps of some of them were timed (`--seconds`); the first two rows of 3000 steps are five and ten times those of
+# the short ones, and large batches were timed densely, those of the GPT with three steps. Of dense training's time,
+# today's exchange took 1.01 to 1.04 times, and drift 0.97 to 1.27 times: most with Lion on the LSTM.
 #
 #                    Muon    Lion
 #   gpt-300           109      83
 #   lstm-600           38      30
 #   lstm-3000         190     150
-#   lstm-3000-wide    330     280
 #   gpt-3000         1090     830
+#   lstm-3000-wide    330     280
 #   gpt-3000-wide    3700    3600
 #
 # If no grid grows, the first rule of both optimizers on both short tasks takes 1.6 hours of one core in 78 trainings,
