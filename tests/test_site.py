@@ -59,7 +59,7 @@ def test_links_lead_somewhere(page: str) -> None:
 
 
 def test_the_api_page_has_every_public_name_once() -> None:
-    page = (DOCS / "api.md").read_text()
+    page = (DOCS / "reference" / "api.md").read_text()
     named = [
         heading or path.rpartition(".")[2]
         for path, heading in re.findall(r"^::: ([\w.]+)(?:\n +options: \{heading: (\w+))?", page, flags=re.MULTILINE)
@@ -89,7 +89,7 @@ def messages() -> list[str]:
 
 
 def test_quoted_messages_are_those_of_the_code() -> None:
-    quoted = re.findall(r"```text\n(.*?)\n```", (DOCS / "faq.md").read_text(), flags=re.DOTALL)
+    quoted = re.findall(r"```text\n(.*?)\n```", (DOCS / "reference" / "errors.md").read_text(), flags=re.DOTALL)
     assert len(quoted) > 20
     code = "\n".join(messages())
     lightning, *ours = quoted
@@ -145,14 +145,15 @@ def test_the_site_is_built_without_warnings_and_needs_no_network(tmp_path: Path)
         loaded = Loaded()
         loaded.feed(page.read_text())
         assert not [target for target in loaded.found if target.startswith(("http:", "https:", "//"))], page
-    api = (tmp_path / "api.html").read_text()
+    api = (tmp_path / "reference" / "api.html").read_text()
     assert ":class:" not in api
     headings = [re.sub(r"<[^>]+>", "", found) for found in re.findall(r"<h3 .*?</h3>", api, flags=re.DOTALL)]
     assert set(ls.__all__) <= {word for heading in headings for word in heading.split()}
 
 
-def test_the_word_of_a_readers_traceback_is_in_a_heading_of_the_questions() -> None:
-    headings = re.findall(r"^### (.*)$", (DOCS / "faq.md").read_text(), flags=re.MULTILINE)
+def test_the_word_of_a_readers_traceback_is_in_a_heading_of_the_errors() -> None:
+    page = (DOCS / "reference" / "errors.md").read_text()
+    headings = re.findall(r"^### (.*)$", page, flags=re.MULTILINE)
     assert any(all(word in heading for word in ("KeyError", "'exp_avg_sq'", "'exp_avg'")) for heading in headings)
 
 

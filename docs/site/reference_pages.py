@@ -39,6 +39,9 @@ SETTINGS = (
 def pages() -> dict[str, str]:
     """All pages of the reference by path."""
     sections = [(title, lead, list(_settings(cls, base))) for title, lead, cls, base in SETTINGS]
+    for function in (ls.attach, ls.attach_hsdp):
+        lead = Docstring.of(function).summary
+        sections.append((f"Of {function.__name__}", lead, list(_arguments(function, SparsificationConfig))))
     sections.append(("Rules", Docstring.of(ls.Rules).summary, list(_arguments(ls.Rules))))
     sections.append(("Watch", Docstring.of(ls.Watch).summary, list(_arguments(ls.Watch))))
     rows = [(f"`{name}`", one.unit, one.meaning, one.good) for name, one in QUANTITIES.items()]
@@ -67,13 +70,14 @@ def _settings(cls: type, base: type) -> Iterable[tuple[str, str, str]]:
     ]
 
 
-def _arguments(cls: type) -> Iterable[tuple[str, str, str]]:
-    known = inspect.signature(cls).parameters
-    return [(name, _shown(known[name].default), text) for name, text in Docstring.of(cls).arguments.items()]
+def _arguments(called: Any, base: type = object) -> Iterable[tuple[str, str, str]]:
+    known, told = inspect.signature(called).parameters, Docstring.of(called).arguments
+    own = told.keys() - (inspect.signature(base).parameters if base is not object else {})
+    return [(name, _shown(known[name].default), text) for name, text in told.items() if name in own]
 
 
 def _shown(default: Any) -> str:
-    return {"<factory>": "{}"}.get(repr(default), repr(default))
+    return {"<factory>": "{}", repr(inspect.Parameter.empty): ""}.get(repr(default), repr(default))
 
 
 def _commands() -> Iterable[dict[str, str]]:
