@@ -2,7 +2,7 @@
 # make test   lint and test suite
 # make lint   the static checks alone
 # make test-doors   the doors to transformers, Accelerate and Ray, with the real packages, in .venv-doors
-# make docs   the documentation site, in site/; warnings are errors
+# make docs   the generated pages in docs/, and the documentation site, in site/; warnings are errors
 # make gpu    what only an NVIDIA GPU can answer, within ten minutes: a table, and JSON in gpu_results/ (docs/developers/gpu-checks.md)
 # make clean  remove outputs and caches; the environment stays (rm -rf .venv)
 #
@@ -38,6 +38,7 @@ lint: $(VENV)/.installed-dev
 
 # The variable silences a notice about versions of MkDocs to come.
 docs: $(VENV)/.installed-docs
+	@$(BIN)/python docs/site/generate.py
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "Open site/index.html"
 

@@ -1,9 +1,9 @@
-"""Draw the figures of docs/comparison.md, from the tables that `lightning-sparse compare` and `replay` leave.
+"""Draw the figures of docs/reports/equal-bytes.md, from the tables that `lightning-sparse compare` and `replay` leave.
 
 Where trainings end: dots are seeds, lines reach from the least to the largest one, and a vertical line is the mean of
 dense training. On recorded gradients: a dot for each method and number of ranks, a figure for each measure.
 
-python benchmarks/compare_figures.py --compare docs/comparison/compare.csv --replay docs/comparison/replay.csv
+python benchmarks/compare_figures.py --compare FOLDER/compare.csv --replay FOLDER/replay.csv
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Everything that docs/comparison.md shows: all sparsifiers on recorded gradients, and training at equal bytes.
+"""What docs/reports/equal-bytes.md shows, and recorded-gradients.md: all sparsifiers on both.
 
 Calls `lightning-sparse replay` and `lightning-sparse compare` with the settings of the documentation, into two folders
 of their own. Takes hours; what was interrupted goes on where it stopped when the same command is given again.

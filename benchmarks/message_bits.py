@@ -27,7 +27,7 @@ from lightning_sparse.engine.pipeline import init_group, reduce_group
 from lightning_sparse.methods.exchanges import PackedUnion
 from lightning_sparse.methods.exchanges.packed_union import _unpack_nibbles, unpack
 from lightning_sparse.methods.memory import as_memory
-from lightning_sparse.ops.form import Form
+from lightning_sparse.ops.form import MARKS, Form
 
 
 class Recorded(PackedUnion):
@@ -82,7 +82,7 @@ def measure(numel: int, n: int, density: float, kept: str, steps: int) -> list[t
     m, union, word = form.slots, int(statistics[0].union), 32
     classes = _unpack_nibbles(told[form.classes : form.seconds], m)
     found = [
-        ("coordinate", m, word * (form.classes - form.marks) / m, of_a_choice(m / numel)),
+        ("coordinate", m, word * (form.classes - MARKS) / m, of_a_choice(m / numel)),
         ("class, spare", m, word * (form.seconds - form.classes) / m, entropy(classes)),
     ]
     if memory.needs_second:

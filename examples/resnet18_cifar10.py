@@ -16,7 +16,7 @@ no images, they are downloaded. What `--fast` prints:
     Epoch 0/-2 ━━━━━━━━━━━━━━━━━ 20/20 0:00:08 • 0:00:00 2.38it/s
         train/loss: 2.185 sparse/density: 0.010 val/accuracy: 0.110
 
-After so few steps it guesses; docs/examples.md compares longer trainings. Curves are in
+After so few steps it guesses; docs/reports/examples.md compares longer trainings. Curves are in
 `lightning_logs/version_N/metrics.csv`. Statistics of batch normalisation are those of each rank, as with plain DDP.
 """
 

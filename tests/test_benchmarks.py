@@ -294,7 +294,7 @@ def test_figures_of_the_documentation_are_drawn_from_its_tables(tmp_path: Path) 
         ("compare", ("dense", "top_k", "union_top_k", "random_k")),
         ("replay", ("top_k", "union_top_k", "hard_threshold")),
     ):
-        with (ROOT / f"docs/comparison/{name}.csv").open(newline="") as file:
+        with (ROOT / f"benchmarks/results/reports/{name}.csv").open(newline="") as file:
             head, *lines = csv.reader(file)
         kept = [line for line in lines if line[0] == "text" and line[3] in some]
         with (tmp_path / f"{name}.csv").open("w", newline="") as file:

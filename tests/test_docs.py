@@ -178,5 +178,5 @@ def test_every_logged_quantity_is_in_a_table() -> None:
     from lightning_sparse.engine.metrics import QUANTITIES
 
     assert set(QUANTITIES) <= set(
-        re.findall(r"^\| `([\w/]+)` \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
+        re.findall(r"^\| `([\w/]+)` \|", (ROOT / "docs/reference/metrics.md").read_text(), re.MULTILINE)
     )

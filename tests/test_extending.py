@@ -28,7 +28,11 @@ TOUCHED = {
         "tests/contract/cases.py",
     },
     "A setting": {"lightning_sparse/engine/config.py"},
-    "A logged quantity": {"docs/metrics.md", "lightning_sparse/engine/metrics.py", "tests/engine/test_metrics.py"},
+    "A logged quantity": {
+        "docs/reference/metrics.md",
+        "lightning_sparse/engine/metrics.py",
+        "tests/engine/test_metrics.py",
+    },
 }
 """More must not be needed."""
 TESTS = {

@@ -87,7 +87,7 @@ def test_guides_are_short_and_answer_first() -> None:
 
 
 def test_the_api_page_has_every_public_name_once() -> None:
-    page = (DOCS / "api.md").read_text()
+    page = (DOCS / "reference" / "api.md").read_text()
     named = [
         heading or path.rpartition(".")[2]
         for path, heading in re.findall(r"^::: ([\w.]+)(?:\n +options: \{heading: (\w+))?", page, flags=re.MULTILINE)
@@ -117,7 +117,7 @@ def messages() -> list[str]:
 
 
 def test_quoted_messages_are_those_of_the_code() -> None:
-    quoted = re.findall(r"```text\n(.*?)\n```", (DOCS / "faq.md").read_text(), flags=re.DOTALL)
+    quoted = re.findall(r"```text\n(.*?)\n```", (DOCS / "reference" / "errors.md").read_text(), flags=re.DOTALL)
     assert len(quoted) > 20
     code = "\n".join(messages())
     lightning, *ours = quoted
@@ -175,19 +175,26 @@ def test_the_site_is_built_without_warnings_and_needs_no_network(tmp_path: Path)
         loaded = Loaded()
         loaded.feed(page.read_text())
         assert not [target for target in loaded.found if target.startswith(("http:", "https:", "//"))], page
-    api = (tmp_path / "api.html").read_text()
+    api = (tmp_path / "reference" / "api.html").read_text()
     assert ":class:" not in api
     headings = [re.sub(r"<[^>]+>", "", found) for found in re.findall(r"<h3 .*?</h3>", api, flags=re.DOTALL)]
     assert set(ls.__all__) <= {word for heading in headings for word in heading.split()}
 
 
-def test_the_word_of_a_readers_traceback_is_in_a_heading_of_the_questions() -> None:
-    headings = re.findall(r"^### (.*)$", (DOCS / "faq.md").read_text(), flags=re.MULTILINE)
+def test_the_word_of_a_readers_traceback_is_in_a_heading_of_the_errors() -> None:
+    page = (DOCS / "reference" / "errors.md").read_text()
+    headings = re.findall(r"^### (.*)$", page, flags=re.MULTILINE)
     assert any(all(word in heading for word in ("KeyError", "'exp_avg_sq'", "'exp_avg'")) for heading in headings)
 
 
 def test_the_table_of_sparsifiers_with_adamw_is_that_of_the_registry() -> None:
-    rows = dict(re.findall(r"^\| `(\w+)` \| (refused \| |yes \| .+)\|$", (DOCS / "developers" / "optimizer-steps.md").read_text(), re.MULTILINE))
+    rows = dict(
+        re.findall(
+            r"^\| `(\w+)` \| (refused \| |yes \| .+)\|$",
+            (DOCS / "developers" / "optimizer-steps.md").read_text(),
+            re.MULTILINE,
+        )
+    )
     known = dict(ls.sparsifiers.SPARSIFIERS.items())
     assert len(rows) >= 18
     for name, row in rows.items():

@@ -1,8 +1,12 @@
-"""The page docs/race.md and its figures, from kept results only."""
+"""The page docs/reports/race.md and its figures, from kept results only.
+
+`docs/site/generate.py` adds the box at its head and the tables that are files of their own.
+"""
 
 from __future__ import annotations
 
 import math
+import runpy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -15,12 +19,20 @@ from benchmarks.race.tasks import TASKS
 from lightning_sparse.core.messages import ring_all_reduce_bytes
 
 TEMPLATE = Path(__file__).with_name("page.md")
-PAGE = ROOT / "docs" / "race.md"
+PAGE = ROOT / "docs" / "reports" / "race.md"
+GENERATOR = ROOT / "docs" / "site" / "generate.py"
 SHORT = ("lstm-600", "gpt-300")
 LONG = ("lstm-3000", "gpt-3000")
 NODES = ("lstm-600-nodes", "gpt-300-nodes")
 """Two nodes of two ranks: two ranks with twice the batch, whose exchange is of all coordinates or of parts of them."""
 OTHER = ("shakespeare-2000", "shakespeare-alone", "shakespeare-pair", "shift-300")
+ENDS = {
+    "table lstm-600": "Short trainings, LSTM",
+    "table gpt-300": "Short trainings, GPT",
+    "table lstm-3000": "Long trainings, LSTM",
+    "table gpt-3000": "Long trainings, GPT",
+}
+"""Tables of where methods end, and the headings above them."""
 COMPUTE = 0.02
 """Seconds of computing in a step, for the figure of times: a device that is stated, not the one that trained."""
 LARGER = 124_000_000
@@ -35,12 +47,12 @@ ALLOWED = math.log(1.02)
 
 def write(results: Results) -> None:
     """Write the page and the figures."""
-    PAGE.write_text(page(results))
-    draw(results, ROOT / "docs" / "race")
+    draw(results, PAGE.with_suffix(""))
+    runpy.run_path(str(GENERATOR), run_name="__main__")
 
 
 def page(results: Results) -> str:
-    """The page, with every table in its place."""
+    """The page, with every table in its place but those that are files of their own."""
     text = TEMPLATE.read_text()
     for name, table in tables(results).items():
         text = text.replace(f"<!-- {name} -->", table)

@@ -8,17 +8,32 @@ from typing import Any
 
 REDIRECTS = {
     "adam": "guide/optimizers",
+    "advise": "guide/should-i-use-it",
+    "api": "reference/api",
     "checkpoints": "guide/checkpoints",
     "choosing": "methods/index",
+    "comparison": "reports/equal-bytes",
+    "comparison/compare": "reports/equal-bytes",
+    "comparison/replay": "reports/recorded-gradients",
+    "examples": "guide/quick-start",
     "fabric": "guide/other-frameworks",
+    "faq": "reference/errors",
+    "glossary": "reference/glossary",
+    "gpu": "reports/gpu",
+    "grouping": "guide/settings",
+    "hsdp": "guide/fsdp2",
     "huggingface": "guide/other-frameworks",
     "install": "guide/install",
+    "metrics": "reference/metrics",
     "migrate": "guide/other-frameworks",
     "momentum": "guide/optimizers",
     "multinode": "guide/networks",
+    "nodes": "guide/networks",
     "own-loop": "guide/other-frameworks",
     "pays": "guide/should-i-use-it",
+    "performance": "reports/speed",
     "quickstart": "guide/quick-start",
+    "race": "reports/race",
     "ray": "guide/other-frameworks",
     "reliability": "developers/guarantees",
     "report": "guide/watch",
@@ -59,5 +74,6 @@ def on_post_build(*, config: Any, **_: Any) -> None:
     for old, new in REDIRECTS.items():
         page = site / f"{old}.html"
         if not page.exists():
+            page.parent.mkdir(exist_ok=True)
             target = Path(os.path.relpath(site / f"{new}.html", page.parent)).as_posix()
             page.write_text(PAGE.format(target=target), encoding="utf-8")

@@ -17,7 +17,7 @@ DOUBLE = re.compile(r"``([^`]+)``")
 
 def plain(text: str) -> str:
     """A docstring without roles, with single backticks and with sections that Griffe knows."""
-    text = ROLE.sub(lambda found: f"`{found[2].rpartition('.')[2] if found[1] else found[2]}`", text)
+    text = ROLE.sub(lambda found: f"`{found[2].rpartition('.')[2] if found[1] else found[2].lstrip('.')}`", text)
     text = re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)
     return DOUBLE.sub(r"`\1`", text)
 

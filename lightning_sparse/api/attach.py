@@ -42,7 +42,7 @@ class AttachArguments(SparsificationConfig):
     """Arguments of :func:`attach`: the settings, and values that strategies get from Lightning."""
 
     observers: Sequence[StepObserver] = ()
-    """Further observers, see :meth:`.Engine._add_observer`."""
+    """:class:`StepObserver <lightning_sparse.engine.StepObserver>` objects that look at each step."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

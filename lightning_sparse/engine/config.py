@@ -227,7 +227,7 @@ class Watch(Settings):
     - *Parameters without an optimizer*: their gradients compete for the density, and no optimizer steps them.
     - *Unsuited optimizers*: one keeps a first moment or momentum of sparsified parameters, divides by second moments of
       averages (RMSprop), steps by signs (Lion) or orthogonal matrices (Muon), or is of an unknown class that keeps
-      tensors of its own; docs/guide/optimizers.md.
+      tensors of its own.
 
     At first, residuals grow by themselves, because a coordinate waits for about ``1 / density`` steps until it is sent
     again. The reference for growth is therefore the norm (Euclidean, mean over ranks) at the first check that comes
@@ -314,8 +314,7 @@ class SparsificationConfig(Settings):
     )
     """Error feedback: an instance, a name such as "low_pass", or None. None chooses by the optimizer:
     ``SecondMoment()`` for torch's Adam and AdamW unless an exchange was given that cannot carry second moments, else
-    ``Residual()``; with torch's SGD, averages that come late get at once the momentum that they have missed, see
-    docs/guide/optimizers.md.
+    ``Residual()``; with torch's SGD, averages that come late get at once the momentum that they have missed.
     The setting stays None; :attr:`Engine.settings` has the memory in use."""
     exchange: Resolved[Exchange | str | None, Exchange | None] = Resolved(None)  # with the sparsifier, below
     """Carries the selected values to the other ranks: an instance, a name such as "reduce_union", or None for the
@@ -333,8 +332,8 @@ class SparsificationConfig(Settings):
     with fewer than 2 dimensions or fewer than 256 coordinates dense, see :class:`~lightning_sparse.Rules`."""
     node_size: int | Literal["auto"] | None = None
     """Number of ranks of a node, whose links are fast: gradients are averaged densely within a node and exchanged
-    sparsely between nodes, by each rank a part of them, see docs/guide/networks.md. "auto": ranks of a host, by its
-    name; None or 1: each rank exchanges its own gradients."""
+    sparsely between nodes, by each rank a part of them. "auto": ranks of a host, by its name; None
+    or 1: each rank exchanges its own gradients."""
     fallback: bool = False
     """True: time some sparse and some dense steps at the start, and again when the step time changes by much, and
     continue with the faster ones."""
@@ -424,7 +423,7 @@ class StrategyConfig(SparsificationConfig):  # type: ignore[misc]
 
     save_residuals: bool = True
     """Save the residuals of each rank beside every checkpoint that holds optimizer states (with Fabric: a module and an
-    optimizer), so that a resumed run continues bit for bit; see docs/guide/checkpoints.md."""
+    optimizer), so that a resumed run continues bit for bit."""
     strict_resume: bool = False
     """Raise, on all ranks, where a checkpoint comes without residuals that fit, instead of starting with empty ones and
     a warning."""

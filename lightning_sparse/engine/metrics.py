@@ -266,7 +266,7 @@ class Step:
 
 
 class Quantity(NamedTuple):
-    """A logged number; a row of the table in ``docs/metrics.md``."""
+    """A logged number; a row of the table in ``docs/reference/metrics.md``."""
 
     unit: str
     meaning: str

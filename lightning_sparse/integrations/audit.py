@@ -18,7 +18,7 @@ from lightning_sparse.integrations.loggers import log_figure
 class ResidualAudit(Callback):
     """Log the ages of coordinates in residuals, and the share that was never sent.
 
-    Logs ``sparse/residual/<quantity>``, as in ``docs/metrics.md``, on the Trainer's logging steps, and at the
+    Logs ``sparse/residual/<quantity>``, as in ``docs/reference/metrics.md``, on the Trainer's logging steps, and at the
     end of fit the distribution of ages: a histogram in Weights & Biases and TensorBoard, JSON in the folders of others.
     Only sparsified groups count, and a coordinate counts as sent if it is in the update, selected by any rank.
 

@@ -36,7 +36,7 @@ class SparsityMonitor(Callback):
 
     With ``shadow``, sparsifiers run on copies of the gradients of any strategy, such as ``strategy="ddp"``: the
     coordinates and bytes that they would send are logged as ``sparse/shadow/<name>/<quantity>``, see
-    ``docs/metrics.md``. The gradients of the training stay the same, bit for bit.
+    ``docs/reference/metrics.md``. The gradients of the training stay the same, bit for bit.
     Without it and with a strategy that does not sparsify, the monitor warns once and does nothing.
 
     Args:

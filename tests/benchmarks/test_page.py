@@ -50,8 +50,10 @@ def keep(results: Results, run: Run, loss: float | None) -> None:
 def test_the_page_is_made_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each number on it is one of these, since all come from there."""
     monkeypatch.setattr(Run, "key", property(cache(Run.key.fget)))  # type: ignore[attr-defined]  # asked for often
-    assert report.PAGE.read_text() == report.page(Results()), "run python -m benchmarks.race --report"
-    assert "<!--" not in report.PAGE.read_text()
+    page = report.PAGE.read_text()
+    for part in re.split(r"<!-- .+? -->", report.page(Results())):  # places that docs/site/generate.py fills
+        assert part in page, "run python docs/site/generate.py"
+    assert "<!--" not in page
 
 
 def test_results_are_whole() -> None:

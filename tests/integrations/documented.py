@@ -1,9 +1,9 @@
-"""Names of logged quantities, as docs/metrics.md has them."""
+"""Names of logged quantities, as docs/reference/metrics.md has them."""
 
 import re
 from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 
 
 def documented(under: str) -> list[str]:

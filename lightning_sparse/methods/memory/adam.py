@@ -41,8 +41,8 @@ class AdamCorrection(CountedFeedback):
     :class:`Residual`: on a word LSTM (8 ranks, 300 steps, UnionTopK, each at its best rate) it reached a perplexity
     of 31.2 at density 0.01 and 47.5 at 0.001, this memory 33.1 and 74.9, dense AdamW 27.7. At the learning rate of
     dense training, this memory is better at 0.01 (31.3, against 36.0 and, with AdamW's usual betas, 43.8) and worse
-    at 0.001 (``docs/adam.md``). Two likely reasons: all directions have about the same length, so that the largest
-    residuals say less about importance; and a rank's own v is noisier than that of the average.
+    at 0.001 (``docs/reports/adam-rates.md``). Two likely reasons: all directions have about the same length, so that
+    the largest residuals say less about importance; and a rank's own v is noisier than that of the average.
 
     The first moment is off by default: the residual already averages over steps, and ``beta1=0.9`` was worse at both
     densities (56.0 and 90.6).

@@ -45,7 +45,7 @@ def longest(density: float) -> float:
 
     The bound is ``0.25 / density``, but at least 2 and at most 100. A long sum of gradients that all agree consists of
     stale gradients; a step of its full length does more harm the higher the learning rate. At low densities nearly all
-    sums are long, and bounds below 100 cost more than they save (``docs/adam.md``).
+    sums are long, and bounds below 100 cost more than they save (``docs/reports/adam-earlier.md``).
 
     Args:
         density: density of the step, in (0, 1].
@@ -79,7 +79,8 @@ class SecondMoment(CountedFeedback):
     adds ``(acc / L)^2`` to ``v_i / (1 - beta2^t)``, too. Adam after an exchange of sparse averages forms its second
     moment of squares of sums and zeros, so that a step has the same length for any number of steps in the sum; this v
     contains the gradients of every step. It contains the noise of one rank, n times that of the average: the factor
-    ``sqrt(n)`` corrects for it, so that the learning rate of dense training stays valid (``docs/adam.md``).
+    ``sqrt(n)`` corrects for it, so that the learning rate of dense training stays valid
+    (``docs/reports/adam-earlier.md``).
 
     If the length of a rank's gradients changes, residual and second moment are multiplied to match it, and gradients
     far longer than those before are clipped, see :func:`~lightning_sparse.ops.length.measure`. Both factors are 1 while

@@ -19,15 +19,19 @@ from lightning_sparse.ops import top_k
 class CLTK(Sparsifier):
     """Cyclic local top-k: in step t, rank ``t mod n`` selects its k largest magnitudes, and all ranks send there.
 
-    ``S = argtop_k |acc_leader|``, ``update[S] = (1/n) sum_i acc_i[S]``, and every rank clears its residual at S.
-    Exactly k coordinates are sent for any n: no build-up, no padding, one vector of indices on the wire. Only the
-    leader searches its accumulator; the others are idle meanwhile. (The baseline of that name in the ExDyna
-    experiments lets all ranks search and discards the results of the followers.)
+    Every rank clears its residual at S. Exactly k coordinates are sent for any n: no build-up, no padding, one vector
+    of indices on the wire. Only the leader searches its accumulator; the others are idle meanwhile.
 
     The method relies on similar accumulators on all ranks. A coordinate that is large on one rank only waits for up to
     n steps. For large batches and learning rates ScaleCom smooths the residual with a low-pass filter: that is
-    ``memory=ls.memories.LowPass(beta)``, not part of the selection. ScaleCom also selects in chunks of the group to
-    save time; here the selection is exact.
+    ``memory=ls.memories.LowPass(beta)``, not part of the selection.
+
+    Formula:
+        ``S = argtop_k |acc_leader|`` with leader ``t mod n``; ``update[S] = (1/n) sum_i acc_i[S]``
+
+    Differs from the paper:
+        ScaleCom selects in chunks of the group to save time; here the selection is exact. The baseline of that name in
+        the ExDyna experiments lets all ranks search and discards the results of the followers.
 
     Example:
         >>> import torch, lightning_sparse as ls

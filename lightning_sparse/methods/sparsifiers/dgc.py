@@ -34,17 +34,22 @@ class DGC(Sparsifier):
     factor of 0.8, up to ten times. k is meant per rank. The sample starts at another coordinate in each step, in turns
     instead of at random, so that runs can be repeated.
 
-    - ``variant="corrected"`` (default): every rank selects 0.8 k to 1.3 k, all that reach the threshold. The sample is
-      large enough for 32 hits: with the two of the released code, the first threshold passes 0.02 k to 2 k in a group
-      of 1e5 at a density of 0.001. Groups that are small, or small for such a sample, are selected exactly, and so are
-      those for which ten lower thresholds are not enough.
-    - ``variant="published"``: the released code's rule. Samples for two hits, in groups of any size; the coordinates
-      that reach the tenth lower threshold are sent, however few; and of k to 1.3 k coordinates the first k *in order
-      of their indices* are sent, so that the last ones of a group wait longer. (Its k is rounded up; here it is
-      rounded down.)
-
     The complete DGC is this with the memory ``ClipByNorm`` around ``MomentumCorrection``, which also masks the
     momentum, with ``density=Warmup(0.25, d, steps)``, and with an optimizer *without* momentum.
+
+    Formula:
+        ``S_i = {j : |acc_i[j]| >= threshold_i}``, threshold_i the ``ceil(s k / numel)``-th largest of s sampled
+        magnitudes; ``update = (1/n) sum_i scatter(S_i, acc_i[S_i])``
+
+    Differs from the paper:
+        - ``variant="corrected"`` (default): every rank selects 0.8 k to 1.3 k, all that reach the threshold. The sample
+          is large enough for 32 hits: with the two of the released code, the first threshold passes 0.02 k to 2 k in a
+          group of 1e5 at a density of 0.001. Groups that are small, or small for such a sample, are selected exactly,
+          and so are those for which ten lower thresholds are not enough.
+        - ``variant="published"``: the released code's rule. Samples for two hits, in groups of any size; the
+          coordinates that reach the tenth lower threshold are sent, however few; and of k to 1.3 k coordinates the
+          first k *in order of their indices* are sent, so that the last ones of a group wait longer. (Its k is rounded
+          up; here it is rounded down.)
 
     Args:
         sample: share of the coordinates to sample, in (0, 1]; the paper uses 0.001 to 0.01.

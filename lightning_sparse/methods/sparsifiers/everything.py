@@ -19,6 +19,9 @@ class Everything(Sparsifier):
 
     The density is ignored. Parameters that a plan keeps dense (``dense=["*.bias"]``) use this, too.
 
+    Formula:
+        ``update = (1/n) sum_i acc_i``
+
     Example:
         >>> import torch, lightning_sparse as ls
         >>> step = next(ls.simulate(torch.ones(1, 2, 5), sparsifier="everything", density=0.1))

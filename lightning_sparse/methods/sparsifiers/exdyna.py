@@ -50,14 +50,20 @@ class ExDyna(Sparsifier):
     a quarter of its fair share of blocks. The pairs are visited in order, each with the expected effect of the
     previous moves (algorithm 3).
 
-    Two rules, as in MiCRO:
+    Formula:
+        ``S_i = {j in range (t + i) mod n : |acc_i[j]| >= threshold}``; ``update[U] = (1/n) sum_i acc_i[U]``, U the
+        union of the S_i
 
-    - ``variant="corrected"`` (default): the common threshold comes from shared order statistics, so that exactly k
-      coordinates are sent in each step, at most 2 k/n by one rank. Blocks are multiples of 32 coordinates if the
-      group is large enough for at least 4 n of them and smaller otherwise; the last block is short, so that no range
-      has a remainder; the mean is not rounded down.
-    - ``variant="published"``: the released code: controller of 0.5 % a step from ``1 / (2 sqrt(k))``, exactly
-      ``num_blocks`` blocks with the remainder appended to the last range, the mean rounded down, forced coordinates.
+    Differs from the paper:
+        Two rules, as in MiCRO:
+
+        - ``variant="corrected"`` (default): the common threshold comes from shared order statistics, so that exactly k
+          coordinates are sent in each step, at most 2 k/n by one rank. Blocks are multiples of 32 coordinates if the
+          group is large enough for at least 4 n of them and smaller otherwise; the last block is short, so that no
+          range has a remainder; the mean is not rounded down.
+        - ``variant="published"``: the released code: controller of 0.5 % a step from ``1 / (2 sqrt(k))``, exactly
+          ``num_blocks`` blocks with the remainder appended to the last range, the mean rounded down, forced
+          coordinates.
 
     Args:
         alpha: imbalance that makes blocks move, above 1.

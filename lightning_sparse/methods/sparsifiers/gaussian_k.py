@@ -27,19 +27,24 @@ RAISE, LOWER = 1.5, 0.5
 class GaussianK(Sparsifier):
     """Each rank estimates its threshold from the mean and standard deviation of its accumulator.
 
-    ``threshold = mean + z std`` with ``z = Phi^-1(1 - d/2)`` and ``d = k / numel``, the two-sided quantile of a normal
-    distribution; then it is halved while fewer than 2k/3 magnitudes are above it, and multiplied by 1.5 while more than
-    4k/3 are. k is meant per rank. Gradients have heavier tails than a normal distribution, and error feedback makes
-    those of residuals lighter: the estimate is only the start of the search.
+    The threshold is the two-sided quantile of a normal distribution. It is halved while fewer than 2k/3 magnitudes are
+    above it, and multiplied by 1.5 while more than 4k/3 are. k is meant per rank. Gradients have heavier tails than a
+    normal distribution, and error feedback makes those of residuals lighter: the estimate is only the start of the
+    search.
 
-    - ``variant="corrected"`` (default): once one threshold is known to be too low and one too high, the next trial is
-      their geometric mean; up to 12 trials. All coordinates that reach the last threshold are selected. The mean
-      enters by its magnitude, since magnitudes are compared. If no threshold isolates enough coordinates (ties,
-      zeros), the k largest of the rest are selected. Every rank selects 2k/3 to 4k/3.
-    - ``variant="published"``: the released code's rule, with its faults. Three trials; the selection belongs to the
-      third threshold, and the correction that follows from it is computed but never used. A negative mean lowers the
-      threshold, below zero if it is large enough: all coordinates are then sent, and multiplication by 1.5 leads
-      further away. On CUDA at most 4 k are sent, more are thinned evenly.
+    Formula:
+        ``S_i = {j : |acc_i[j]| >= threshold_i}``, ``threshold = mean + z std`` with ``z = Phi^-1(1 - d/2)`` and ``d = k
+        / numel``; ``update = (1/n) sum_i scatter(S_i, acc_i[S_i])``
+
+    Differs from the paper:
+        - ``variant="corrected"`` (default): once one threshold is known to be too low and one too high, the next trial
+          is their geometric mean; up to 12 trials. All coordinates that reach the last threshold are selected. The mean
+          enters by its magnitude, since magnitudes are compared. If no threshold isolates enough coordinates (ties,
+          zeros), the k largest of the rest are selected. Every rank selects 2k/3 to 4k/3.
+        - ``variant="published"``: the released code's rule, with its faults. Three trials; the selection belongs to the
+          third threshold, and the correction that follows from it is computed but never used. A negative mean lowers
+          the threshold, below zero if it is large enough: all coordinates are then sent, and multiplication by 1.5
+          leads further away. On CUDA at most 4 k are sent, more are thinned evenly.
 
     Args:
         variant: "corrected" or "published".

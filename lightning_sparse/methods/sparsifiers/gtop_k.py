@@ -14,13 +14,18 @@ from lightning_sparse.methods.sparsifiers.top_k import TopK
 class GTopK(TopK):
     """Global top-k: every rank selects its k largest magnitudes, and k of the sums are kept for all ranks together.
 
-    ``S_i = argtop_k |acc_i|`` as in :class:`.TopK`; the exchange ``"tree"`` merges the ranks'
+    Selections are those of :class:`.TopK`; the exchange ``"tree"`` merges the ranks'
     selections in pairs and keeps the k largest sums each time. The update has k coordinates and a rank sends k for any
     n, without build-up, while the time grows with log n. The result approximates the k largest of the sum of all
     selections: a coordinate that is dropped early may also be selected in another branch.
 
-    It works with any number of ranks (the released code with powers of two), and dropped values stay in residuals, see
-    :class:`.Tree`.
+    Formula:
+        ``S_i = argtop_k |acc_i|``; ``update = (1/n) topk(... topk(x_0 + x_1) + topk(x_2 + x_3) ...)`` with ``x_i =
+        scatter(S_i, acc_i[S_i])``, merged in pairs
+
+    Differs from the paper:
+        It works with any number of ranks (the released code with powers of two), and dropped values stay in residuals,
+        see :class:`.Tree`.
 
     Example:
         >>> import torch, lightning_sparse as ls

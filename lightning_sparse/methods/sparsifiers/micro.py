@@ -26,20 +26,25 @@ from lightning_sparse.methods.sparsifiers.estimation import (
 class MiCRO(Sparsifier):
     """Exclusive ranges: rank i selects from range ``(t + i) mod n`` of n nearly equal ones, by a common threshold.
 
-    ``S_i = {j in range of i : |acc_i[j]| >= threshold}``. No coordinate is selected twice, so the union is as large as
+    No coordinate is selected twice, so the union is as large as
     all selections together (no build-up), and each rank searches only numel/n coordinates; every rank searches every
     coordinate once in n steps.
 
-    Two rules for the threshold:
+    Formula:
+        ``S_i = {j in range (t + i) mod n : |acc_i[j]| >= threshold}``; ``update[U] = (1/n) sum_i acc_i[U]``, U the
+        union of the S_i
 
-    - ``variant="corrected"`` (default): the threshold that exactly k coordinates of all ranges reach, found in each
-      step from order statistics that the ranks share before they select (in place of the counts, which are then
-      known), with at most 2 k/n coordinates per rank. It follows the gradients' scale at once and has no start-up
-      phase.
-    - ``variant="published"``: the released code's controller. It starts at ``1 / (2 sqrt(k))`` for any scale of the
-      gradients, moves 0.5 % a step, settles at about 0.94 of the target and overshoots by 15-34 times at first; a rank
-      that finds nothing sends one forced coordinate. ``k = int(density * numel)``. On CUDA a rank sends at most
-      4 k/n, more are thinned evenly.
+    Differs from the paper:
+        Two rules for the threshold:
+
+        - ``variant="corrected"`` (default): the threshold that exactly k coordinates of all ranges reach, found in each
+          step from order statistics that the ranks share before they select (in place of the counts, which are then
+          known), with at most 2 k/n coordinates per rank. It follows the gradients' scale at once and has no start-up
+          phase.
+        - ``variant="published"``: the released code's controller. It starts at ``1 / (2 sqrt(k))`` for any scale of the
+          gradients, moves 0.5 % a step, settles at about 0.94 of the target and overshoots by 15-34 times at first; a
+          rank that finds nothing sends one forced coordinate. ``k = int(density * numel)``. On CUDA a rank sends at
+          most 4 k/n, more are thinned evenly.
 
     Args:
         variant: "corrected" or "published".

@@ -36,19 +36,24 @@ class OkTopKState(NamedTuple):
 class OkTopK(Sparsifier):
     """Each rank selects about k coordinates by its own threshold; k of the sums go to all ranks.
 
-    ``S_i = {j : |acc_i[j]| >= threshold_i}``. Every ``interval`` steps the threshold is the k-th largest magnitude,
+    Every ``interval`` steps the threshold is the k-th largest magnitude,
     exactly. In between it is adapted: after a step with fewer than ``2 k / 3`` selected it is divided by ``gain``,
     after one with more than ``5 k / 4`` multiplied by it. A selection thus costs one pass, and an exact top-k only at
     intervals. The exchange ``"balanced"`` leaves k coordinates for all ranks together, for any n.
 
-    Ours: a step with fewer than k/2 selected, or with 2 k and more, is followed by an estimate, too, since residuals
-    at first and gradients later may grow faster than 1.2 % a step. (The released code is dense for the first 128 or
-    512 steps instead.) So is a change of the density. On a device, where the host does not know that it is needed,
-    such an estimate is made from a sample of 65 536 magnitudes. Steps that send all coordinates, at a density of 1 or
-    in a flush, leave the threshold as it was: the step after them may select few, and an estimate follows.
-
     An accumulator with fewer than k nonzero values has no threshold: all of these are selected, but for
     subnormal ones. On CUDA at most 2 k are selected, more are thinned evenly.
+
+    Formula:
+        ``S_i = {j : |acc_i[j]| >= threshold_i}``; ``update = (1/n) topk(sum_i scatter(S_i, acc_i[S_i]))``
+
+    Differs from the paper:
+        Ours: a step with fewer than k/2 selected, or with 2 k and more, is followed by an estimate, too, since
+        residuals at first and gradients later may grow faster than 1.2 % a step. (The released code is dense for the
+        first 128 or 512 steps instead.) So is a change of the density. On a device, where the host does not know that
+        it is needed, such an estimate is made from a sample of 65 536 magnitudes. Steps that send all coordinates, at a
+        density of 1 or in a flush, leave the threshold as it was: the step after them may select few, and an estimate
+        follows.
 
     Args:
         interval: steps from one estimate to the next, at least 1. Released: 32, and 128 for BERT.

@@ -22,18 +22,24 @@ class RandomK(Sparsifier):
 
     The draw is a hash of seed, step, group size and position, in 64-bit integers: equal on all ranks and devices, bit
     for bit, without a message and without a random number generator, so that dropout and data augmentation are not
-    disturbed. (Released codes reseed torch's global generator in every step, which repeats their dropout masks; or use
-    a seed per rank, so that the indices differ; or draw with replacement and send fewer than k.)
-
-    The draw is stratified, while the papers' is plainly uniform: the group is cut into k strata whose sizes differ by
-    at most one, one coordinate is drawn in each, and all are rotated around the group by one random distance. The
-    indices are unique by construction, each coordinate is drawn with probability ``k / numel``, and the work is O(k).
-    If k divides numel, a mean over the draw never varies more than over k independent draws.
+    disturbed.
 
     Values are not multiplied by ``numel / k``: with error feedback, the rest is sent later. Without it (``NoMemory``)
     the update is ``k / numel`` times the dense mean on average.
 
     Groups of equal size draw the same indices in the same step.
+
+    Formula:
+        ``S`` = one coordinate in each of k strata, by a hash of seed and step; ``update[S] = (1/n) sum_i acc_i[S]``
+
+    Differs from the paper:
+        The draw is stratified, while the papers' is plainly uniform: the group is cut into k strata whose sizes differ
+        by at most one, one coordinate is drawn in each, and all are rotated around the group by one random distance.
+        The indices are unique by construction, each coordinate is drawn with probability ``k / numel``, and the work is
+        O(k). If k divides numel, a mean over the draw never varies more than over k independent draws.
+
+        Released codes reseed torch's global generator in every step, which repeats their dropout masks; or use a seed
+        per rank, so that the indices differ; or draw with replacement and send fewer than k.
 
     Args:
         seed: any integer; the same on all ranks.

@@ -23,19 +23,24 @@ ROUNDS = 20
 class RedSync(Sparsifier):
     """Each rank bisects between the mean and the maximum of its magnitudes for a threshold that k to 2k reach.
 
-    ``threshold = mean + q (max - mean)``, starting at ``q = 1/2``. No sorting and no model of the distribution, only
+    No sorting and no model of the distribution, only
     counts. k is meant per rank; any count from k to 2k ends the search, so that somewhat more than k are sent.
 
-    - ``variant="corrected"`` (default): up to 20 trials, each in the right direction. If fewer than k coordinates reach
-      twice the mean, the bisection continues below the mean. If it isolates nothing (ties, zeros, an outlier by many
-      orders of magnitude), the k largest of the rest are selected. Every rank selects k to 2k.
-    - ``variant="published"``: the rule as it was released for comparisons, with its faults. It stops when q is known to
-      0.2, that is after three trials, and uses the last threshold with any count (0.009 k to 1.7 k in ordinary data);
-      counts from k/2 to k raise the threshold though they are too low already; a constant group never sends anything.
-      On CUDA at most 4 k are sent, more are thinned evenly.
+    Formula:
+        ``S_i = {j : |acc_i[j]| >= threshold_i}``, ``threshold = mean + q (max - mean)`` of the magnitudes, q by
+        bisection from 1/2; ``update = (1/n) sum_i scatter(S_i, acc_i[S_i])``
 
-    The original system also sends small tensors densely and keeps a threshold for five steps; here every group is
-    searched in every step. To keep tensors dense, name them in the strategy's ``dense``.
+    Differs from the paper:
+        - ``variant="corrected"`` (default): up to 20 trials, each in the right direction. If fewer than k coordinates
+          reach twice the mean, the bisection continues below the mean. If it isolates nothing (ties, zeros, an outlier
+          by many orders of magnitude), the k largest of the rest are selected. Every rank selects k to 2k.
+        - ``variant="published"``: the rule as it was released for comparisons, with its faults. It stops when q is
+          known to 0.2, that is after three trials, and uses the last threshold with any count (0.009 k to 1.7 k in
+          ordinary data); counts from k/2 to k raise the threshold though they are too low already; a constant group
+          never sends anything. On CUDA at most 4 k are sent, more are thinned evenly.
+
+        The original system also sends small tensors densely and keeps a threshold for five steps; here every group is
+        searched in every step. To keep tensors dense, name them in the strategy's ``dense``.
 
     Args:
         variant: "corrected" or "published".

@@ -19,16 +19,18 @@ from lightning_sparse.ops import pad, top_k
 class SharedTopK(Sparsifier):
     """Each rank selects the ``k // n`` coordinates that are largest in magnitude in the whole group; all send there.
 
-    ``S_i = argtop_(k//n) |acc_i|``, ``U`` the union of the ``S_i``, ``update[U] = (1/n) sum_i acc_i[U]``, and every
-    rank clears its residual at U. At most k coordinates are sent for any n: there is no build-up, no threshold, no
-    ranges, no start-up phase, and messages have a size that is known beforehand and equal on all ranks. A coordinate
-    that several ranks select has the same sum each time it is sent. If k is below n, k of the ranks select one each, in
-    turns.
+    Every rank clears its residual at the union U. At most k coordinates are sent for any n: there is no build-up, no
+    threshold, no ranges, no start-up phase, and messages have a size that is known beforehand and equal on all ranks. A
+    coordinate that several ranks select has the same sum each time it is sent. If k is below n, k of the ranks select
+    one each, in turns.
 
     Unlike methods of exclusive ranges, each rank sends its largest coordinates at every step, not only when its turn
     at a range comes; unlike CLT-k, all ranks contribute at every step.
 
     If ranks have large values at the same coordinates, the selections overlap and the union is smaller than k.
+
+    Formula:
+        ``S_i = argtop_(k // n) |acc_i|``; ``update[U] = (1/n) sum_i acc_i[U]``, U the union of the S_i
 
     Example:
         >>> import torch, lightning_sparse as ls

@@ -135,31 +135,36 @@ class SIDCoE(_SIDCo):
     that reach the last threshold are selected: about k *per rank*, in some steps none. Each rank has its own state and
     threshold.
 
-    Two rules for the shares of the stages:
-
-    - ``variant="corrected"`` (default, ours): stages aim from the real number of survivors, which corrects the errors
-      of earlier stages. The last keeps ``k / survivors``, each between it and the first the square root of that. At
-      first there are as many stages as it takes to leave 3/4 to the last one, and one more whenever the mean of
-      ``count / k`` over ``interval`` steps is outside ``1 +- tolerance``, on either side. Moreover the fits aim for
-      ``c k`` instead of k: after each step ``ln c -= 0.1 (count / k - 1)``, with at most 4 for the quotient and at
-      least 1/4 for c. This is an integral controller, which removes the remaining bias of the fits.
-    - ``variant="published"``: every stage after the first keeps ``(d / first_ratio) ** (1 / (M - 1))``, where M
-      starts at 1, loses one when the mean is too large and gains one when it is too small. That direction is right for
-      tails lighter than exponential only. With heavier ones a single stage selects too many, and M stays at 1.
-
-    In both, these errors of the paper and its code are corrected:
-
-    - increments are added to the threshold so far, and values below it do not enter later fits as zeros;
-    - zeros are left out of all fits, and k is compared with the other coordinates: if these are k or fewer, they are
-      all selected. Ratios and quality refer to them. (The code adds 2e-16, which drives ``mean ln`` towards minus
-      infinity.)
-    - the scale of the generalised Pareto uses the variance, as its shape does, and not the standard deviation;
-    - the quantile of the gamma distribution is exact; the closed form is negative for small shapes;
-    - the quality is the mean over all ``interval`` steps, not the sum of all but one divided by ``interval``;
-    - every group has its own state, and there is only one stage if ``density >= first_ratio``.
-
     If all magnitudes are equal, or a single one is not zero, the stages end and the rest is selected. On CUDA at most
     4 k are sent, more are thinned evenly; all ``max_stages`` are computed there, used or not.
+
+    Formula:
+        ``S_i = {j : |acc_i[j]| >= threshold_i}``; a stage that keeps a share r adds ``mu ln(1/r)``, mu the mean of what
+        the stages before left; ``update = (1/n) sum_i scatter(S_i, acc_i[S_i])``
+
+    Differs from the paper:
+        Two rules for the shares of the stages:
+
+        - ``variant="corrected"`` (default, ours): stages aim from the real number of survivors, which corrects the
+          errors of earlier stages. The last keeps ``k / survivors``, each between it and the first the square root of
+          that. At first there are as many stages as it takes to leave 3/4 to the last one, and one more whenever the
+          mean of ``count / k`` over ``interval`` steps is outside ``1 +- tolerance``, on either side. Moreover the fits
+          aim for ``c k`` instead of k: after each step ``ln c -= 0.1 (count / k - 1)``, with at most 4 for the quotient
+          and at least 1/4 for c. This is an integral controller, which removes the remaining bias of the fits.
+        - ``variant="published"``: every stage after the first keeps ``(d / first_ratio) ** (1 / (M - 1))``, where M
+          starts at 1, loses one when the mean is too large and gains one when it is too small. That direction is right
+          for tails lighter than exponential only. With heavier ones a single stage selects too many, and M stays at 1.
+
+        In both, these errors of the paper and its code are corrected:
+
+        - increments are added to the threshold so far, and values below it do not enter later fits as zeros;
+        - zeros are left out of all fits, and k is compared with the other coordinates: if these are k or fewer, they
+          are all selected. Ratios and quality refer to them. (The code adds 2e-16, which drives ``mean ln`` towards
+          minus infinity.)
+        - the scale of the generalised Pareto uses the variance, as its shape does, and not the standard deviation;
+        - the quantile of the gamma distribution is exact; the closed form is negative for small shapes;
+        - the quality is the mean over all ``interval`` steps, not the sum of all but one divided by ``interval``;
+        - every group has its own state, and there is only one stage if ``density >= first_ratio``.
 
     Args:
         first_ratio: share of magnitudes that the first stage keeps, in (0, 1).
@@ -197,6 +202,10 @@ class SIDCoGP(_SIDCo):
     generalised Pareto distributions are those of :class:`SIDCoP`. Stages, variants and corrected errors are those of
     :class:`SIDCoE`.
 
+    Formula:
+        ``S_i = {j : |acc_i[j]| >= threshold_i}``; the first stage adds the quantile of a gamma distribution, each later
+        one ``B / A (r^-A - 1)``; ``update = (1/n) sum_i scatter(S_i, acc_i[S_i])``
+
     Args:
         first_ratio: share of magnitudes that the first stage keeps, in (0, 1).
         tolerance: relative error of the mean count up to which the number of stages stays, in (0, 1).
@@ -231,6 +240,10 @@ class SIDCoP(_SIDCo):
     the quantile for a share r is ``B / A (r^-A - 1)``, or ``mu ln(1/r)`` if A is 0. Moments always give ``A < 1/2``,
     so that very heavy tails are taken for lighter ones; more stages help. Stages, variants and corrected errors are
     those of :class:`SIDCoE`. (A footnote of the paper swaps the names of P and GP; its appendix and its code do not.)
+
+    Formula:
+        ``S_i = {j : |acc_i[j]| >= threshold_i}``; a stage that keeps a share r adds ``B / A (r^-A - 1)``; ``update =
+        (1/n) sum_i scatter(S_i, acc_i[S_i])``
 
     Args:
         first_ratio: share of magnitudes that the first stage keeps, in (0, 1).

@@ -28,6 +28,10 @@ class StripedTopK(Sparsifier):
     Blocks are shorter than ``block`` if the group has fewer than four for each rank. A rank that owns less than its
     share selects all it owns, and the others share the rest.
 
+    Formula:
+        ``S_i = argtop_(k/n) |acc_i|`` among the blocks b with ``(b - t) mod n = i``; ``update[U] = (1/n) sum_i
+        acc_i[U]``, U the union of the S_i
+
     Args:
         block: coordinates per block, at least 1.
 

@@ -19,13 +19,18 @@ from lightning_sparse.ops import top_k
 class TopK(Sparsifier):
     """Each rank selects the k coordinates of its accumulator that are largest in magnitude.
 
-    ``S_i = argtop_k |acc_i|`` with ``k = max(1, floor(density * numel))`` *per rank*: the union of n ranks holds up to
+    k is meant *per rank*: the union of n ranks holds up to
     n k coordinates, so that the actual density grows with n (gradient build-up). Exact on every device; ties go to the
     lower coordinate on the CPU.
 
-    Both published ways of sending are available: pairs with own release (``exchange="gather_pairs"``, the default, Aji
-    and Heafield) and the union with the values of all ranks (``exchange="reduce_union"``, the Top-k baseline of MiCRO
-    and ExDyna). Unlike the latter's code, k is at least 1 in small groups.
+    Formula:
+        ``S_i = argtop_k |acc_i|`` with ``k = max(1, floor(density * numel))``; ``update = (1/n) sum_i scatter(S_i,
+        acc_i[S_i])``
+
+    Differs from the paper:
+        Both published ways of sending are available: pairs with own release (``exchange="gather_pairs"``, the default,
+        Aji and Heafield) and the union with the values of all ranks (``exchange="reduce_union"``, the Top-k baseline of
+        MiCRO and ExDyna). Unlike the latter's code, k is at least 1 in small groups.
 
     Example:
         >>> import torch, lightning_sparse as ls

@@ -68,8 +68,12 @@ class UnionTopK(Sparsifier):
     A rank selects ``ceil(k/n) + ceil(c k/n)`` coordinates, at most ``2 ceil(k/n)``. On CUDA the message has the length
     of the latter at every step.
 
-    In closed loops this trains better than all published methods of equal traffic (``docs/comparison.md``): every rank
-    contributes its largest coordinates at every step, and the full budget is used.
+    In closed loops this trains better than all published methods of equal traffic (``docs/reports/equal-bytes.md``):
+    every rank contributes its largest coordinates at every step, and the full budget is used.
+
+    Formula:
+        ``S_i = argtop_(k/n) |acc_i|`` and the ``c k/n`` largest others j with ``j = i - t (mod n)``; ``update[U] =
+        (1/n) sum_i acc_i[U]``, U the union of the S_i, filled to k
 
     Args:
         max_factor: largest number of selected indices of a rank in multiples of k/n, at least 1. With 2 the union can

@@ -46,7 +46,7 @@ BEST_TRAINED = (
     "redsync",
     "sidco_gp",
 )
-"""Sparsifiers from docs/comparison.md, the one that trains best at equal traffic first; others come after them."""
+"""Sparsifiers of docs/reports/equal-bytes.md, the best at equal traffic first; others come after them."""
 
 
 @dataclass(frozen=True)
@@ -268,8 +268,8 @@ def winner(
     """Return dense DDP, unless its 16-bit hooks, other groups or a sparsifier shorten the step by 5 % at least.
 
     A sparsifier must be 5 % faster than every dense method. Of the sparsifiers within 5 % of the fastest one, the
-    largest density wins, and then the sparsifier that trains best (``docs/comparison.md``): speed alone would always
-    choose the lowest density. PowerSGD is for reference and never chosen.
+    largest density wins, and then the sparsifier that trains best (``docs/reports/equal-bytes.md``): speed alone would
+    always choose the lowest density. PowerSGD is for reference and never chosen.
 
     Args:
         predictions: at least that of dense DDP in this scenario.

@@ -64,7 +64,7 @@ KEPT = {
 """Settings of a DDP strategy that profiling and the advice keep, and their defaults."""
 
 LEFT_OUT = ("random_k",)
-"""Sparsifiers that are tried only if named: fast ones that diverge at low densities (comparison.md)."""
+"""Sparsifiers that are tried only if named: fast ones that diverge at low densities (docs/reports/equal-bytes.md)."""
 
 
 @dataclass(frozen=True)

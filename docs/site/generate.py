@@ -1,0 +1,45 @@
+"""Write the generated pages: python docs/site/generate.py.
+
+Methods and reference come from the library's registries, docstrings and dataclasses; reports from files in
+`benchmarks/results`. The pages are committed, and a test compares them with what this writes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+
+import methods_pages as methods  # noqa: E402
+import reference_pages as reference  # noqa: E402
+import report_pages as reports  # noqa: E402
+
+DOCS = Path(__file__).parents[1]
+FOLDERS = ("methods", "reference", "reports")
+MADE = (".md", ".csv")
+"""Endings of files that nothing else puts into these folders."""
+
+
+def pages() -> dict[str, str]:
+    """Text of every generated file by its path below docs/."""
+    known = reports.read()
+    return reports.pages(known) | methods.pages(known) | reference.pages()
+
+
+def write(files: Mapping[str, str]) -> None:
+    """Write what has changed, and remove what is not made any more."""
+    for path, text in files.items():
+        file = DOCS / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if not file.exists() or file.read_text(encoding="utf-8") != text:
+            file.write_text(text, encoding="utf-8")
+    for folder in FOLDERS:
+        for file in (DOCS / folder).rglob("*"):
+            if file.suffix in MADE and file.relative_to(DOCS).as_posix() not in files:
+                file.unlink()
+
+
+if __name__ == "__main__":
+    write(pages())
