@@ -39,8 +39,8 @@ def test_newer_versions_of_dependencies_are_not_refused(project: dict[str, Any])
 
 
 def test_the_tested_versions_are_named(project: dict[str, Any]) -> None:
-    [said] = re.findall(r"^- Tested with Python .*$", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    said = (ROOT / "docs/guide/works-with.md").read_text().partition("## Software")[2].partition("\n## ")[0]
     [torch] = re.findall(r"^torch==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
-    assert f"torch {torch}" in said
+    assert re.search(rf"^\| PyTorch \|.* {re.escape(torch)}\b", said, flags=re.MULTILINE)
     named = re.findall(r"Python :: (\d\.\d+)", " ".join(project["classifiers"]))
     assert all(version in said for version in named)
