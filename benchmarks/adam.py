@@ -6,7 +6,7 @@ n simulated ranks in one process, on the code that trains. Ways to step:
 - `second_moment`: what `sparse_ddp` does with AdamW, see `lightning_sparse.memories.SecondMoment`.
 - `residual`: torch's AdamW behind plain error feedback; `residual_beta0` the same without a first moment.
 - `adam_correction`: Adam's directions formed on each rank before the exchange, see `ls.memories.AdamCorrection`.
-- `sgd`: momentum SGD on the mean gradient; `sgd_spent` what `sparse_ddp` does with it, see `docs/momentum.md`;
+- `sgd`: momentum SGD on the mean gradient; `sgd_spent` what `sparse_ddp` does with it, see `docs/reports/momentum.md`;
   `sgd_residual` behind plain error feedback; `sgd_score` the same, selected by the score of `SecondMoment`;
   `sgd_correction` DGC's momentum correction with factor masking. Rates are multiples of 0.05.
 

@@ -35,7 +35,7 @@ DDP_BUCKET_MB = 25
 """Default size of DDP's buckets in MiB."""
 CUDA_BUCKET_MB = 100
 """Default least size in MiB of groups that are cut by bucket, on CUDA: the host takes more than a millisecond to launch
-the local step of a group of any size, an H200 a third of one for this size (docs/gpu.md)."""
+the local step of a group of any size, an H200 a third of one for this size (docs/reports/gpu.md)."""
 LARGEST_GROUP = 2**30 - 1
 """Coordinates: kernels count twice as many in 31 bits. Only a parameter that is larger is a larger group."""
 
