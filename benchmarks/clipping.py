@@ -1,7 +1,7 @@
 """Clipping with SGD behind a sparse exchange: of averages, or of gradients before they wait.
 
 n simulated ranks in one process, on the code that trains: an LSTM of 223 208 parameters on text, UnionTopK, momentum
-spent early as `sparse_ddp` does (`docs/reports/momentum.md`), warm-up over 30 steps and cosine to a tenth. Parameters with
+spent early as `sparse_ddp` does (see its report), warm-up over 30 steps and cosine to a tenth. Parameters with
 fewer than 2 dimensions stay dense. Ways to clip:
 
 - `dense`: averages, without sparsification.

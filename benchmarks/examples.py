@@ -1,6 +1,6 @@
 """What the models of `examples/` learn in 300 steps, densely and with a part of the gradient, against what they send.
 
-Each training is one of docs/reports/examples.md's commands, with two processes. The only thing that differs in a row is the
+Each training is one of docs/guide/quick-start.md, with two processes. The only thing that differs in a row is the
 density; 1 is dense training through the same machinery (`configs/everything.yaml`). A seed decides initial parameters
 and the order of the data. Megabytes are those that a rank sends under ring collectives, in the whole training.
 

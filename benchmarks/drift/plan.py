@@ -37,8 +37,8 @@ KNOWN = {
     Run("gpt-300", "lion-today", 0.3): 280.0,
     Run("gpt-300", "lion-steps-agreed", 0.3): 170.6,
 }
-"""Trainings with seed 0 whose perplexity other programs have found: docs/reports/adam-earlier.md for the first two of each optimizer,
-and a trial of drift in which weights that are agreed on decay, and not copies."""
+"""Trainings with seed 0 whose perplexity other programs have found: docs/reports/adam-earlier.md for the first
+two of each optimizer, and a trial of drift in which weights that are agreed on decay, and not copies."""
 
 
 class Entry(NamedTuple):
