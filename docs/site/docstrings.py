@@ -80,4 +80,5 @@ def fill(template: str, **values: Any) -> str:
     environment = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.lstrip_blocks = True
     text = environment.get_template(template).render(**values)
+    text = re.sub(r"`docs/(reports|reference)/([\w-]+)\.md`", r"[\2](../\1/\2.md)", text)
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"

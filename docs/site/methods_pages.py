@@ -70,6 +70,12 @@ def _with_adam(name: str, cls: type[Sparsifier]) -> str:
     return "yes" if adam == cls.exchange else f"yes, exchanged by {link(adam)} in place of {link(cls.exchange)}"
 
 
+def _averaged(name: str, cls: type[Sparsifier]) -> str:
+    adam = exchange_with_adam(name)
+    rest = {None: "AdamW is refused", cls.exchange: "with AdamW, too"}.get(adam, f"with AdamW by {link(adam or '')}")
+    return f"Values are averaged by {link(cls.exchange)}; {rest}."
+
+
 def _member(name: str, cls: type[Sparsifier]) -> dict[str, Any]:
     return {
         "name": name,
@@ -77,6 +83,7 @@ def _member(name: str, cls: type[Sparsifier]) -> dict[str, Any]:
         "doc": Docstring.of(cls),
         "exchange": link(cls.exchange),
         "adam": _with_adam(name, cls),
+        "averaged": _averaged(name, cls),
         "settings": settings(cls),
         "bytes": _bytes(name),
         "agreement": cls.agreement.value,
