@@ -19,9 +19,8 @@ it is said once:
     Epoch 0/-2 ━━━━━━━━━━━━━━━━━ 20/20 0:00:16 • 0:00:00 1.19it/s
         train/loss: 6.724 sparse/density: 0.010 val/perplexity: 879.568
 
-`--fast` ends near a perplexity of 880, dense training of 300 steps near 150 (docs/reports/examples.md has more).
-Curves are in
-`lightning_logs/version_N/metrics.csv`. Where `--data.dir` (data/wikitext-2) has no text, it is downloaded.
+`--fast` ends near a perplexity of 880, dense training of 300 steps near 150 (docs/reports/examples.md compares). Curves
+are in `lightning_logs/version_N/metrics.csv`. Where `--data.dir` (data/wikitext-2) has no text, it is downloaded.
 """
 
 import math

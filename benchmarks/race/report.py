@@ -48,7 +48,8 @@ ALLOWED = math.log(1.02)
 def write(results: Results) -> None:
     """Write the page and the figures."""
     draw(results, PAGE.with_suffix(""))
-    runpy.run_path(str(GENERATOR), run_name="__main__")
+    generator = runpy.run_path(str(GENERATOR))
+    generator["write"](generator["pages"](), ["reports/race"])
 
 
 def page(results: Results) -> str:

@@ -1,4 +1,4 @@
-"""Write the generated pages: python docs/site/generate.py.
+"""Write the generated pages: python docs/site/generate.py, or some: python docs/site/generate.py reports/speed.
 
 Methods and reference come from the library's registries, docstrings and dataclasses; reports from files in
 `benchmarks/results`. The pages are committed, and a test compares them with what this writes.
@@ -7,7 +7,7 @@ Methods and reference come from the library's registries, docstrings and datacla
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
@@ -28,18 +28,20 @@ def pages() -> dict[str, str]:
     return reports.pages(known) | methods.pages(known) | reference.pages()
 
 
-def write(files: Mapping[str, str]) -> None:
-    """Write what has changed, and remove what is not made any more."""
+def write(files: Mapping[str, str], only: Sequence[str] = ()) -> None:
+    """Write what has changed, where a path begins with one of these; if none are given, remove what is not made."""
     for path, text in files.items():
+        if only and not path.startswith(tuple(only)):
+            continue
         file = DOCS / path
         file.parent.mkdir(parents=True, exist_ok=True)
         if not file.exists() or file.read_text(encoding="utf-8") != text:
             file.write_text(text, encoding="utf-8")
-    for folder in FOLDERS:
+    for folder in () if only else FOLDERS:
         for file in (DOCS / folder).rglob("*"):
             if file.suffix in MADE and file.relative_to(DOCS).as_posix() not in files:
                 file.unlink()
 
 
 if __name__ == "__main__":
-    write(pages())
+    write(pages(), sys.argv[1:])
