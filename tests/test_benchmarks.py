@@ -346,3 +346,9 @@ def test_models_with_biases_lie_in_several_runs() -> None:
     layers = benchmark("memory").model(8, True, torch.float32)
     assert [type(layer).__name__ for layer in layers] == 8 * ["Linear", "LayerNorm"]
     assert all(parameter.requires_grad for parameter in layers.parameters()) and layers[0].bias is not None
+
+
+def test_bits_of_messages_add_up(capsys: pytest.CaptureFixture[str]) -> None:
+    benchmark("message_bits").main(["--numel", "40000", "--steps", "3"])
+    told = capsys.readouterr().out
+    assert all(part in told for part in ("coordinate", "class, spare", "second value's power", "entropy"))

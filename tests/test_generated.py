@@ -131,7 +131,7 @@ def test_options_are_those_of_the_command() -> None:
 @pytest.mark.parametrize("name", REPORTS)
 def test_the_box_of_a_report_is_complete(name: str) -> None:
     page = (DOCS / "reports" / f"{name}.md").read_text()
-    head = page.split("\n\n")[1]
+    head = page.split("\n\n")[2]
     rows = dict(re.findall(r"^\| \*\*(.+?)\*\* \| (.+) \|$", head, flags=re.MULTILINE))
     assert list(rows) == ["Question", "Answer", "Measured", "Machine", "Valid for the present code", "Command"]
     assert rows["Question"].endswith("?")

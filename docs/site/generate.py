@@ -18,6 +18,8 @@ import report_pages as reports  # noqa: E402
 
 DOCS = Path(__file__).parents[1]
 FOLDERS = ("methods", "reference", "reports")
+BEHIND = "---\nsearch: {boost: 0.5}\n---\n\n"
+"""Lets the site's search find guides first."""
 MADE = (".md", ".csv")
 """Endings of files that nothing else puts into these folders."""
 
@@ -25,7 +27,8 @@ MADE = (".md", ".csv")
 def pages() -> dict[str, str]:
     """Text of every generated file by its path below docs/."""
     known = reports.read()
-    return reports.pages(known) | methods.pages(known) | reference.pages()
+    made = reports.pages(known) | methods.pages(known) | reference.pages()
+    return {path: BEHIND + text if path.endswith(".md") else text for path, text in made.items()}
 
 
 def write(files: Mapping[str, str], only: Sequence[str] = ()) -> None:
