@@ -102,6 +102,11 @@ def attach_config(
     alone = ranks.world_size in (1, nodes.size)
     with failing_together(ranks, device):
         _check_ddp(ddp)
+        if config.overlap and (ddp.find_unused_parameters or ddp.static_graph):
+            raise ValueError(
+                "Expected find_unused_parameters and static_graph to be False with overlap=True: which parameters a "
+                "backward has used is known when it is over, and gradients are exchanged before."
+            )
         parameters, frozen = _parameters_of(ddp)
         sizes = sizes_of(parameters)
         cap = ddp.bucket_bytes_cap / MIB if config.bucket_cap_mb is None else float(config.bucket_cap_mb)
@@ -111,6 +116,7 @@ def attach_config(
         plan = make_plan(sizes, config.grouping, config.rules, cap, frozen=frozen)  # which checks rules, too
         stays_dense = alone and config.single_device == "dense"
         plan = dense_plan(sizes, cap) if stays_dense else plan
+        config = replace(config, overlap=config.overlap and not stays_dense)
         in_parts = config.node_size is not None and not stays_dense
         facts = {
             **facts_of(config, observers, plan),

@@ -31,9 +31,10 @@ KINDS = (
     "clips by the norm of all gradients",
     "flushes",
     "begins a backward",
+    "takes a step of an optimizer with averages of backward",
 )
 """What a call may be; its number is sent."""
-BACKWARD, STEP, EXCHANGE, NORM, FLUSH, BEGIN = range(len(KINDS))
+BACKWARD, STEP, EXCHANGE, NORM, FLUSH, BEGIN, HIDDEN = range(len(KINDS))
 
 
 class Call(NamedTuple):

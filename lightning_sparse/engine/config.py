@@ -335,6 +335,10 @@ class SparsificationConfig(Settings):
     """Number of ranks of a node, whose links are fast: gradients are averaged densely within a node and exchanged
     sparsely between nodes, by each rank a part of them, see docs/nodes.md. "auto": ranks of a host, by its name; None
     or 1: each rank exchanges its own gradients."""
+    overlap: bool = False
+    """True: exchange gradients within backward, as DDP hands them over, while it goes on. Gradients may not be changed
+    between backward and the optimizer's step then, and one optimizer steps after each synchronised backward: no
+    clipping, no loss scaling; see docs/overlap.md."""
     fallback: bool = False
     """True: time some sparse and some dense steps at the start, and again when the step time changes by much, and
     continue with the faster ones."""
@@ -361,11 +365,14 @@ class SparsificationConfig(Settings):
         for name, hint in hints_of(type(self)).items():  # type: ignore[arg-type]
             _check_choice(name, getattr(self, name), hint)
         for name, instead in (("grouping", "MergeBelow(8192)"), ("density", "0.01")):
-            if (given := getattr(self, name)).needs_profile:
+            if (given := getattr(self, name)).needs_profile and not self.overlap:
                 raise ValueError(
                     f"Expected {name} to be one such as {instead}, but got {given!r}, which hides messages behind "
-                    f"backward, while gradients are exchanged after it, in optimizer.step(): use {name}={instead}."
+                    f"backward, while gradients are exchanged after it, in optimizer.step(): use {name}={instead}, or "
+                    "overlap=True."
                 )
+        alone = not self.overlap or not self.fallback
+        expect(alone, "fallback", "False with overlap=True: dense steps are not timed beside it", self.fallback)
         self._check_nodes()
         watch, size, timeout = self.watch, self.bucket_cap_mb, self.timeout
         fits = watch is None or isinstance(watch, Watch)
@@ -385,6 +392,7 @@ class SparsificationConfig(Settings):
         expect(fits, "node_size", "'auto', an integer from 1 on or None", size)
         expect(not self.memory_in_use.reads_rates, "memory", "one without rates=True with node_size", self.memory)
         expect(not self.fallback, "fallback", "False with node_size: DDP's own steps are not timed", self.fallback)
+        expect(not self.overlap, "overlap", "False with node_size: nodes average gradients in backward", self.overlap)
 
     @property
     def memory_in_use(self) -> Memory:

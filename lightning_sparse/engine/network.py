@@ -209,6 +209,12 @@ class TorchCollective:
             return self
         return self.of_its_own(self.group, self.timeout or self._asked, "gloo", self._beside)
 
+    def another(self) -> TorchCollective:
+        """Return a collective over the same ranks, for messages of another thread. All ranks must call this."""
+        if self.world_size == 1:
+            return self
+        return self.of_its_own(self.group, self.timeout or self._asked, beside=self._beside)
+
     @contextmanager
     def _together(self, operation: str) -> Iterator[Any]:
         """Return the group; explain the error of a collective that fails because of another rank, pass others on.

@@ -11,7 +11,7 @@ last step of an optimizer that holds them. What plain DDP would not have average
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from lightning_sparse.core.layout import flattened, laid_out, own, whole_of
 from lightning_sparse.core.messages import AllGather, AllReduce, Message, Steps, ring_all_reduce_bytes
@@ -144,6 +145,8 @@ class Stepper(Groups):
         """() norm by which gradients of the next step were clipped."""
         self.paused = False
         """True while gradients are left alone, which somebody else averages."""
+        self.optimizers: Callable[[], Iterable[Optimizer]] = list
+        """Returns the optimizers that are known."""
         self.owners: Callable[[Sequence[str]], Mapping[Stepper, Sequence[str]]] = lambda names: {self: names}
         """Returns who exchanges parameters of this engine: another one, where it came later and has them, too."""
         self._before_exchange = before_exchange
@@ -512,13 +515,17 @@ class Stepper(Groups):
                 self.record.counts = counts._replace(skipped=counts.skipped - more, streak=counts.streak - more)
         return Exchanged(True, {})
 
-    def _start(self, fresh: Sequence[str], used: set[str], units: Units) -> Started:
-        """Absorb gradients and select from them, up to the first message."""
+    def _open(self) -> None:
+        """Let observers act, which may change groups, before anything is absorbed."""
         if self._stood_aside:  # second moments go on from those of the optimizers
             self._stood_aside, self.adoptions = False, self.adoptions + 1
-        self.busy, self._starts = False, True  # observers may change groups
+        self.busy, self._starts = False, True
         self._before_exchange()
         self.busy, self._starts = True, False
+
+    def _start(self, fresh: Sequence[str], used: set[str], units: Units) -> Started:
+        """Absorb gradients and select from them, up to the first message."""
+        self._open()
         used = used - self._set_aside(used, units)  # of groups that are new
         for group in self.groups if self._begins else ():  # none has run in this step yet
             group.unused = set(group.spans)
