@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from lightning_sparse.core.messages import Steps, resolve
+from lightning_sparse.core.messages import resolve
 from lightning_sparse.core.messages import run as run_steps
 from lightning_sparse.core.messages import started as first
 from lightning_sparse.engine.average import Average, place
@@ -52,8 +52,8 @@ SECOND = (
 )
 CHANGED = (
     "Gradients were changed between backward and the optimizer's step: {}. With overlap=True they are exchanged within "
-    "backward already, so that clipping, masking, unscaling, zeroing or replacing them would have no effect. Leave them "
-    f"as they are; {INSTEAD}"
+    "backward already, so that clipping, masking, unscaling, zeroing or replacing them would have no effect. Leave "
+    f"them as they are; {INSTEAD}"
 )
 RATES = (
     "Learning rates have changed between backward and the optimizer's step. With Residual(rates=True) and overlap=True "
@@ -72,7 +72,7 @@ SCALED = (
     f"decision. Train in bfloat16, or leave it at {INSTEAD}"
 )
 FOREIGN = f"engine.exchange() does not go with overlap=True, which has exchanged gradients within backward. {INSTEAD}"
-ANOTHER = f"Another engine has parameters of this one, so that overlap=True does not know whose gradients these are. {INSTEAD}"
+ANOTHER = f"Another engine holds parameters of this one, whose gradients are exchanged within its backward. {INSTEAD}"
 BETWEEN = "Groups cannot change between a backward and the optimizer's step with overlap=True: averages wait."
 
 
