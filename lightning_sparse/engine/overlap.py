@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from queue import SimpleQueue
 from typing import Any
 
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
+from lightning_sparse.core.layout import flattened
 from lightning_sparse.core.messages import resolve
 from lightning_sparse.core.messages import run as run_steps
 from lightning_sparse.core.messages import started as first
@@ -40,7 +41,7 @@ from lightning_sparse.engine.pipeline import Exchanged as OfGroup
 from lightning_sparse.engine.pipeline import GroupReducer, forget_overflow_
 from lightning_sparse.engine.record import Counts
 from lightning_sparse.engine.signals import SAVING, held
-from lightning_sparse.engine.step import Exchanged, Joined, Started, Stepper, Units
+from lightning_sparse.engine.step import Exchanged, Joined, Started, Stepper, Units, at_once
 from lightning_sparse.engine.stream import ExchangeStream
 from lightning_sparse.ops import static_shapes
 
@@ -75,16 +76,24 @@ FOREIGN = f"engine.exchange() does not go with overlap=True, which has exchanged
 ANOTHER = f"Another engine holds parameters of this one, whose gradients are exchanged within its backward. {INSTEAD}"
 BETWEEN = "Groups cannot change between a backward and the optimizer's step with overlap=True: averages wait."
 
+SAMPLED = 16
+"""Gradients of which as many coordinates are compared, at least where there are so many."""
+
 
 class Sent:
     """Work of the thread, and what it brings.
 
     Args:
         work: is called once.
+        failing_together: within which errors are raised; other threads may look for the cause of what it does.
     """
 
-    def __init__(self, work: Callable[[], list[OfGroup]]) -> None:
-        self._work = work
+    def __init__(
+        self,
+        work: Callable[[], list[OfGroup]],
+        failing_together: Callable[[str], AbstractContextManager[None]],
+    ) -> None:
+        self._work, self._failing_together = work, failing_together
         self._done, self._results = False, list[OfGroup]()
         self.error: BaseException | None = None
         """With which the work has ended."""
@@ -94,9 +103,14 @@ class Sent:
     def run(self) -> None:
         """Do the work; its error is raised where it is waited for."""
         try:
-            self._results = self._work()
+            with self._failing_together("in the exchange"):
+                try:
+                    self._results = self._work()
+                except BaseException as error:
+                    self.error = error
+                    raise
         except BaseException as error:
-            self.error = error
+            self.error = self.error or error
         finally:
             self._done = True
             self._lock.release()
@@ -118,14 +132,12 @@ class Sender:
         self._thread: threading.Thread | None = None
         self._ends = weakref.finalize(self, self._work.put, None)
 
-    def send(self, work: Callable[[], list[OfGroup]]) -> Sent:
+    def send(self, sent: Sent) -> None:
         """Let work be done."""
         if self._thread is None:
             self._thread = threading.Thread(target=_serve, args=(self._work,), name="sparse-overlap", daemon=True)
             self._thread.start()
-        sent = Sent(work)
         self._work.put(sent)
-        return sent
 
     def close(self) -> None:
         """End the thread behind what it has begun."""
@@ -167,6 +179,8 @@ class Waiting:
         """Time that backward has spent on it."""
         self.given: Mapping[str, tuple[Tensor, int]] = {}
         """By parameter, what DDP has left in ``.grad``, and its version."""
+        self.sampled: Tensor | None = None
+        """Some coordinates of some of these."""
 
 
 class Overlapped(Stepper):
@@ -256,13 +270,14 @@ class Overlapped(Stepper):
 
         @torch.no_grad()
         def work() -> list[OfGroup]:
-            with self.failing_together("in the exchange"):
-                return run_steps(rest, lambda message: comm.start(message)())
+            return run_steps(rest, lambda message: comm.start(message)())
 
-        if self._sender is not None:
-            return self._sender.send(work)
-        sent = Sent(work)
-        sent.run()
+        sent = Sent(work, self.failing_together)
+        if self._sender is None:
+            sent.run()
+            sent.wait()
+        else:
+            self._sender.send(sent)
         return sent
 
     @contextmanager
@@ -281,6 +296,7 @@ class Overlapped(Stepper):
         if self._waiting is not None:
             every = ((name, self.parameters[name].grad) for name in self._waiting.names)
             self._waiting.given = {name: (grad, grad._version) for name, grad in every if grad is not None}
+            self._waiting.sampled = _sampled([grad for grad, _ in self._waiting.given.values()])
 
     def gradients_are_here(self, names: Collection[str], finite: bool, averaged: bool) -> None:
         """See :meth:`.Stepper.gradients_are_here`; nothing waits for a step that no rank will take.
@@ -344,7 +360,8 @@ class Overlapped(Stepper):
                 return
             self._refuse(waiting, fresh, met[0])
             with self.on_stream.between_steps():
-                joining = joining or Going(self._join(made, None), self._start_within, self._listen)
+                listening = self._listen if self.on_stream.host_knows else at_once
+                joining = joining or Going(self._join(made, None), self._start_within, listening)
                 ended = joining.run()
                 self._set_aside(fresh, units)
                 if not ended.skipped:
@@ -377,6 +394,10 @@ class Overlapped(Stepper):
             grad, (given, version) = self.parameters[name].grad, waiting.given.get(name, (None, 0))
             if grad is None or grad is not given or grad._version != version:
                 found.add(name)
+        # Scalers and writes to .data leave the version as it is.
+        if not found and waiting.sampled is not None:
+            now = _sampled([grad for grad, _ in waiting.given.values()])
+            return found if bool(self.on_host((now == waiting.sampled).all())) else set(waiting.names)
         return found
 
     def _refuse(self, waiting: Waiting, fresh: Sequence[str], met: Met) -> None:
@@ -433,6 +454,12 @@ class Overlapped(Stepper):
 def _wait_for(waiting: Waiting) -> list[OfGroup]:
     """Return what was exchanged, in the order of :attr:`Waiting.groups`."""
     return [one for sent in waiting.sent for one in sent.wait()]
+
+
+def _sampled(gradients: Sequence[Tensor]) -> Tensor:
+    """Return a few coordinates of a few gradients."""
+    some = [flattened(grad) for grad in gradients[:: max(1, len(gradients) // SAMPLED)]]
+    return torch.cat([x[:: max(1, x.numel() // SAMPLED)] for x in some])
 
 
 def _copied(group: GroupReducer, flat: dict[str, Tensor]) -> dict[str, Tensor]:

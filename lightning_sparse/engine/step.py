@@ -202,7 +202,7 @@ class Stepper(Groups):
 
     def whole(self, averages: Sequence[Average]) -> Sequence[Average]:
         """See :meth:`.Groups.whole`."""
-        return Going(self.share.whole(averages), self._start_within, _at_once).run()
+        return Going(self.share.whole(averages), self._start_within, at_once).run()
 
     # ------------------------------------------------------------------------------------------------ agreement
 
@@ -471,7 +471,7 @@ class Stepper(Groups):
             self._unused = {name for name, number in self._numbers.items() if not used[number]}
             with self.on_stream.between_steps():
                 # On a device nothing is waited for, and a handler's messages would come between those of all ranks.
-                listening = self._listen if self.on_stream.host_knows else _at_once
+                listening = self._listen if self.on_stream.host_knows else at_once
                 going = going or Going(started.steps, self.comm.start, listening)
                 made = going.run()
                 joining = joining or Going(self._join(made, started.units.scale), self._start_within, listening)
@@ -777,7 +777,7 @@ def _digest_of(names: tuple[str, ...]) -> int:
     return digest_of(sorted(names))
 
 
-def _at_once(wait: Callable[[], T]) -> T:
+def at_once(wait: Callable[[], T]) -> T:
     """Wait, and let no handler of a signal that saves run."""
     return wait()
 

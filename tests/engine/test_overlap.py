@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from lightning_sparse.engine import Engine
-from lightning_sparse.engine.overlap import Overlapped
 from lightning_sparse.methods.grouping import ParameterSize, make_plan
 from tests.covering import by_default, covering
 from tests.ranks import Ranks, error_of
@@ -175,3 +173,495 @@ def test_averages_with_other_settings(two_ranks: Ranks, settings: dict[str, Any]
         assert all(torch.equal(a, b) for a, b in zip(plain[0][0], hidden[0][0], strict=True) if a.numel())
         return
     assert_alike(two_ranks, "sgd", settings, "rates" if "rates=True" in str(settings) else "")
+
+
+# ----------------------------------------------------------------------------------------------------- the law
+
+
+def history(seed: int, save: bool) -> tuple[float, float, int, int]:
+    """A random history in float64; return what was lost, how weights differ, and the steps that counted or did not.
+
+    With ``save``, states at every hook between backward and step, one of which takes the place of the engine's.
+    """
+    choose = torch.Generator().manual_seed(seed)
+
+    def one_of(*options: Any) -> Any:
+        return options[int(torch.randint(len(options), (), generator=choose))]
+
+    run = Run(
+        "sgd",
+        torch.float64,
+        views=one_of(True, False),
+        rules=EVERYTHING,
+        memory="residual",
+        grouping=one_of(*GROUPINGS),
+        sparsifier=one_of("union_top_k", "top_k", "exdyna", "gtop_k"),
+    )
+    engine, n, rank = run.engine, dist.get_world_size(), dist.get_rank()
+    start = run.weights()
+    given = torch.zeros_like(start)
+    worst, here = 0.0, dict[int, Tensor]()
+    take = engine.router.take
+
+    def noting(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        here.update((id(p), grad.flatten().clone()) for p, grad in zip(parameters, gradients, strict=True))
+        take(parameters, gradients)
+
+    engine.router.take = noting
+
+    def lost(moved: Tensor, waits: Tensor) -> float:
+        return float((summed(waits) + n * moved / 0.1 - summed(given)).abs().max())
+
+    def remembered() -> Tensor:
+        state = engine.state_dict()
+        assert not state["pending"]
+        return torch.cat([state["parameters"][name]["residual"] for name in engine._parameters])
+
+    for step in range(14):
+        run.optimizer.zero_grad()
+        for _ in range(one_of(0, 0, 2)):
+            with run.ddp.no_sync():
+                run.backward()
+        bad = step > 2 and one_of(*range(5)) == 0
+        if bad:  # in one layer, on one rank: others were absorbed before
+            layer = run.model[2 * one_of(0, 1, 2)]  # type: ignore[index]
+            handle = layer.weight.register_hook(
+                lambda grad: grad.index_fill(0, torch.tensor([3]), float("nan")) if rank == 1 else grad
+            )
+        run.backward()
+        local = torch.cat([here[id(p)] for p in run.model.parameters()]) if here else run.gradient()
+        if bad:
+            handle.remove()
+            assert run.gradient().isnan().all()
+            assert rank != 1 or local.isnan().any()
+        else:
+            assert torch.equal(local, run.gradient())
+        given += local.nan_to_num(0.0)  # what is finite waits
+        if save and step:  # before the first step, the optimizer is not known
+            worst = max(worst, lost(start - run.weights(), remembered()))
+        if not bad and one_of(True, False):
+            run.optimizer.step()
+        elif not bad:  # within a closure, which forms nothing anew
+            run.optimizer.step(lambda: 0.0)  # type: ignore[arg-type]
+        match one_of(*range(8)):
+            case 0:
+                sizes = [ParameterSize.of(name, p) for name, p in engine._parameters.items()]
+                engine.regroup(make_plan(sizes, one_of(*GROUPINGS), EVERYTHING, 0.01))
+            case 1:
+                engine.load_state_dict(engine.state_dict())
+            case 2:
+                engine._flush_next_step()
+            case 3:
+                ls.flush(engine, [run.optimizer])
+        worst = max(worst, lost(start - run.weights(), run.residual()))
+    rows = [torch.empty_like(start) for _ in range(n)]
+    dist.all_gather(rows, run.weights())
+    return worst, float(torch.stack(rows).std(0).max()), engine.step, engine.skipped_steps
+
+
+@pytest.mark.filterwarnings("ignore:.*not finite")
+@pytest.mark.parametrize("seed", by_default(range(12), 4))
+@pytest.mark.parametrize("n", [2, 3])
+def test_nothing_is_lost_in_random_histories(request: Any, seed: int, n: int) -> None:
+    ranks = request.getfixturevalue({2: "two_ranks", 3: "three_ranks"}[n])
+    for worst, apart, steps, skipped in ranks(history, seed, seed % 2 == 0):
+        assert worst < 1e-10
+        assert apart == 0
+        assert steps + skipped == 14
+
+
+def saved_at_hooks(kind: str) -> list[float]:
+    """What states lose that are taken within backward, at each bucket, and between backward and step."""
+    run = Run(kind, torch.float64, rules=EVERYTHING, memory="residual")
+    engine, n = run.engine, dist.get_world_size()
+    for _ in range(3):
+        run.step()
+    found: list[float] = []
+    names = list(engine._parameters)
+    before = {name: engine.residual(name).clone() for name in names}  # type: ignore[union-attr]
+    states: list[dict[str, Any]] = []
+    take = engine.router.take
+
+    def and_save(parameters: Any, gradients: Any) -> None:
+        take(parameters, gradients)
+        states.append(engine.state_dict())
+
+    engine.router.take = and_save
+    run.optimizer.zero_grad()
+    run.backward()
+    local = {name: p.grad.flatten().clone() for name, p in engine._parameters.items()}  # type: ignore[union-attr]
+    states.append(engine.state_dict())
+    for number, state in enumerate(states):
+        absorbed = set(state["absorbed"])
+        assert len(absorbed) == len(names) if number >= len(states) - 2 else absorbed < set(names)
+        for name in names:
+            expected = before[name] + (local[name] if name in absorbed else 0)
+            found.append(float((state["parameters"][name]["residual"] - expected).abs().max()))
+    start = run.weights()
+    run.optimizer.step()
+    moved = {name: p.grad.flatten() for name, p in engine._parameters.items()}  # type: ignore[union-attr]
+    for name in names:  # a run that goes on from the last state has all that was stepped with
+        waited = summed(states[-1]["parameters"][name]["residual"])
+        found.append(float((waited - summed(engine.residual(name)) - n * moved[name]).abs().max()))  # type: ignore[arg-type]
+    assert not torch.equal(start, run.weights())
+    assert engine.state_dict()["absorbed"] == []
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_states_within_backward_hold_all_that_was_absorbed(three_ranks: Ranks, kind: str) -> None:
+    for found in three_ranks(saved_at_hooks, kind):
+        assert max(found) < 1e-12
+
+
+def resumed(kind: str) -> list[Tensor]:
+    """Weights of a run, and of one that is saved between steps and goes on with a new engine."""
+    found = []
+    for resumes in (False, True):
+        run = Run(kind)
+        for step in range(6):
+            if resumes and step == 3:
+                state = run.engine.state_dict()
+                run.engine.close()
+                run.ddp = DistributedDataParallel(run.model, bucket_cap_mb=BUCKET_MB)
+                settings = {"density": 0.05, "watch": None, "overlap": True, "grouping": "layer"}
+                run.engine = ls.attach(run.ddp, **settings)
+                run.engine._show(run.optimizer)
+                run.engine.load_state_dict(state)
+            run.step()
+        found.append(run.weights())
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_goes_on_bit_for_bit(two_ranks: Ranks, kind: str) -> None:
+    for whole, in_two in two_ranks(resumed, kind):
+        assert torch.equal(whole, in_two)
+
+
+# --------------------------------------------------------------------------------------------------- refusals
+
+
+def clip_by_hand(run: Run) -> None:
+    nn.utils.clip_grad_norm_(run.model.parameters(), 1e9)
+
+
+def mask(run: Run) -> None:
+    run.model[0].weight.grad[:3] = 0  # type: ignore[index]
+
+
+def on_one_rank(change: Callable[[Run], None]) -> Callable[[Run], None]:
+    return lambda run: change(run) if dist.get_rank() == 1 else None
+
+
+def replace(run: Run) -> None:
+    run.model[0].weight.grad = run.model[0].weight.grad.clone()  # type: ignore[index]
+
+
+def zero(run: Run) -> None:
+    run.optimizer.zero_grad()
+
+
+def another_rate(run: Run) -> None:
+    run.optimizer.param_groups[0]["lr"] = 0.5
+
+
+def half(run: Run) -> None:
+    run.optimizer = torch.optim.SGD(run.model[0].parameters(), lr=0.1)  # type: ignore[index]
+
+
+def fused_scaler(run: Run) -> None:
+    run.optimizer.grad_scale = torch.tensor(2.0)  # type: ignore[attr-defined]
+
+
+def unscaled(run: Run) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.zeros(()))
+    scaler.unscale_(run.optimizer)
+
+
+WEIGHT = "Gradients were changed between backward and the optimizer's step: 0.weight. "
+ALL = (
+    "Gradients were changed between backward and the optimizer's step: 0.weight, 0.bias, 2.weight, 2.bias, 4.weight and"
+)
+BETWEEN: dict[str, tuple[Any, str]] = {
+    "clipped by torch": (clip_by_hand, ALL),
+    "clipped by the engine": (lambda run: run.engine.clip_grad_norm_(run.model.parameters(), 1.0), "cannot be clipped"),
+    "values clipped": (lambda run: nn.utils.clip_grad_value_(run.model.parameters(), 1e9), ALL),
+    "masked": (mask, WEIGHT),
+    "scaled past the version": (lambda run: run.model[4].weight.grad.data.mul_(2), ALL),
+    "masked on one rank": (on_one_rank(mask), WEIGHT),
+    "replaced on one rank": (on_one_rank(replace), WEIGHT),
+    "zeroed on one rank": (on_one_rank(zero), ALL),
+    "a local backward": (lambda run: run.model(torch.randn(8, 30).double()).sum().backward(), ALL),
+    "a second backward": (Run.backward, "A second synchronised backward has begun"),
+    "a second backward on one rank": (on_one_rank(Run.backward), "The ranks have drifted apart"),
+    "thrown away": (lambda run: (zero(run), run.backward()), "A second synchronised backward has begun"),
+    "another rate": (another_rate, "Learning rates have changed between backward"),
+    "another rate on one rank": (on_one_rank(another_rate), "The ranks have drifted apart"),
+    "another optimizer": (half, "An optimizer steps other parameters"),
+    "a scaler": (unscaled, ALL),
+    "a scaler of a fused optimizer": (fused_scaler, "Losses cannot be scaled with overlap=True"),
+    "engine.exchange": (
+        lambda run: run.engine.exchange(run.model.parameters()),
+        "engine.exchange() does not go with overlap=True",
+    ),
+    "regrouping": (lambda run: run.engine.regroup(run.engine.groups), "Groups can only be changed between two steps"),
+    "loading": (lambda run: run.engine.load_state_dict(run.engine.state_dict()), "A state can only be loaded between"),
+    "a flush": (lambda run: ls.flush(run.engine, [run.optimizer]), "Residuals can only be taken between two steps"),
+    "closures called twice": (
+        lambda run: torch.optim.LBFGS(run.model.parameters(), max_iter=3).step(lambda: run.backward() or 1.0),
+        "A second synchronised backward has begun",
+    ),
+}
+
+
+def refused(what: str, views: bool) -> tuple[str, float, float]:
+    """What is said, after how long, and what is lost with it."""
+    rates = ls.memories.Residual(rates=True) if "rate" in what else "residual"
+    run = Run("sgd", torch.float64, views=views, rules=EVERYTHING, memory=rates)
+    for _ in range(3):
+        run.step()
+    before = run.residual()
+    run.optimizer.zero_grad()
+    run.backward()
+    local = run.gradient().clone() * (0.1 if "rate" in what else 1)
+
+    def go_on() -> None:
+        BETWEEN[what][0](run)
+        run.optimizer.step()
+
+    begin = time.monotonic()
+    said = error_of(go_on)
+    seconds = time.monotonic() - begin
+    state = run.engine.state_dict()
+    waits = torch.cat([state["parameters"][name]["residual"] for name in run.engine._parameters])
+    # A second backward of one rank is a gradient that ranks do not agree on: it is not absorbed.
+    return said, seconds, float((waits - before - local).abs().max())
+
+
+@pytest.mark.parametrize("what", BETWEEN)
+@pytest.mark.parametrize("views", by_default([False, True]))
+def test_refusals_are_errors_on_all_ranks_and_lose_nothing(what: str, views: bool) -> None:
+    with Ranks(2) as ranks:
+        for said, seconds, lost in ranks(refused, what, views):
+            assert BETWEEN[what][1] in said, said
+            assert seconds < WITHIN
+            assert lost < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"fallback": True}, "Expected fallback to be False with overlap=True: dense steps are not timed beside it"),
+        ({"node_size": 2}, "Expected overlap to be False with node_size: nodes average gradients in backward"),
+        ({"overlap": 1}, "Expected overlap to be True or False, but got 1"),
+    ],
+)
+def test_settings_that_do_not_go_together(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        ls.SparseDDPStrategy(**{"overlap": True, **settings})
+
+
+def refused_at_construction(options: dict[str, Any]) -> str:
+    ddp = DistributedDataParallel(network(), **options)
+    return error_of(lambda: ls.attach(ddp, overlap=True))
+
+
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
+def test_which_parameters_are_used_has_to_be_known(two_ranks: Ranks, option: str) -> None:
+    for said in two_ranks(refused_at_construction, {option: True}):
+        assert "Expected find_unused_parameters and static_graph to be False with overlap=True" in said
+
+
+def two_optimizers() -> str:
+    run = Run()
+    halves = list(run.model[0].parameters()), [p for layer in run.model[2:] for p in layer.parameters()]  # type: ignore[index]
+    optimizers = [torch.optim.SGD(half, lr=0.1) for half in halves]
+
+    def train() -> None:
+        for _ in range(3):
+            run.backward()
+            for one in optimizers:
+                one.step()
+                one.zero_grad()
+
+    return error_of(train)
+
+
+def test_two_optimizers_are_one_sentence() -> None:
+    with Ranks(2) as ranks:
+        for said in ranks(two_optimizers):
+            assert "An optimizer steps other parameters than those" in said
+
+
+# ---------------------------------------------------------------------------------- threads, signals, and errors
+
+
+def signalled(when: str) -> tuple[int, int, bool]:
+    """Rank 1 is asked for a state while it waits for rank 0: in the step, or for its thread after the header."""
+    run = Run("sgd", torch.float64, rules=EVERYTHING, memory="residual")
+    engine, moments = run.engine, list[int]()
+    for _ in range(2):
+        run.step()
+    wait_for_rank_0 = dist.get_rank() == 1
+
+    def handle(*_: Any) -> None:
+        state = engine.state_dict()
+        moments.append(state["moment"])
+        if when == "thread":  # rank 0 has gone on
+            moments.append(engine.state_dict(torch.tensor([engine.step + 1]))["moment"])
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    start = engine._sending.start if hasattr(engine, "_sending") else engine.router._sending.start
+
+    def late(message: Any) -> Any:
+        answer = start(message)
+
+        def wait() -> Tensor:
+            time.sleep(0.2)
+            return answer()
+
+        return wait
+
+    try:
+        if when == "thread" and wait_for_rank_0:
+            engine.router._sending.start = late
+        if wait_for_rank_0:
+            threading.Timer(0.4 if when == "thread" else 0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        run.optimizer.zero_grad()
+        run.backward()
+        if when == "header" and not wait_for_rank_0:
+            time.sleep(1.0)
+        run.optimizer.step()
+        deadline = time.monotonic() + 3
+        while wait_for_rank_0 and not moments and time.monotonic() < deadline:
+            time.sleep(0.01)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    run.engine.router.__dict__.pop("_sending.start", None)
+    return len(moments), moments[-1] if moments else 0, engine.router.hides
+
+
+@pytest.mark.parametrize("when", ["header", "thread"])
+def test_handlers_run_while_a_step_waits(when: str) -> None:
+    with Ranks(2) as ranks:
+        (none, _, hides), (handled, moment, other) = ranks(signalled, when)
+    assert not hides
+    assert not other
+    assert none == 0
+    assert (handled, moment) == ((1, 2) if when == "header" else (2, 3))
+
+
+def failing(where: str) -> tuple[str, float, int]:
+    run = Run(rules=EVERYTHING)
+    for _ in range(2):
+        run.step()
+    sending, odd = run.engine.router._sending, dist.get_rank() == 1
+    start = sending.start
+
+    def fail(message: Any) -> Any:
+        if odd:
+            raise ValueError("a bad day")
+        return start(message)
+
+    def go_on() -> None:
+        if where == "thread":
+            sending.start = fail
+        elif where == "backward" and odd:
+            run.model[2].weight.register_hook(lambda grad: 1 / 0)  # type: ignore[index]
+        begin_step = run.optimizer.zero_grad
+        begin_step()
+        run.backward()
+        if where == "user" and odd:
+            run.engine.close()
+            raise ValueError("a bad day")
+        run.optimizer.step()
+
+    begin = time.monotonic()
+    said = error_of(go_on)
+    if where == "backward" and odd:
+        run.engine.close()
+    return said, time.monotonic() - begin, threading.active_count()
+
+
+@pytest.mark.parametrize("where", ["thread", "backward", "user"])
+def test_an_error_on_one_rank_ends_all(where: str) -> None:
+    with Ranks(2) as ranks:
+        (other, seconds, _), (said, own, _) = ranks(failing, where)
+    assert {"thread": "ValueError: a bad day", "backward": "ZeroDivisionError", "user": "a bad day"}[where] in said
+    assert "lost another rank" in other or "failed" in other, other
+    assert max(seconds, own) < WITHIN
+
+
+def threads() -> list[int]:
+    """Threads of the library before, with, and after an engine, and after one that nobody has closed."""
+
+    def here() -> int:
+        return sum(one.name == "sparse-overlap" for one in threading.enumerate())
+
+    found = [here()]
+    run = Run()
+    for _ in range(2):
+        run.step()
+    found.append(here())
+    run.engine.close()
+    found.append(here())
+    return found
+
+
+def test_the_thread_ends_with_the_engine(two_ranks: Ranks) -> None:
+    assert two_ranks(threads) == [[0, 1, 0]] * 2
+
+
+def in_a_closure(kind: str, overlap: bool) -> Tensor:
+    """Lightning's way: backward within the optimizer's step."""
+    run = Run(kind, overlap=overlap)
+
+    def closure() -> Tensor:
+        run.optimizer.zero_grad()
+        run.backward()
+        return torch.zeros(())
+
+    for _ in range(5):
+        run.optimizer.step(closure)
+    return run.weights()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_backward_within_a_closure(two_ranks: Ranks, kind: str) -> None:
+    plain = two_ranks(in_a_closure, kind, False)
+    assert all(torch.equal(x, plain[0]) for x in (*plain, *two_ranks(in_a_closure, kind, True)))
+
+
+def counted() -> tuple[list[int], dict[str, float], dict[str, float]]:
+    runs = [Run(overlap=overlap) for overlap in (False, True)]
+    for run in runs:
+        for _ in range(3):
+            run.step()
+    one, other = (run.engine.summary() for run in runs)
+    return [run.engine.memory_bytes for run in runs], one, other
+
+
+def test_what_is_counted_and_logged(two_ranks: Ranks) -> None:
+    for (without, hidden), one, other in two_ranks(counted):
+        assert hidden - without == 4 * sum(p.numel() for p in network().parameters())
+        times = {name for name in one if name.startswith("time/") or name.endswith("_ms")}
+        apart = {name for name in one if name not in times and one[name] != other[name]}
+        assert one.keys() == other.keys()
+        assert all("bytes" in name or "time" in name or "seconds" in name for name in apart), apart
+
+
+def test_the_engine_without_it_imports_nothing_of_it() -> None:
+    code = (
+        "import sys, tempfile, torch, torch.distributed as dist, lightning_sparse as ls\n"
+        "from torch.nn.parallel import DistributedDataParallel\n"
+        "dist.init_process_group('gloo', rank=0, world_size=1, store=dist.HashStore())\n"
+        "ddp = DistributedDataParallel(torch.nn.Linear(20, 20))\n"
+        "engine = ls.attach(ddp, single_device='sparse')\n"
+        "engine.close()\n"
+        "dist.destroy_process_group()\n"
+        "assert 'lightning_sparse.engine.engine' in sys.modules\n"
+        "assert 'lightning_sparse.engine.overlap' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
