@@ -29,6 +29,7 @@ from lightning_sparse.nodes.grid import nodes_of
 from lightning_sparse.nodes.parts import Parts
 from lightning_sparse.tuning.controllers import DenseFallback, StayDense
 from lightning_sparse.tuning.controllers.announcer import Announcer
+from lightning_sparse.tuning.controllers.planner import Planner
 from lightning_sparse.tuning.controllers.watchdog import Watchdog
 from lightning_sparse.tuning.performance.profiler import delivery_mb
 
@@ -116,7 +117,6 @@ def attach_config(
         plan = make_plan(sizes, config.grouping, config.rules, cap, frozen=frozen)  # which checks rules, too
         stays_dense = alone and config.single_device == "dense"
         plan = dense_plan(sizes, cap) if stays_dense else plan
-        config = replace(config, overlap=config.overlap and not stays_dense)
         in_parts = config.node_size is not None and not stays_dense
         facts = {
             **facts_of(config, observers, plan),
@@ -146,6 +146,8 @@ def attach_config(
             undo.callback(engine.close)
             engine._add_observer(AllRanksDivide(ddp))
             look_on(engine, config, stays_dense)
+            if Planner.wanted(config) and not stays_dense:
+                engine._add_observer(Planner(ddp, engine, sizes))
             if config.fallback and not stays_dense:
                 engine._add_observer(DenseFallback(sizes, cap))
             for observer in observers:

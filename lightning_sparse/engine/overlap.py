@@ -197,6 +197,8 @@ class Overlapped(Stepper):
         self._sender = Sender() if threaded else None
         self._sending = self.comm.another() if threaded else self.comm
         self._waiting: Waiting | None = None
+        self.hiding = True
+        """False while gradients wait for the step, so that nothing runs beside a backward that is timed."""
 
     # ----------------------------------------------------------------------------------------------- backward
 
@@ -218,7 +220,7 @@ class Overlapped(Stepper):
             raise RuntimeError(SECOND)
         ids = {key for optimizer in self.optimizers() for key in ids_of(optimizer)}
         names = [name for name, p in self.parameters.items() if id(p) in ids]
-        if not names:
+        if not names or not self.hiding:
             return
         if self.owners(names).keys() != {self}:
             raise RuntimeError(ANOTHER)

@@ -382,6 +382,7 @@ def test_no_handler_runs_between_messages_that_share_a_group_with_others(
         ("wait_stream", unused_parameters),
         ("wait_stream", flush),
         ("wait_stream", sharded_replicas),
+        ("wait_stream", within_backward),
     ],
 )
 def test_an_engine_that_forgets_to_wait_is_noticed(

@@ -59,7 +59,7 @@ class Grouping(Settings, ABC):
         """
 
     needs_profile = False
-    """True if groups are final only with a profile of a step, by :meth:`cut_by`; refused as a setting of training."""
+    """True if groups are final only with a profile of a step, by :meth:`cut_by`; of training with ``overlap=True``."""
 
     def cut_by(self, profile: Any, density: float, parameters: Sequence[ParameterSize], bucket_cap_mb: float) -> Cut:
         """Cut a run of parameters, given a profile; by :meth:`cut` unless overridden.
