@@ -1,0 +1,261 @@
+"""How much of an exchange hides behind backward with `overlap=True`, on slow links between two ranks?
+
+Two ranks train the models of `models14m.py` on random data, with gloo, one compute thread each. Links:
+
+- wait: messages go over loopback, and each one is over no sooner than a link of the given rate, with its round trip,
+  would let it be. The thread that sends sleeps meanwhile: the link takes nothing of the processor.
+- shaped: ranks live in network namespaces, and a token bucket filter limits what each sends and receives (`links.py`).
+  The kernel's work for messages is on the same cores as backward. Needs root.
+
+Variants take turns of some steps, in an order that is reversed from round to round; ranks start each step together, and
+its time is the slower rank's:
+
+- noop: a hook of DDP that sends nothing. What others take more is the exchange, with selection.
+- step: `sparse_ddp` that exchanges when the optimizer steps; messages of all groups travel together.
+- overlap: the same with `overlap=True`; messages of groups that are complete together travel together.
+
+Columns: what `step` and `overlap` add to `noop`, medians of paired rounds; the messages of a step in `overlap`, as the
+thread waits for them, and those of groups that are complete at 80 % of backward ("early"); the part of these that is
+hidden, as far as the step is shorter than without overlap; in how many rounds that is so. A cell that loses says so.
+
+    python benchmarks/overlap.py
+    sudo python benchmarks/overlap.py --links shaped --models lstm --mbit 100
+"""
+
+import argparse
+import csv
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from links import launch, limit, network, why_not
+from machine import about, free_port, in_words
+from models14m import MODELS
+from torch import Tensor
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_sparse as ls
+from lightning_sparse.core.console import Table
+from lightning_sparse.core.messages import Message
+from lightning_sparse.engine.network import TorchCollective
+
+VARIANTS = ("noop", "step", "overlap")
+BUCKET_MB = 4.0
+"""Of DDP's buckets, in MiB: groups are complete early."""
+EARLY = 0.8
+"""Share of backward by which a group is complete whose messages are to hide."""
+ROUND_TRIP = 2e-4
+"""Seconds, of the link that waits."""
+
+
+class Link:
+    """A link of a rate beside that of loopback; what is sent waits for what was sent before.
+
+    Args:
+        mbit: Mbit/s; None: messages take the time that they take.
+    """
+
+    def __init__(self, mbit: float | None) -> None:
+        self.mbit, self.free = mbit, 0.0
+        self.taken: list[tuple[float, float]] = []
+        """When each message began, and the seconds until it was over."""
+        start = TorchCollective.start
+
+        def timed(comm: TorchCollective, message: Message) -> Any:
+            begin = time.perf_counter()
+            over = max(begin, self.free) + self.seconds(message)
+            answer = start(comm, message)
+
+            def finished() -> Tensor:
+                result = answer()
+                if self.mbit is not None:
+                    self.free = over
+                    time.sleep(max(0.0, over - time.perf_counter()))
+                self.taken.append((begin, time.perf_counter() - begin))
+                return result
+
+            return finished
+
+        TorchCollective.start = timed  # type: ignore[method-assign]
+
+    def seconds(self, message: Message) -> float:
+        """How long a message takes at least."""
+        if self.mbit is None:
+            return 0.0
+        return ROUND_TRIP / 2 + 8 * message.bytes_sent(dist.get_world_size()) / (1e6 * self.mbit)
+
+
+def send_nothing(_: Any, bucket: dist.GradBucket) -> Future[Tensor]:
+    """Give gradients back as they came."""
+    future: Future[Tensor] = Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+class Variant:
+    """One copy of the model with its own way to exchange."""
+
+    def __init__(self, name: str, model: str, density: float, grouping: str) -> None:
+        torch.manual_seed(0)
+        kind = MODELS[model]
+        self.ddp = DistributedDataParallel(kind(), bucket_cap_mb=BUCKET_MB, init_sync=False)
+        self.optimizer = kind.optimizer(self.ddp.parameters())
+        self.engine = None
+        if name == "noop":
+            self.ddp.register_comm_hook(None, send_nothing)
+        else:
+            settings: dict[str, Any] = {"density": density, "grouping": grouping, "watch": None}
+            self.engine = ls.attach(self.ddp, overlap=name == "overlap", bucket_cap_mb=BUCKET_MB, **settings)
+
+    def step(self, batch: Any, link: Link) -> dict[str, float]:
+        """One step that ranks start together: milliseconds of it, of its messages, and of early ones."""
+        self.optimizer.zero_grad()
+        loss = self.ddp(batch)
+        dist.barrier()
+        link.taken.clear()
+        begin = time.perf_counter()
+        loss.backward()
+        middle = time.perf_counter()
+        self.optimizer.step()
+        end = time.perf_counter()
+        early = begin + EARLY * (middle - begin)
+        return {
+            "ms": 1e3 * (end - begin),
+            "messages": 1e3 * sum(seconds for _, seconds in link.taken),
+            "early": 1e3 * sum(seconds for start, seconds in link.taken if start < early),
+            "backward": 1e3 * (middle - begin),
+        }
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+
+
+def measure(job: dict[str, Any]) -> None:
+    """What each rank does; rank 0 writes the rounds to a file."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    link = Link(job["mbit"] if job["link"] == "wait" else None)
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    batch = MODELS[job["model"]].random_batch(generator)
+    variants = {name: Variant(name, job["model"], job["density"], job["grouping"]) for name in VARIANTS}
+    for variant in variants.values():  # DDP rebuilds its buckets after the first step, optimizers are known then
+        for _ in range(3):
+            variant.step(batch, link)
+    rounds = []
+    for number in range(job["rounds"]):
+        found = {}
+        for name in VARIANTS if number % 2 == 0 else VARIANTS[::-1]:
+            steps = [variants[name].step(batch, link) for _ in range(1 + job["steps"])][1:]
+            middle = torch.tensor([median(step[key] for step in steps) for key in steps[0]])
+            dist.all_reduce(middle, op=dist.ReduceOp.MAX)
+            found[name] = dict(zip(steps[0], middle.tolist(), strict=True))
+        rounds.append(found)
+        if dist.get_rank() == 0:
+            Path(job["out"]).write_text(json.dumps(rounds))
+    for variant in variants.values():
+        variant.close()
+    dist.destroy_process_group()
+
+
+def run(job: dict[str, Any], seconds: float) -> str | None:
+    """Start both ranks; what went wrong, if anything."""
+    words = [sys.executable, str(Path(__file__)), "--job", json.dumps(job)]
+    if job["link"] == "shaped":
+        with network(2) as processes:
+            limit(int(job["mbit"]), 2)
+            return launch(words, 2, processes, seconds)
+    port = free_port()
+    ranks = [subprocess.Popen(words, env=_environment(rank, port)) for rank in range(2)]
+    try:
+        codes = [rank.wait(timeout=seconds) for rank in ranks]
+        return f"ranks ended with {codes}" if any(codes) else None
+    except subprocess.TimeoutExpired:
+        return f"not finished after {seconds:.0f} s"
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def _environment(rank: int, port: int) -> dict[str, str]:
+    own = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+    return {**os.environ, **{key: str(value) for key, value in own.items()}}
+
+
+def row_of(job: dict[str, Any], rounds: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
+    """Medians over rounds."""
+
+    def middle(of: Any) -> float:
+        return median(of(one) for one in rounds)
+
+    saved = [one["step"]["ms"] - one["overlap"]["ms"] for one in rounds]
+    early = middle(lambda one: one["overlap"]["early"])
+    return {
+        "link": f"{job['link']}, {job['mbit']:g} Mbit/s",
+        "model": job["model"],
+        "density": job["density"],
+        "noop ms": middle(lambda one: one["noop"]["ms"]),
+        "step adds": middle(lambda one: one["step"]["ms"] - one["noop"]["ms"]),
+        "overlap adds": middle(lambda one: one["overlap"]["ms"] - one["noop"]["ms"]),
+        "messages": middle(lambda one: one["overlap"]["messages"]),
+        "early": early,
+        "hidden of early": median(saved) / early if early else 0.0,
+        "shorter": f"{sum(one > 0 for one in saved)}/{len(saved)}" + ("" if median(saved) > 0 else " LOSES"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--links", nargs="+", choices=["wait", "shaped"], default=["wait"])
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["lstm", "vgg"])
+    parser.add_argument("--mbit", type=float, nargs="+", default=[100, 1000])
+    parser.add_argument("--densities", type=float, nargs="+", default=[0.01, 0.001])
+    parser.add_argument("--grouping", default="layer")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=3, help="per turn, besides one to warm up (default: 3)")
+    parser.add_argument("--timeout", type=float, default=900, help="seconds for one cell (default: 900)")
+    parser.add_argument("--csv", type=Path, help="file for the rows of the table")
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.job:
+        measure(json.loads(arguments.job))
+        return
+    if "shaped" in arguments.links and (reason := why_not()):
+        print(f"No shaped links: {reason}.")
+        return
+    rows = []
+    for link in arguments.links:
+        for model in arguments.models:
+            for mbit in arguments.mbit:
+                for density in arguments.densities:
+                    with tempfile.TemporaryDirectory() as folder:
+                        job = {"link": link, "model": model, "mbit": mbit, "density": density}
+                        job |= {"rounds": arguments.rounds, "steps": arguments.steps, "grouping": arguments.grouping}
+                        job["out"] = str(Path(folder) / "rounds.json")
+                        problem = run(job, arguments.timeout)
+                        print(f"{link} {model} {mbit:g} Mbit/s, density {density:g}: {problem or 'done'}", flush=True)
+                        if Path(job["out"]).exists():
+                            rows.append(row_of(job, json.loads(Path(job["out"]).read_text())))
+    if not rows:
+        return
+    texts = [[f"{one:.3g}" if isinstance(one, float) else str(one) for one in row.values()] for row in rows]
+    Table("what an exchange adds to a step, in ms", list(rows[0]), texts, left=(0, 1)).show()
+    print(in_words(about()))
+    if arguments.csv:
+        with arguments.csv.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()
