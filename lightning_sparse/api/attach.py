@@ -111,7 +111,8 @@ def attach_config(
         parameters, frozen = _parameters_of(ddp)
         sizes = sizes_of(parameters)
         cap = ddp.bucket_bytes_cap / MIB if config.bucket_cap_mb is None else float(config.bucket_cap_mb)
-        if config.bucket_cap_mb is None and not config.fallback and device.type == "cuda":
+        own = config.fallback or config.overlap
+        if config.bucket_cap_mb is None and not own and device.type == "cuda":
             cap = max(cap, CUDA_BUCKET_MB)
         config = replace(config, bucket_cap_mb=cap)  # None means this size
         plan = make_plan(sizes, config.grouping, config.rules, cap, frozen=frozen)  # which checks rules, too
