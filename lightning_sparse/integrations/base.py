@@ -25,7 +25,7 @@ from lightning_sparse.engine.config import StrategyConfig, from_keywords
 from lightning_sparse.engine.metrics import Totals
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.step import Stepper
-from lightning_sparse.methods.grouping.groupings import CUDA_BUCKET_MB, DDP_BUCKET_MB
+from lightning_sparse.methods.grouping.groupings import CUDA_BUCKET_MB, DDP_BUCKET_MB, OVERLAPPED_MB
 
 CHECKPOINT_KEY = "lightning_sparse"
 """Key of this package's entry in checkpoints."""
@@ -34,10 +34,6 @@ TWINS = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightnin
 BY_LIGHTNING = ("module", "device_ids")
 """Arguments of ``DistributedDataParallel`` that Lightning gives."""
 Kind = TypeVar("Kind", bound="type[SparseStrategy]")
-
-
-OVERLAPPED_MB = 4.0
-"""Size in MiB of DDP's buckets where exchanges hide behind backward: gradients come in small deliveries."""
 
 
 @dataclass(frozen=True, kw_only=True)

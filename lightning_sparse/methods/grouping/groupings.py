@@ -33,6 +33,8 @@ class ParameterSize(NamedTuple):
 MIB = 1 << 20
 DDP_BUCKET_MB = 25
 """Default size of DDP's buckets in MiB."""
+OVERLAPPED_MB = 4
+"""Size of DDP's buckets in MiB where exchanges hide behind backward: gradients come in small deliveries."""
 CUDA_BUCKET_MB = 100
 """Default least size in MiB of groups that are cut by bucket, on CUDA: the host takes more than a millisecond to launch
 the local step of a group of any size, an H200 a third of one for this size (docs/gpu.md)."""

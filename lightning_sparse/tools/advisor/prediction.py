@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from lightning_sparse import Rules
 from lightning_sparse.core.checks import check_integer, check_number, check_positive, plain
-from lightning_sparse.grouping import DDP_BUCKET_MB, ParameterSize, bucket_numels, make_plan
-from lightning_sparse.integrations.base import OVERLAPPED_MB
+from lightning_sparse.grouping import DDP_BUCKET_MB, OVERLAPPED_MB, ParameterSize, bucket_numels, make_plan
 from lightning_sparse.memories import SecondMoment
 from lightning_sparse.tools.advisor.networks import between, farther, ring
 from lightning_sparse.tools.traffic import count_bytes

@@ -21,8 +21,7 @@ from lightning_sparse.api import simulation
 from lightning_sparse.core.messages import Steps
 from lightning_sparse.core.step import Context
 from lightning_sparse.engine.pipeline import exchange_group
-from lightning_sparse.integrations.base import OVERLAPPED_MB
-from lightning_sparse.methods.grouping import ParameterSize, bucket_numels
+from lightning_sparse.methods.grouping import OVERLAPPED_MB, ParameterSize, bucket_numels
 from lightning_sparse.methods.sparsifiers import SPARSIFIERS
 from lightning_sparse.tools.advisor import Measured, Method, Prediction, Scenario
 from lightning_sparse.tools.advisor.networks import farther, ring
