@@ -18,7 +18,12 @@ Columns: what `step` and `overlap` add to `noop`, medians of paired rounds; the 
 thread waits for them, and those of groups that are complete at 80 % of backward ("early"); the part of these that is
 hidden, as far as the step is shorter than without overlap; in how many rounds that is so. A cell that loses says so.
 
+With `--groupings`, all with overlap, others take turns instead: each grouping that is named, `optimal_merge` (OMGS-SGD)
+by its own measurements among them, and `lags`, layers at densities that hide. Printed is what each adds to `noop`, and
+its ratio to the best of the groupings that are not measured, medians of paired rounds.
+
     python benchmarks/overlap.py
+    python benchmarks/overlap.py --groupings layer bucket merge_below model optimal_merge --densities 0.01
     sudo python benchmarks/overlap.py --links shaped --models lstm --mbit 100
 """
 
@@ -49,6 +54,8 @@ from lightning_sparse.core.messages import Message
 from lightning_sparse.engine.network import TorchCollective
 
 VARIANTS = ("noop", "step", "overlap")
+MEASURED = ("optimal_merge", "lags")
+"""Variants that time 15 steps first."""
 BUCKET_MB = 4.0
 """Of DDP's buckets, in MiB: groups are complete early."""
 EARLY = 0.8
@@ -85,7 +92,12 @@ class Link:
 
             return finished
 
+        self._before = start
         TorchCollective.start = timed  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        """Let messages take the time that they take again."""
+        TorchCollective.start = self._before  # type: ignore[method-assign]
 
     def seconds(self, message: Message) -> float:
         """How long a message takes at least."""
@@ -114,7 +126,11 @@ class Variant:
             self.ddp.register_comm_hook(None, send_nothing)
         else:
             settings: dict[str, Any] = {"density": density, "grouping": grouping, "watch": None}
-            self.engine = ls.attach(self.ddp, overlap=name == "overlap", bucket_cap_mb=BUCKET_MB, **settings)
+            if name == "lags":
+                settings |= {"density": ls.tuning.HiddenDensity(density / 10, 10 * density), "grouping": "layer"}
+            elif name not in VARIANTS:
+                settings["grouping"] = name
+            self.engine = ls.attach(self.ddp, overlap=name != "step", bucket_cap_mb=BUCKET_MB, **settings)
 
     def step(self, batch: Any, link: Link) -> dict[str, float]:
         """One step that ranks start together: milliseconds of it, of its messages, and of early ones."""
@@ -147,14 +163,15 @@ def measure(job: dict[str, Any]) -> None:
     link = Link(job["mbit"] if job["link"] == "wait" else None)
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     batch = MODELS[job["model"]].random_batch(generator)
-    variants = {name: Variant(name, job["model"], job["density"], job["grouping"]) for name in VARIANTS}
-    for variant in variants.values():  # DDP rebuilds its buckets after the first step, optimizers are known then
-        for _ in range(3):
+    names = job["variants"]
+    variants = {name: Variant(name, job["model"], job["density"], job["grouping"]) for name in names}
+    for name, variant in variants.items():  # DDP rebuilds its buckets after the first step, optimizers are known then
+        for _ in range(18 if name in MEASURED else 3):
             variant.step(batch, link)
     rounds = []
     for number in range(job["rounds"]):
         found = {}
-        for name in VARIANTS if number % 2 == 0 else VARIANTS[::-1]:
+        for name in names if number % 2 == 0 else names[::-1]:
             steps = [variants[name].step(batch, link) for _ in range(1 + job["steps"])][1:]
             middle = torch.tensor([median(step[key] for step in steps) for key in steps[0]])
             dist.all_reduce(middle, op=dist.ReduceOp.MAX)
@@ -213,6 +230,25 @@ def row_of(job: dict[str, Any], rounds: list[dict[str, dict[str, float]]]) -> di
     }
 
 
+def grouping_rows(job: dict[str, Any], rounds: list[dict[str, dict[str, float]]]) -> list[dict[str, Any]]:
+    """A row for each grouping."""
+    names = [name for name in rounds[0] if name != "noop"]
+    fixed = [name for name in names if name not in MEASURED]
+    best = min(fixed, key=lambda name: median(one[name]["ms"] for one in rounds))
+    return [
+        {
+            "link": f"{job['link']}, {job['mbit']:g} Mbit/s",
+            "model": job["model"],
+            "density": job["density"],
+            "grouping": name,
+            "step ms": median(one[name]["ms"] for one in rounds),
+            "adds": median(one[name]["ms"] - one["noop"]["ms"] for one in rounds),
+            "/ best fixed": median(one[name]["ms"] / one[best]["ms"] for one in rounds),
+        }
+        for name in names
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--links", nargs="+", choices=["wait", "shaped"], default=["wait"])
@@ -220,6 +256,7 @@ def main() -> None:
     parser.add_argument("--mbit", type=float, nargs="+", default=[100, 1000])
     parser.add_argument("--densities", type=float, nargs="+", default=[0.01, 0.001])
     parser.add_argument("--grouping", default="layer")
+    parser.add_argument("--groupings", nargs="+", help="compare these, with overlap: names, and lags")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=3, help="per turn, besides one to warm up (default: 3)")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for one cell (default: 900)")
@@ -240,11 +277,13 @@ def main() -> None:
                     with tempfile.TemporaryDirectory() as folder:
                         job = {"link": link, "model": model, "mbit": mbit, "density": density}
                         job |= {"rounds": arguments.rounds, "steps": arguments.steps, "grouping": arguments.grouping}
+                        job["variants"] = ["noop", *arguments.groupings] if arguments.groupings else list(VARIANTS)
                         job["out"] = str(Path(folder) / "rounds.json")
                         problem = run(job, arguments.timeout)
                         print(f"{link} {model} {mbit:g} Mbit/s, density {density:g}: {problem or 'done'}", flush=True)
                         if Path(job["out"]).exists():
-                            rows.append(row_of(job, json.loads(Path(job["out"]).read_text())))
+                            rounds = json.loads(Path(job["out"]).read_text())
+                            rows += grouping_rows(job, rounds) if arguments.groupings else [row_of(job, rounds)]
     if not rows:
         return
     texts = [[f"{one:.3g}" if isinstance(one, float) else str(one) for one in row.values()] for row in rows]
