@@ -33,15 +33,15 @@ from lightning_sparse.core.messages import run as run_steps
 from lightning_sparse.core.messages import started as first
 from lightning_sparse.engine.average import Average, place
 from lightning_sparse.engine.backward import BackwardEnd
-from lightning_sparse.engine.calls import BEGIN, EXCHANGE, HIDDEN, NORM, STEP, Met
+from lightning_sparse.engine.calls import BEGIN, EXCHANGE, HIDDEN, NORM, STEP, Call, Met, compare, digest_of
 from lightning_sparse.engine.metrics import Stamp
-from lightning_sparse.engine.network import LOOK, Going, joined
+from lightning_sparse.engine.network import LOOK, Going, TorchCollective, joined
 from lightning_sparse.engine.optimizers.kinds import ids_of
 from lightning_sparse.engine.pipeline import Exchanged as OfGroup
 from lightning_sparse.engine.pipeline import GroupReducer, forget_overflow_
 from lightning_sparse.engine.record import Counts
 from lightning_sparse.engine.signals import SAVING, held
-from lightning_sparse.engine.step import Exchanged, Joined, Started, Stepper, Units, at_once
+from lightning_sparse.engine.step import Exchanged, Joined, Started, Stepper, Units, at_once, look
 from lightning_sparse.engine.stream import ExchangeStream
 from lightning_sparse.ops import static_shapes
 
@@ -172,6 +172,8 @@ class Waiting:
         """By group, parameters whose gradients are not here yet."""
         self.flat: dict[str, Tensor] = {}
         """Flat gradients in DDP's buckets, of groups that are not complete."""
+        self.announce: Callable[[TorchCollective], None] = lambda comm: None
+        """Begins a call of all ranks that ends with an error where they are about to exchange different things."""
         self.groups: list[GroupReducer] = []
         """Those that were sent, in this order."""
         self.sent: list[Sent] = []
@@ -233,7 +235,13 @@ class Overlapped(Stepper):
             group.unused = group.spans.keys() - used
         groups = [group for group in self.groups if not used.isdisjoint(group.spans)]
         flush, self.flush_asked = self.flush_asked, False
-        self._waiting = Waiting(names, used, groups, units, flush)
+        self._waiting = waiting = Waiting(names, used, groups, units, flush)
+        by = digest_of(sorted(units.rates.items())) if units.rates else 0
+        call = Call(BEGIN, digest_of(sorted(names)), self.backwards, self.steps, flush, self._digest, by)
+        words, ranks = call.words(True, [False] * len(self.parameters)), range(self.comm.world_size)
+        waiting.announce = lambda comm: comm.announce(words, lambda rows: look(compare(rows, ranks)))
+        if self._sender is None:  # looked at when the backward ends: the host must not wait for others before
+            waiting.announce(self._hosts)
 
     @torch.no_grad()
     def take(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
@@ -270,8 +278,12 @@ class Overlapped(Stepper):
         comm = self._sending
         rest = first(joined(steps, comm))
 
+        begins = not waiting.sent and self._sender is not None
+
         @torch.no_grad()
         def work() -> list[OfGroup]:
+            if begins:  # looked at before the first message
+                waiting.announce(comm)
             return run_steps(rest, lambda message: comm.start(message)())
 
         sent = Sent(work, self.failing_together)
@@ -289,7 +301,7 @@ class Overlapped(Stepper):
             yield
         except RuntimeError as error:
             for sent in self._waiting.sent if self._waiting is not None else ():
-                if sent.error is not None:
+                if sent.error is not None and sent.error is not error:
                     raise sent.error from error
             raise
 

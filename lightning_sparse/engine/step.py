@@ -286,7 +286,7 @@ class Stepper(Groups):
         """Begin a synchronised backward: what ranks near this one do is looked at before it ends."""
         if self.share.cuts:
             call = Call(BEGIN, 0, self.backwards, self.steps, self.flush_asked, self._digest)
-            self._announce_near(call, True, [False] * len(self.parameters), _look)
+            self._announce_near(call, True, [False] * len(self.parameters), look)
 
     def end_backward(
         self, names: Sequence[str], gradients: Sequence[Tensor], averaged: bool, used: Sequence[bool] = ()
@@ -349,7 +349,7 @@ class Stepper(Groups):
         """
         with self.failing_together("in clipping"):
             names = [self.names[id(p)] for p in local]
-            self._announce(NORM, names, True, [], _look)
+            self._announce(NORM, names, True, [], look)
             self._hosts.hear()
             pieces = [self._exchanged(name, self.parameters[name].grad) for name in names]
             sums = sketch(pieces, self.record.counts.step)
@@ -782,5 +782,5 @@ def at_once(wait: Callable[[], T]) -> T:
     return wait()
 
 
-def _look(*_: object) -> None:
+def look(*_: object) -> None:
     """Look at nothing but whether ranks do the same."""

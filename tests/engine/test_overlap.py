@@ -450,6 +450,23 @@ def test_refusals_are_errors_on_all_ranks_and_lose_nothing(what: str, views: boo
             assert lost < 1e-12
 
 
+def flushed_by_one() -> str:
+    """Messages of other lengths would meet, and end the processes."""
+    run = Run(rules=EVERYTHING)
+    for _ in range(2):
+        run.step()
+    if dist.get_rank() == 1:
+        run.engine._flush_next_step()
+    return error_of(run.step)
+
+
+def test_ranks_that_would_send_different_things_are_told_before() -> None:
+    with Ranks(2) as ranks:
+        for said in ranks(flushed_by_one):
+            assert "drifted apart" in said
+            assert "rank 1 begins a backward, which flushes" in said
+
+
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
