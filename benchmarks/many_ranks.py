@@ -42,7 +42,7 @@ from rich.progress import track
 from rich.table import Table
 
 import lightning_sparse as ls
-from lightning_sparse.tools.advisor.networks import between, ring
+from lightning_sparse.tools.advisor.networks import between, on, ring
 from lightning_sparse.tools.style import INK, label_ends, look, panels, plain_numbers, save
 from lightning_sparse.tools.traffic import count_bytes
 from lightning_sparse.tuning.performance.cost import NOTHING, Line
@@ -159,7 +159,7 @@ def traffic_of(method: str, numel: int, n: int, density: float, local: Local) ->
 
 
 def transfer_seconds(traffic: Sequence[Traffic], numel: int, network: Network) -> float:
-    return GroupCost(1.0, NOTHING, NOTHING, NOTHING, tuple(traffic)).on(network).transfer(numel)
+    return on(network, GroupCost(1.0, NOTHING, NOTHING, NOTHING, tuple(traffic))).transfer(numel)
 
 
 def network_of(n: int, gbit: float, latency: float) -> Network:

@@ -8,8 +8,8 @@ with a standard deviation of 0.02, as GPT-2 does; `--init torch` leaves linear l
     OMP_NUM_THREADS=1 python benchmarks/plain_gpt.py --clips=[1.0] --beta2=[0.999] --init torch \
         --train_file train.tokens --valid_file valid.tokens
 
-Clipping is that of a Trainer: of the average densely, of each rank's gradients to sqrt(2) times the limit behind the
-exchange. Every finished training is a line of JSON in `--out`.
+Clipping is that of a Trainer: one factor for all ranks, from the norm of the mean gradient. Every
+finished training is a line of JSON in `--out`.
 """
 
 from __future__ import annotations
@@ -124,20 +124,18 @@ def train(
         for _ in range(RANKS):
             model.zero_grad()
             loss_of(model, *drawn(tokens, generator, BATCH)).backward()
-            if clip and sparse:
-                nn.utils.clip_grad_norm_(parameters, clip * math.sqrt(RANKS))
             gradients.append({p: p.grad for p in parameters})
             for parameter in parameters:
                 parameter.grad = None
-        for parameter in dense:
-            parameter.grad = torch.stack([own[parameter] for own in gradients]).mean(0)
-        if clip and not sparse:
-            nn.utils.clip_grad_norm_(dense, clip)
+        means = [torch.stack([own[parameter] for own in gradients]).mean(0) for parameter in parameters]
+        factor = min(1.0, clip / (float(nn.utils.get_total_norm(means)) + 1e-6)) if clip else 1.0
+        for parameter, mean in zip(parameters, means, strict=True):
+            parameter.grad = mean * factor
         for settings in optimizer.param_groups:
             settings["lr"] = rate
         optimizer.step()
         for number, group in enumerate(groups):
-            rows = [torch.cat([own[p].flatten() for p in group]) for own in gradients]
+            rows = [torch.cat([own[p].flatten() for p in group]) * factor for own in gradients]
             before = states[number]
             exchanged = [
                 exchange_group(

@@ -142,9 +142,20 @@ def test_what_is_imported_at_once_is_seen_inside_blocks() -> None:
 
 
 PUBLIC = {"api.simulation", "core.checks", "core.console", "core.messages", "core.registry", "core.step", "ops"}
-PUBLIC |= {"engine.config", "engine.metrics", "engine.network", "engine.optimizers.momentum", "engine.pipeline"}
+PUBLIC |= {
+    "engine.config",
+    "engine.gradient_hooks",
+    "engine.metrics",
+    "engine.network",
+    "engine.optimizers.momentum",
+    "engine.pipeline",
+}
 PUBLIC |= {"integrations.packages", "tuning.unsuited"}
-PUBLIC |= {f"tuning.performance.{path.stem}" for path in PACKAGE.glob("tuning/performance/*.py")}
+PUBLIC |= {
+    f"tuning.{room}.{path.stem}"
+    for room in ("measuring", "performance")
+    for path in PACKAGE.glob(f"tuning/{room}/*.py")
+}
 """Modules that tools may import from, next to the package itself; as docs/design.md names them."""
 
 

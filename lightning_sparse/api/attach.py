@@ -31,7 +31,6 @@ from lightning_sparse.tuning.controllers import DenseFallback, StayDense
 from lightning_sparse.tuning.controllers.announcer import Announcer
 from lightning_sparse.tuning.controllers.planner import Planner
 from lightning_sparse.tuning.controllers.watchdog import Watchdog
-from lightning_sparse.tuning.performance.profiler import delivery_mb
 
 _settings, _strategies = ({field.name: None for field in fields(c)} for c in (SparsificationConfig, StrategyConfig))
 DDP_ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
@@ -121,7 +120,7 @@ def attach_config(
         in_parts = config.node_size is not None and not stays_dense
         facts = {
             **facts_of(config, observers, plan),
-            "bucket_cap_mb": (cap, delivery_mb(ddp)),
+            "bucket_cap_mb": (cap, ddp.bucket_bytes_cap / MIB, ddp.bucket_bytes_cap_default),
             "find_unused_parameters": ddp.find_unused_parameters,
             "static_graph": ddp.static_graph,
             "broadcast_buffers": ddp.broadcast_buffers,

@@ -31,10 +31,11 @@ KINDS = (
     "clips by the norm of all gradients",
     "flushes",
     "begins a backward",
+    "begins a forward",
     "takes a step of an optimizer with averages of backward",
 )
 """What a call may be; its number is sent."""
-BACKWARD, STEP, EXCHANGE, NORM, FLUSH, BEGIN, HIDDEN = range(len(KINDS))
+BACKWARD, STEP, EXCHANGE, NORM, FLUSH, BEGIN, FORWARD, HIDDEN = range(len(KINDS))
 
 
 class Call(NamedTuple):

@@ -390,7 +390,6 @@ class SparsificationConfig(Settings):
             return
         fits = size == "auto" or (is_integer(size) and int(size) >= 1)
         expect(fits, "node_size", "'auto', an integer from 1 on or None", size)
-        expect(not self.memory_in_use.reads_rates, "memory", "one without rates=True with node_size", self.memory)
         expect(not self.fallback, "fallback", "False with node_size: DDP's own steps are not timed", self.fallback)
         expect(not self.overlap, "overlap", "False with node_size: nodes average gradients in backward", self.overlap)
 

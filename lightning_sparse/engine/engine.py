@@ -362,7 +362,8 @@ class Engine(EngineView):
         lengths = {name: place.length for name, place in self.router.share.places.items()}
         parts = [group.resized(lengths) for group in plan]
         empty = [group.name for group in parts if not group.numel]
-        for rank, names in enumerate(self._all_gather_object(empty) if lengths else ()):
+        meets = lengths and not self.router.share.cuts  # else averages are put together with those of other ranks
+        for rank, names in enumerate(self._all_gather_object(empty) if meets else ()):
             if names:
                 raise ValueError(
                     f"Expected groups of which each rank has some coordinates, but rank {rank} has none of group "
@@ -442,7 +443,11 @@ class Engine(EngineView):
         return gone + self._state.load(kept).lost
 
     def close(self) -> None:
-        """Give the process groups back, and stop watching parameters and optimizers."""
+        """Give the process groups back, and stop watching parameters and optimizers.
+
+        Each rank does so by itself. Gradients that were not exchanged before stay its own, and an optimizer that would
+        step with them raises an error.
+        """
         self.closed = True
         for observer in self.observers:
             observer.close()

@@ -299,7 +299,7 @@ class Overlapped(Stepper):
         """Raise an error of the thread in place of one that follows from it here: process groups have ended."""
         try:
             yield
-        except RuntimeError as error:
+        except Exception as error:
             for sent in self._waiting.sent if self._waiting is not None else ():
                 if sent.error is not None and sent.error is not error:
                     raise sent.error from error
@@ -375,12 +375,12 @@ class Overlapped(Stepper):
             self._refuse(waiting, fresh, met[0])
             with self.on_stream.between_steps():
                 listening = self._listen if self.on_stream.host_knows else at_once
-                joining = joining or Going(self._join(made, None), self._start_within, listening)
+                started = Started(waiting.groups, waiting.used, units, waiting.flush, resolve(made))
+                joining = joining or Going(self._join(started, made), self._start_within, listening)
                 ended = joining.run()
                 self._set_aside(fresh, units)
                 if not ended.skipped:
                     self._write(ended.averages)
-                started = Started(waiting.groups, waiting.used, units, waiting.flush, resolve(made))
                 result.append(self._settle(started, ended, begin))
                 self._unused, self._begins, self._waiting = frozenset(), False, None
 

@@ -33,6 +33,8 @@ from lightning_sparse.ops.reference import as_gradient
 
 EVERYTHING, DENSE = Everything(), Dense()
 """The sparsifier and the exchange where everything is sent."""
+MANY = 1 << 20
+"""Coordinates of which any density below 1 leaves out some."""
 REHEARSED = 4096, 0.25
 """Coordinates and density of steps that :func:`rehearse` takes."""
 
@@ -361,8 +363,11 @@ class GroupReducer:
         self.wide = sum_dtype(self.dtype)
         """Dtype of what is remembered."""
         parts: dict[str, Any] = {"memory": self.memory, "sparsifier": self.sparsifier}
-        self.state = init_group(plan.numel, self.dtype, self.device, first, **parts)
-        """State that survives a step; the memory's part changes in place."""
+        if plan.numel:
+            self.state = init_group(plan.numel, self.dtype, self.device, first, **parts)
+            """State that survives a step; the memory's part changes in place."""
+        else:  # ranks near this one exchange all of it
+            self.state = GroupState(self.memory.init(0, self.device, self.wide), None, None)
         self.statistics: Statistics | None = None
         """Statistics of the last step that exchanged the group, which need not be the latest step, see :attr:`ran`."""
         self.unused: set[str] = set()
@@ -382,7 +387,8 @@ class GroupReducer:
 
     def selects(self, step: int) -> bool:
         """Return True if not everything is sent at a step, as long as nothing is flushed."""
-        return self.sparsified and not sends_everything(self.sparsifier, self.density(step), self.plan.numel)
+        numel = self.plan.numel or MANY  # all ranks must find the same, also those that have nothing of it
+        return self.sparsified and not sends_everything(self.sparsifier, self.density(step), numel)
 
     @property
     def sparsified(self) -> bool:
@@ -491,6 +497,10 @@ class GroupReducer:
         """Return an average of this group, see :class:`.Average`."""
         whole = indices is None if whole is None else whole
         return Average(self.spans, indices, values, by, ranks, self.bounds, self._like, whole)
+
+    def nothing(self, ranks: int) -> Average:
+        """Return the average of a step in which this rank has exchanged no coordinate of the group."""
+        return self.average(None, torch.empty(0, dtype=self.dtype, device=self.device), None, ranks)
 
     def settle(self, made: Exchanged, skipped: Tensor) -> None:
         """Conclude the step when all groups have been exchanged: if one of them skips it, all do.

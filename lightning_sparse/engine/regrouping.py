@@ -198,6 +198,10 @@ class Groups:
             have = torch.tensor([group.residual is not None for group in groups], dtype=torch.uint8, device=self.device)
             anywhere = answer(AllGather(have)).amax(0).tolist()
             for group in (group for group, wanted in zip(groups, anywhere, strict=True) if wanted):
+                if not group.plan.numel:  # those that have the same part have nothing, too
+                    made.append(group.nothing(comm.world_size))
+                    in_units.append(made[-1])
+                    continue
                 kept = group.residual
                 residual = torch.zeros(group.plan.numel, device=self.device, dtype=group.wide) if kept is None else kept
                 average = mean(residual)

@@ -26,10 +26,10 @@ from lightning_sparse.core.messages import AllGather, AllReduce, Message, Steps,
 from lightning_sparse.core.messages import started as first
 from lightning_sparse.core.step import Context
 from lightning_sparse.engine.average import Average, place
-from lightning_sparse.engine.calls import BACKWARD, BEGIN, NORM, STEP, SUMS, Call, Met, compare, digest_of
+from lightning_sparse.engine.calls import BACKWARD, BEGIN, FORWARD, NORM, STEP, SUMS, Call, Met, compare, digest_of
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.gradient_hooks import on_gradients, refuse_sparse_gradients
-from lightning_sparse.engine.metrics import Stamp
+from lightning_sparse.engine.metrics import Stamp, dense_statistics
 from lightning_sparse.engine.network import Going, TorchCollective, joined
 from lightning_sparse.engine.pipeline import Exchanged as OfGroup
 from lightning_sparse.engine.pipeline import GroupReducer, any_set, forget_overflow_
@@ -285,8 +285,18 @@ class Stepper(Groups):
     def begin_backward(self) -> None:
         """Begin a synchronised backward: what ranks near this one do is looked at before it ends."""
         if self.share.cuts:
-            call = Call(BEGIN, 0, self.backwards, self.steps, self.flush_asked, self._digest)
-            self._announce_near(call, True, [False] * len(self.parameters), look)
+            self._begin(BEGIN)
+
+    def begin_forward(self) -> None:
+        """Look whether ranks near this one go on with a forward, too, before one waits for another in its messages."""
+        if self.within.world_size > 1:
+            with self.failing_together("in forward"):
+                self._begin(FORWARD)
+                self.share.hosts.hear()
+
+    def _begin(self, kind: int) -> None:
+        call = Call(kind, 0, self.backwards, self.steps, self.flush_asked, self._digest)
+        self._announce_near(call, True, [False] * len(self.parameters), look)
 
     def end_backward(
         self, names: Sequence[str], gradients: Sequence[Tensor], averaged: bool, used: Sequence[bool] = ()
@@ -401,14 +411,13 @@ class Stepper(Groups):
         begin = Stamp.now(self.device)
         self.grad_norm, self.clipped = self.clipped, None
         self._number = self.record.counts.step
-        try:
-            if not fresh:
-                return None
-            if not local:
-                return self._follow_ddp(fresh)
-            return self._exchange(local, Units(scale, self._rates_of(local)), begin, kind)
-        finally:
-            self.leave(names)
+        found = None
+        if local:
+            found = self._exchange(local, Units(scale, self._rates_of(local)), begin, kind)
+        elif fresh:
+            found = self._follow_ddp(fresh)
+        self.leave(names)  # not after an error: nobody may step with gradients that were not exchanged
+        return found
 
     def _follow_ddp(self, fresh: Sequence[str]) -> Exchanged:
         """Count a step whose gradients DDP has averaged, unless these are not finite."""
@@ -474,7 +483,7 @@ class Stepper(Groups):
                 listening = self._listen if self.on_stream.host_knows else at_once
                 going = going or Going(started.steps, self.comm.start, listening)
                 made = going.run()
-                joining = joining or Going(self._join(made, started.units.scale), self._start_within, listening)
+                joining = joining or Going(self._join(started, made), self._start_within, listening)
                 joined = joining.run()
                 if not result:
                     result.append(self._settle(started, joined, begin))
@@ -546,19 +555,22 @@ class Stepper(Groups):
             ]
             return Started(groups, used, units, flush, first(joined(steps, self.comm)))
 
-    def _join(self, made: Sequence[OfGroup], scale: Tensor | None) -> Steps[Joined]:
+    def _join(self, started: Started, made: Sequence[OfGroup]) -> Steps[Joined]:
         """Put averages in the place of gradients, also those that ranks near this one have made of their parts."""
         flag = any_set([one.proposed.skipped for one in made], self.device, self.on_stream.host_knows)
         if self.within.world_size > 1:
             flag = (yield AllReduce(flag.float())) > 0
         skipped = bool(self.on_host(flag))
         averages: Sequence[Average] = [one.average for one in made]
-        if not skipped:
-            averages = yield from self.share.whole(averages)
+        if self.share.cuts and not skipped:
+            of = dict(zip(map(id, started.groups), averages, strict=True))
+            taking = [group for group in self.groups if not started.used.isdisjoint(group.spans)]
+            every = [of.get(id(group)) or group.nothing(self.comm.world_size) for group in taking]
+            averages = yield from self.share.whole(every)
         given = {name: one for one in averages for name in one.spans if name not in self.group_of[name].unused}
         if self.share.cuts and not skipped:
             places = {name: flattened(grad) for name in given if (grad := self.parameters[name].grad) is not None}
-            place(given, places, scale)
+            place(given, places, started.units.scale)
         return Joined(flag, skipped, given, made)
 
     def _start_within(self, message: Message) -> Callable[[], Tensor]:
@@ -574,6 +586,9 @@ class Stepper(Groups):
                 group.settle(one, flag)
                 if skipped and static_shapes(self.device):  # settled by the flag, for which the host knew nothing
                     forget_overflow_(group.state, group.memory, self.comm.world_size)
+            for group in self.groups:  # of which only ranks near this one have a part, which all count as exchanged
+                if not used.isdisjoint(group.spans) and group not in groups:
+                    group.statistics = dense_statistics(max(1, group.plan.numel), 0.0)
             self.record.count(skipped)
             self._unapplied, self._units = frozenset() if skipped else used, units
         self._note_what_waits(used, flush, skipped)
@@ -700,32 +715,20 @@ class Stepper(Groups):
     # ------------------------------------------------------------------------------------------------- groups
 
     def split(self, held: Collection[str]) -> None:
-        """Cut groups in two where an optimizer holds some of their parameters, and others the rest.
-
-        Raises:
-            ValueError: on a rank that has no coordinate of one of them.
-        """
+        """Cut groups in two where an optimizer holds some of their parameters, and others the rest."""
         if len(held) == len(self.parameters):
             return
         plan: list[Group] = []
         for group in (group.plan for group in self.groups):
             inside = [p for p in group.parameters if p.name in held]
             outside = [p for p in group.parameters if p.name not in held]
-            nothing = not self.share.cuts and not all(sum(p.numel for p in part) for part in (inside, outside))
-            if not inside or not outside or nothing:  # here, of one of them
+            if not inside or not outside:
                 plan.append(group)
                 continue
             plan += [
                 group._replace(name=f"{group.name}.{number}", parameters=tuple(part))
                 for number, part in enumerate((inside, outside))
             ]
-        if empty := [p.name for group in plan if not group.numel for p in group.parameters]:
-            with self.failing_together("before the step"):
-                raise ValueError(
-                    f"An optimizer holds nothing but {', '.join(empty)}, of which rank {self.rank} has no coordinate: "
-                    "these are fewer than the ranks that share them. Let one optimizer hold larger parameters, too; "
-                    "param_groups may have settings of their own."
-                )
         if len(plan) > len(self.groups):
             self.regroup(plan)
 

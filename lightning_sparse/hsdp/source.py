@@ -48,6 +48,11 @@ class ShardSource:
         self._used = set[str]()
         """Parameters that this rank has used since ranks agreed last; others may still have an old average."""
         self._hooks = on_gradients(self._parameters, self._note)
+        self._ended = False
+        """Whether there was a synchronised backward since the latest forward."""
+        for root in roots_of(model):
+            before = torch.compiler.disable(self._begin_forward)  # type: ignore[no-untyped-call]
+            self._hooks.callback(root.register_forward_pre_hook(before, prepend=True).remove)
 
     def before_step(self, engine: Engine) -> None:
         """Do nothing: all is done at the end of backward."""
@@ -72,10 +77,19 @@ class ShardSource:
             if any(group.all_reduce_grads for group in self._groups):
                 _at_the_end(lambda: _at_the_end(self._end))
 
+    def _begin_forward(self, *_: Any) -> None:
+        """Look whether all ranks of this replica go on with a forward: a rank that skips a step would wait in FSDP.
+
+        FSDP gathers parameters in the first forward after a backward, whatever it keeps.
+        """
+        if self._ended and not self.engine.closed:
+            self._ended = False
+            self._stepper.begin_forward()
+
     @torch.no_grad()
     def _end(self) -> None:
         """Agree whether gradients are finite; below a density of 1 they stay this replica's own."""
-        stepper = self._stepper
+        stepper, self._ended = self._stepper, True
         with stepper.failing_together("in backward"):
             if any(context.post_backward_final_callback_queued for context in self._contexts.values()):
                 raise RuntimeError(
@@ -94,6 +108,15 @@ class ShardSource:
                     stepper.comm.start_average(flattened(own(p.grad)), wait=True)
             for grad in () if finite else grads:
                 grad.fill_(float("nan"))
+
+
+def roots_of(model: Module) -> Iterator[Module]:
+    """Return those of FSDP's modules that are within no other one."""
+    if isinstance(model, FSDPModule):
+        yield model
+        return
+    for child in model.children():
+        yield from roots_of(child)
 
 
 def groups_of(model: Module, recurse: bool = True) -> Iterator[Any]:

@@ -13,20 +13,16 @@ from torch.nn import Parameter
 from lightning_sparse.core.messages import ring_all_reduce_bytes
 from lightning_sparse.core.step import Agreement, Context
 from lightning_sparse.engine.config import SparsificationConfig
-from lightning_sparse.engine.metrics import MB, Stamp, Step, norm_of
+from lightning_sparse.engine.metrics import MB, Step, norm_of
 from lightning_sparse.engine.network import TorchCollective, drive_together
 from lightning_sparse.engine.pipeline import GroupReducer, any_set
 from lightning_sparse.integrations.callback import LocalGradients
 from lightning_sparse.methods.grouping import DDP_BUCKET_MB, ParameterSize, make_plan
 from lightning_sparse.methods.grouping.groupings import MIB
 from lightning_sparse.methods.sparsifiers import SPARSIFIERS, Sparsifier
-from lightning_sparse.tuning.performance.microbenchmark import Recorder, Sent
-from lightning_sparse.tuning.performance.network import Network, measure_network
 
 DENSE = "dense"
-"""Name beside those of the sparsifiers, for DDP's traffic and its time on the network."""
-SECONDS = 2.0
-"""Approximate time of the measurement of the network, once."""
+"""Name beside those of the sparsifiers, for DDP's traffic."""
 
 
 class Shadow:
@@ -71,7 +67,6 @@ class Shadow:
             self._methods[name] = config, groups
         self.gradients = LocalGradients(parameters)
         """Copies for :meth:`step`."""
-        self._network: Network | None = None
         self._steps = 0
         self.quantities: dict[str, float] = {}
         """Quantities of the latest step, by ``<name>/<quantity>``; equal on all ranks."""
@@ -82,10 +77,6 @@ class Shadow:
         Args:
             gradients: of this rank, flat, by name; a parameter without one counts as zeros. Not modified.
         """
-        if self._network is None:
-            most = sum(p.nbytes for p in self._parameters.values())
-            dtype = next(iter(self._parameters.values())).dtype
-            self._network = measure_network(self._comm, self._device, dtype, most, SECONDS)
         rows = {name: self._run(*method, gradients) for name, method in self._methods.items()}
         if None in rows.values():  # not finite: skipped for all of them, on all ranks
             return
@@ -95,21 +86,17 @@ class Shadow:
         ranks = self._comm.all_gather(own.to(self._device)).cpu()
         self.quantities = {}
         for (name, row), of_ranks in zip(found.items(), ranks.unbind(1), strict=True):
-            before, after, sent, _ = of_ranks.mean(0).tolist()
-            on_network = sum(self._network.line(message.operation)(message.nbytes) for message in row.messages)
+            before, after, sent = of_ranks.mean(0).tolist()
             numbers = {
                 **row.of_all_ranks,
                 "energy": 1 - after / before if before else 1.0,
                 "sent_mb": sent / MB,
-                "predicted_ms": 1e3 * (float(of_ranks[:, 3].max()) + on_network),
             }
             self.quantities |= {f"{name}/{quantity}": number for quantity, number in numbers.items()}
         most, whole = int(DDP_BUCKET_MB * MIB), sum(p.nbytes for p in self._parameters.values())
         sizes = [min(most, whole - begin) for begin in range(0, whole, most)]  # of DDP's buckets, as if all were full
-        self.quantities |= {
-            f"{DENSE}/sent_mb": sum(ring_all_reduce_bytes(b, self._comm.world_size) for b in sizes) / MB,
-            f"{DENSE}/predicted_ms": 1e3 * sum(self._network.all_reduce(b) for b in sizes),
-        }
+        dense = sum(ring_all_reduce_bytes(b, self._comm.world_size) for b in sizes)
+        self.quantities[f"{DENSE}/sent_mb"] = dense / MB
 
     def _run(
         self, config: SparsificationConfig, groups: list[GroupReducer], gradients: Mapping[str, Tensor]
@@ -122,19 +109,15 @@ class Shadow:
             flat = parameter.new_zeros(parameter.numel()) if gradient is None else gradient.clone()
             pieces[name] = flat.detach()
         before = sum(_acc_square(group, pieces) for group in sparse)
-        recorder, begin = Recorder(self._device), Stamp.now(self._device)
         ranks, numel = (comm.rank, comm.world_size), sum(group.plan.numel for group in sparse) or None
         contexts = [Context(self._steps, group.density(self._steps), *ranks, model_numel=numel) for group in groups]
         steps = [group.exchange_steps(ctx, pieces) for group, ctx in zip(groups, contexts, strict=True)]
-        made = drive_together(steps, comm, recorder.send)
-        end = Stamp.now(self._device)
+        made = drive_together(steps, comm)
         skipped = any_set([one.proposed.skipped for one in made], self._device, self._device.type == "cpu")
         for group, one in zip(groups, made, strict=True):
             group.settle(one, skipped)
         if bool(skipped):
             return None
-        waited = sum(message.begin.until(message.end) for message in recorder.messages)
-        seconds = max(0.0, begin.until(end) - waited) / 1e3
         step = Step([group.statistics for group in groups if group.statistics is not None], [])
         selected = float(step.union)
         if config.sparsifier.agreement is Agreement.INDEPENDENT:  # each rank selects k
@@ -142,16 +125,14 @@ class Shadow:
         left, sent = sum(group.residual_norm() ** 2 for group in sparse), sum(one.bytes_sent for one in step.groups)
         return _Row(
             {"density": step.union / step.numel, "threshold_error": abs(selected / step.k - 1)},
-            recorder.messages,
-            (before, left, sent, seconds),
+            (before, left, sent),
         )
 
 
 class _Row(NamedTuple):
     of_all_ranks: dict[str, float]
-    messages: Sequence[Sent]
-    of_this_rank: tuple[float, float, float, float]
-    """Squared norm of residual and gradient before and after, bytes sent, seconds of local work."""
+    of_this_rank: tuple[float, float, float]
+    """Squared norm of residual and gradient before and after, bytes sent."""
 
 
 def _acc_square(group: GroupReducer, pieces: Mapping[str, Tensor]) -> float:

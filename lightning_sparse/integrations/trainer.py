@@ -57,13 +57,6 @@ UNUSED_PARAMETERS = (
 """Replaces Lightning's sentence, which names dense strategies."""
 
 
-def _has_own_clipping(module: Any) -> bool:
-    """Return True if the user has overridden ``configure_gradient_clipping``."""
-    name = "configure_gradient_clipping"
-    of_lightning = next(vars(kind)[name] for kind in reversed(type(module).__mro__) if name in vars(kind))
-    return getattr(getattr(module, name), "__func__", None) is not of_lightning
-
-
 class SparseTrainerMixin(SparseStrategy, ParallelStrategy):
     """A strategy for the Trainer whose averages come from an engine."""
 

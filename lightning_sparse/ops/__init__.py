@@ -30,7 +30,7 @@ from lightning_sparse.core.layout import InRuns, Span
 from lightning_sparse.core.step import Candidates, Found
 from lightning_sparse.ops import host, on_device, reference
 from lightning_sparse.ops.c import native
-from lightning_sparse.ops.c.native import Native, compiled_on
+from lightning_sparse.ops.c.native import Native
 from lightning_sparse.ops.host import put_in_runs_, under, unite
 from lightning_sparse.ops.reference import (
     Weights,
@@ -247,7 +247,7 @@ def above(
         indices: (c,) int64, and count: () int64. On the CPU ``c == count``, elsewhere ``c == capacity``.
     """
     if static_shapes(x.device):
-        return on_device.above(x, threshold, span, min(capacity or x.numel(), x.numel()), phase)
+        return reference.above(x, threshold, span, min(capacity or x.numel(), x.numel()), phase)
     first, last = _on_host(span, x)
     indices = host.above(x, float(threshold), first, last, candidates)
     return indices, torch.tensor(indices.numel(), device="cpu")
@@ -315,14 +315,12 @@ def add_up(parts: Sequence[tuple[Tensor, Tensor]], padding: int) -> tuple[Tensor
 
 def take(x: Tensor, indices: Tensor) -> Tensor:
     """``x[indices]`` for a float32 or float64 vector."""
-    return x[indices] if static_shapes(x.device) else host.take(x, indices)
+    return x.index_select(0, indices)
 
 
 def put_(x: Tensor, indices: Tensor, values: Tensor | float) -> None:
     """``x[indices] = values`` for vectors of equal dtypes; where a coordinate is repeated, so is its value."""
-    if not static_shapes(x.device):
-        host.put_(x, indices, values)
-    elif isinstance(values, Tensor):
+    if isinstance(values, Tensor):
         x.index_copy_(0, indices, values)
     else:
         x.index_fill_(0, indices, values)
@@ -377,7 +375,7 @@ def _on_host(span: Span | None, x: Tensor) -> tuple[int, int]:
 
 
 def summed(x: Tensor, threshold: Any, logarithms: bool) -> tuple[Any, Any, Any, Any]:
-    """Return :func:`.reference.excess`, and the sum of the logarithms if it is wanted, in one pass on the CPU.
+    """Return :func:`.reference.excess`, and the sum of the logarithms if it is wanted.
 
     Args:
         x: (numel,) finite values.
@@ -388,10 +386,8 @@ def summed(x: Tensor, threshold: Any, logarithms: bool) -> tuple[Any, Any, Any, 
         Four () float64 on a device; four numbers on the CPU.
     """
     if static_shapes(x.device):
-        number, total, squares = on_device.summed(reference.excess, x, threshold)
-        return number, total, squares, on_device.summed(reference.log_sum, x) if logarithms else total
-    if library := compiled_on(x):
-        return library.sums(x, threshold, host.lowest(x, threshold), logarithms)
+        number, total, squares = reference.excess(x, threshold)
+        return number, total, squares, reference.log_sum(x) if logarithms else total
     beyond = map(float, reference.excess(x, tensor(threshold)))
     return (*beyond, float(reference.log_sum(x)) if logarithms else 0.0)  # type: ignore[return-value]  # of four
 

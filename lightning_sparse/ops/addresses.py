@@ -65,16 +65,7 @@ class Addresses:
                 shape and are dense in memory, in the same order.
             aligned: of how many lists alignment matters, from the first one on.
         """
-        rows = rows_of(lists)
-        return self._table(what, rows, lists[0][0], aligned)
-
-    def of_each(self, what: Any, tensors: Sequence[Tensor | None]) -> Tensor:
-        """(tensors,) int64: where each one begins, as :meth:`table` says it; 0 for None. At least one is a tensor."""
-        rows = np.array([[0 if x is None else x.data_ptr()] for x in tensors], dtype=np.int64)
-        return self._table(what, rows, next(x for x in tensors if x is not None), 0).rows.view(-1)
-
-    def _table(self, what: Any, rows: Rows, like: Tensor, aligned: int) -> Table:
-        """Return rows on a tensor's device."""
+        rows, like = rows_of(lists), lists[0][0]
         what = what, int(rows[0, 0]), len(rows)  # of the same kind there may be several lists
         known = self._known.get(what)
         if known is None or not np.array_equal(known[0], rows):

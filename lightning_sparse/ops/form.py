@@ -151,8 +151,8 @@ class Met(NamedTuple):
     """The largest of all ranks' lowest levels."""
     tops: Tensor | None
     """(u,) integers: the largest code of a second value that a rank gave each; None: there are no codes."""
-    trouble: Any
-    """True if a rank has a value that is not finite."""
+    trouble: Tensor
+    """() bool: True if a rank has a value that is not finite."""
     counts: Tensor
     """(n,) int64 picks of each rank."""
     size: Tensor

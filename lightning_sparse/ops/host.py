@@ -66,10 +66,7 @@ def above(x: Tensor, threshold: float, first: int, last: int, candidates: Candid
 
 def tail(x: Tensor, threshold: float) -> Tensor:
     """Return the magnitudes that reach a threshold, without zeros."""
-    bound = lowest(x, threshold)
-    if compiled := compiled_on(x):
-        return compiled.tail(x, bound)
-    return reaching(x, bound)[1]
+    return reaching(x, max(_number(x, threshold), torch.finfo(x.dtype).tiny))[1]
 
 
 def reached(magnitudes: Tensor, threshold: float) -> int:
@@ -110,11 +107,6 @@ def _reaching(x: Tensor | InRuns, bound: float) -> Found:
     magnitudes = np.abs(x.numpy())
     places = np.greater_equal(magnitudes, _number(x, bound)).nonzero()[0]
     return torch.from_numpy(places.astype(np.int32)), torch.from_numpy(magnitudes[places])
-
-
-def lowest(x: Tensor, threshold: float) -> float:
-    """Return the threshold in the precision of a vector, raised above zero."""
-    return max(_number(x, threshold), torch.finfo(x.dtype).tiny)
 
 
 def _number(x: Tensor, threshold: float) -> float:
@@ -343,34 +335,16 @@ def _collected(x: Tensor | InRuns, finite: bool, cleared: Sequence[Tensor], boun
     return found if few else None, finite
 
 
-def take(x: Tensor, indices: Tensor) -> Tensor:
-    """Return ``x[indices]``."""
-    if compiled := are_places(indices) and compiled_on(x):
-        return compiled.take(x, indices)
-    return x.index_select(0, indices)
-
-
 def under(mask: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
     """Return ``x[mask]`` for each of some vectors."""
     places = places_of(mask)
     return tuple(x.index_select(0, places) for x in vectors)
 
 
-def put_(x: Tensor, indices: Tensor, values: Tensor | float) -> None:
-    """Set ``x[indices] = values``, of equal dtypes."""
-    new = values if isinstance(values, Tensor) else torch.full(indices.shape, values, dtype=x.dtype, device="cpu")
-    fitting = are_places(indices) and new.dtype == x.dtype and new.shape == indices.shape
-    if compiled := fitting and compiled_on(x, new):
-        compiled.put(x, indices, new)
-        written(x)
-    else:
-        x.index_copy_(0, indices, new)
-
-
 def put_in_runs_(runs: Sequence[Tensor], indices: Tensor, values: Tensor) -> None:
     """Set ``x[indices] = values`` where x lies in several runs."""
     if len(runs) == 1:
-        put_(runs[0], indices, values)
+        runs[0].index_copy_(0, indices, values)
         return
     starts = torch.tensor([0, *(len(run) for run in runs)], device="cpu").cumsum(0)
     if not bool((indices[1:] >= indices[:-1]).all()):
@@ -380,13 +354,7 @@ def put_in_runs_(runs: Sequence[Tensor], indices: Tensor, values: Tensor) -> Non
         raise IndexError(f"an index is outside of a vector of {int(starts[-1])}")
     ends = torch.searchsorted(indices, starts).tolist()
     for run, start, first, last in zip(runs, starts.tolist(), ends, ends[1:], strict=False):
-        put_(run, indices[first:last] - start, values[first:last])
-    written(*runs)
-
-
-def are_places(indices: Tensor) -> bool:
-    """Return whether the library can read these indices."""
-    return indices.dtype == torch.int64 and indices.dim() == 1 and indices.is_contiguous()
+        run.index_copy_(0, indices[first:last] - start, values[first:last])
 
 
 def unite(

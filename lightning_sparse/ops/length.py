@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.core.layout import sum_dtype
-from lightning_sparse.ops import on_device, reference, static_shapes
+from lightning_sparse.ops import on_device, static_shapes
 from lightning_sparse.ops.on_cuda import on_cuda
 
 CHUNK = 1 << 16
@@ -22,7 +22,7 @@ LEAST = 1e-12
 def norm(x: Tensor) -> Tensor:
     """Return the () float64 Euclidean norm of a vector; infinite or NaN if an element is."""
     if static_shapes(x.device):
-        return on_device.summed(reference.norm, x)
+        return on_device.norm(x)
     dtype = sum_dtype(x.dtype)
     whole = x.numel() // CHUNK * CHUNK
     rows = torch.linalg.vector_norm(x[:whole].view(-1, CHUNK), dim=1, dtype=dtype)

@@ -1,7 +1,7 @@
 """The ops on a device: each by a kernel in Triton where that is known to work, else by operations of torch.
 
-Kernels take float32 on CUDA. They give the same bits as :mod:`~lightning_sparse.ops.reference`, but for sums, which may
-differ in their last bits, and which only a rank's own thresholds see; of equal magnitudes they pick the first ones.
+Kernels take float32 on CUDA. They give the same bits as :mod:`~lightning_sparse.ops.reference`, but for norms, which
+may differ in their last bits, and which only the rank itself sees; of equal magnitudes they pick the first ones.
 """
 
 from __future__ import annotations
@@ -9,19 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_sparse.core.layout import Span
 from lightning_sparse.core.step import Candidates
 from lightning_sparse.ops import reference
 from lightning_sparse.ops.form import Lanes
 from lightning_sparse.ops.on_cuda import compare, on_cuda
 from lightning_sparse.ops.reference import Weights
 
-T = TypeVar("T")
 MOST_NUMEL = (1 << 31) - (1 << 13)
 """Longest vector: indices of a tile behind the end must fit into 31 bits."""
 MOST_COUNTED = (1 << 30) - 1
@@ -194,12 +192,8 @@ def _picked(x: Tensor, k: int) -> list[tuple[Any, ...]]:
     return [(different(x), min(k, FEW))]
 
 
-def _reaching(x: Tensor, threshold: Tensor) -> list[tuple[Any, ...]]:
-    return [(different(x), torch.full_like(threshold, FEW / 2), None, FEW // 4, 7)]
-
-
-def _summed(x: Tensor, *more: Tensor) -> list[tuple[Any, ...]]:
-    return [(different(x).to(x.dtype), *more)]
+def _whole(x: Tensor) -> list[tuple[Any, ...]]:
+    return [(different(x).to(x.dtype),)]
 
 
 ACCUMULATE = Twins("accumulate_", _accumulate_and_pick, _accumulate_and_pick_in_torch, _accumulated)
@@ -211,11 +205,7 @@ SUBTRACT = Twins(
     "subtract_at_", _kernel("values", "subtract_at_"), reference.subtract_at_, _subtracted, MOST_NUMEL, doubles=True
 )
 TOP_K = Twins("top_k", _pick, reference.top_k, _picked)
-ABOVE = Twins("above", _kernel("union", "above"), reference.above, _reaching)
-SUMS: dict[Any, Twins] = {
-    plain: Twins(plain.__name__, _kernel("sums", plain.__name__), plain, _summed, rtol=1e-5)
-    for plain in (reference.excess, reference.log_sum, reference.norm)
-}
+NORM = Twins("norm", _kernel("sums", "norm"), reference.norm, _whole, rtol=1e-5)
 
 
 # ---- Ops.
@@ -294,16 +284,9 @@ def _noted(best: Any, twins: Twins, candidates: Candidates | None, x: Tensor) ->
     return [candidates.take(x)] if best is twins.kernel and candidates is not None else []
 
 
-def above(x: Tensor, threshold: Tensor, span: Span | None, capacity: int, phase: int) -> tuple[Tensor, Tensor]:
-    """Do the work of :func:`lightning_sparse.ops.above`; ranges are left to torch."""
-    best = ABOVE.best([x], (x, threshold)) if span is None else ABOVE.plain
-    found: tuple[Tensor, Tensor] = best(x, threshold, span, capacity, phase)
-    return found
-
-
-def summed(plain: Callable[..., T], x: Tensor, *more: Tensor) -> T:
-    """Do the work of an op that forms sums over a vector, one of :data:`SUMS`."""
-    found: T = SUMS[plain].best([x], (x, *more), x.dtype)(x, *more)
+def norm(x: Tensor) -> Tensor:
+    """Do the work of :func:`lightning_sparse.ops.length.norm`."""
+    found: Tensor = NORM.best([x], (x,), x.dtype)(x)
     return found
 
 

@@ -20,11 +20,6 @@ from lightning_sparse.core.layout import Span
 
 ROW = 1 << 12
 """Elements that are summed in their own precision."""
-MANY = 1 << 26
-"""Elements from which on bytes cost more than launches. By a model and not measured: a pass less over so many of them
-saves as long as the host takes to launch what replaces it."""
-FEWEST = 8
-"""Elements of a cell, at least, with which cells move fewer bytes."""
 PIECE = 1 << 24
 """Elements worked on at once: of float32, 64 MiB for each vector that is only needed on the way."""
 CHUNK = 1 << 18
@@ -143,43 +138,19 @@ def top_k(x: Tensor, k: int) -> Tensor:
     return strongest(x, k)[1].sort().values
 
 
-def strongest(x: Tensor, k: int, left_out: Tensor | None = None, most: int = 0) -> tuple[Tensor, Tensor]:
+def strongest(x: Tensor, k: int, left_out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The k largest magnitudes, in descending order, and their places.
-
-    Of many elements, the largest of each *cell*, a few neighbours, are found in one pass; the k largest of all lie in
-    the k cells with the largest of these. ``top_k`` alone takes seven passes.
 
     Args:
         x: (c,) values, which may lie apart: a pass over them then reads what lies between, too.
         k: how many.
         left_out: (c,) bool: elements that come last, with a magnitude of -1.
-        most: how many elements are left out, at most.
     """
-    cell = 1 << max(0, math.isqrt(x.numel() // max(1, k + most)).bit_length() - 1)
-    if x.numel() * x.stride(0) < MANY or cell < FEWEST:
-        magnitudes = x.abs()
-        if left_out is not None:
-            magnitudes.masked_fill_(left_out, -1)
-        return _two(torch.topk(magnitudes, k))
-    rows, chosen = x.numel() // cell, k + most
-    cells = x[: rows * cell].view(rows, cell)
-    first = torch.topk(torch.linalg.vector_norm(cells, math.inf, dim=1), chosen, sorted=False).indices
-
-    def collect(x: Tensor) -> Tensor:
-        whole = x[: rows * cell].view(rows, cell).index_select(0, first)
-        return torch.cat([whole.flatten(), x[rows * cell :]])
-
-    magnitudes = collect(x).abs_()
+    magnitudes = x.abs()
     if left_out is not None:
-        magnitudes.masked_fill_(collect(left_out), -1)
-    values, found = _two(torch.topk(magnitudes, k))
-    starts = torch.cat([first * cell, torch.full((1,), rows * cell, device=x.device)])
-    row = (found // cell).clamp_(max=chosen)  # behind the cells lies what fills none
-    return values, starts[row] + found - row * cell
-
-
-def _two(top: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    return top[0], top[1]
+        magnitudes.masked_fill_(left_out, -1)
+    top = torch.topk(magnitudes, k)
+    return top.values, top.indices
 
 
 def largest(x: Tensor, k: int, span: Span | None = None) -> tuple[Tensor, Tensor]:
@@ -445,7 +416,7 @@ def top_k_and_stripe(
     owned = stripe.numel()
     taken = torch.zeros(owned + 1, dtype=torch.bool, device=x.device)  # one more slot for indices of other stripes
     taken.index_fill_(0, torch.where(first % n == turn, first // n, owned), True)
-    magnitudes, places = strongest(stripe, min(room, owned), taken[:owned], share)
+    magnitudes, places = strongest(stripe, min(room, owned), taken[:owned])
     left_out = (torch.arange(places.numel(), device=x.device) >= spare) | (magnitudes < 0)
     others = torch.where(left_out, 2 * numel, places * (2 * n) + (2 * turn + 1))
     keys = torch.cat([2 * first, others, first.new_full((room - others.numel(),), 2 * numel)])

@@ -14,10 +14,11 @@ from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.metrics import Stamp
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.memories import SecondMoment
-from lightning_sparse.tuning.performance.microbenchmark import measure_group, sizes_up_to
-from lightning_sparse.tuning.performance.network import Network, measure_network
+from lightning_sparse.tuning.measuring.collectives import measure_network
+from lightning_sparse.tuning.measuring.microbenchmark import measure_group, sizes_up_to
+from lightning_sparse.tuning.measuring.rank_sync import gathered, start_together
+from lightning_sparse.tuning.performance.network import Network
 from lightning_sparse.tuning.performance.profile import GroupCost
-from lightning_sparse.tuning.performance.rank_sync import gathered, start_together
 
 SMALL, LARGEST = 1 << 16, 1 << 26
 """Bytes of the smallest and the largest message that a rate is measured with."""

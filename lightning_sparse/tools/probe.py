@@ -11,7 +11,7 @@ from lightning_sparse import FabricSparseDDPStrategy
 from lightning_sparse.core.checks import check_positive, expect
 from lightning_sparse.core.console import Table, plain
 from lightning_sparse.density import check_density
-from lightning_sparse.tools.advisor.networks import between, farther
+from lightning_sparse.tools.advisor.networks import between, farther, on
 from lightning_sparse.tools.advisor.prediction import MARGIN, Method, Scenario, scenarios
 from lightning_sparse.tools.links import Links, measure_links
 
@@ -166,7 +166,7 @@ def expect_on(
         network = farther(near, added / 1e3)
         for count in map(int, parameters):
             dense, half = network.all_reduce(4 * count), network.all_reduce(2 * count)
-            longer = cost.on(network).transfer(count) - cost.on(near).transfer(count)
+            longer = on(network, cost).transfer(count) - on(near, cost).transfer(count)
             sparse = float(cost.compute(count) + cost.transfer(count)) + longer
             messages = float(cost.transfer(count)) + longer
             yield Expectation(*scenario, count, dense, half, sparse, pays_below(dense, sparse), messages)

@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 
 from lightning_sparse import ops
 from lightning_sparse.core.step import Candidates
 from lightning_sparse.engine.optimizers.momentum import Momentum, Spending, Stepped
-from lightning_sparse.ops import on_device, reference
+from lightning_sparse.ops import on_device
 from lightning_sparse.ops.adam import Moved, Step, Steps
-from tests.gpu.checks import Check, Clock, Numbers, SkipError, require
+from tests.gpu.checks import Check, Clock, Numbers, SkipError
 from tests.gpu.machine import copy_rate, require_memory
 from tests.gpu.timing import seconds_of
 from tests.static_path import static_path
@@ -103,14 +102,6 @@ def unite(device: torch.device, numel: int) -> Callable[[], Any]:
     return lambda: ops.united(picks, spare, levels, numel, None, numel // 100, 3)
 
 
-def by_cells(many: int) -> Callable[[torch.Tensor, int], Any]:
-    def compute(x: torch.Tensor, k: int) -> Any:
-        with mock.patch.object(reference, "MANY", many):
-            return ops.top_k(x, k)
-
-    return compute
-
-
 def above(x: torch.Tensor, k: int) -> Any:
     return ops.above(x, torch.full((), 3.0, dtype=torch.float64, device=x.device), capacity=4 * k)
 
@@ -126,8 +117,7 @@ PASSES = {
     "step of Adam": Pass(12, 24, step_of_adam),
     "momentum spent early": Pass(6, 96, spend),
     "all_finite": Pass(4, 8, partial(look_at, lambda x, k: ops.all_finite(x))),
-    "top_k in one go": Pass(4, 24, partial(look_at, by_cells(1 << 62))),
-    "top_k by cells": Pass(4, 16, partial(look_at, by_cells(1))),
+    "top_k": Pass(4, 24, partial(look_at, ops.top_k)),
     "above": Pass(4, 32, partial(look_at, above)),
     "summed": Pass(4, 16, partial(look_at, summed)),
     "scatter_": Pass(4, 8, scatter),
@@ -137,21 +127,11 @@ PASSES = {
 
 
 def checks(device: torch.device, clock: Clock) -> Iterator[Check]:
-    yield Check("top_k by cells finds what top_k finds", partial(same_picks, device))
     for size, numel in SIZES[device.type].items():
         rate: list[float] = []
         yield Check(f"copy {size}", partial(note, rate, device, numel))
         for name, one in PASSES.items():
             yield Check(f"{name} {size}", partial(time, one, device, numel, rate))
-
-
-def same_picks(device: torch.device) -> None:
-    x = torch.randn(300_007, device=device)
-    with static_path():
-        for k in (1, 300, 3000):
-            one_go, cells = (by_cells(many)(x, k) for many in (1 << 62, 1))
-            require(torch.equal(one_go, cells), f"other picks for k = {k}")
-            require(torch.equal(one_go.cpu(), by_cells(1 << 62)(x.cpu(), k)), f"other picks than on the CPU, k = {k}")
 
 
 def note(rate: list[float], device: torch.device, numel: int) -> Numbers:

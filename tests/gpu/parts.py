@@ -49,7 +49,7 @@ PARTS = [
         (
             ("accumulate_ 144M", "times the bound"),
             ("top_k in one go 144M", "times the bound"),
-            ("top_k by cells 144M", "times the bound"),
+            ("top_k 144M", "times the bound"),
         ),
     ),
     Part(

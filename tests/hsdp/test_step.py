@@ -37,6 +37,9 @@ from tests.hsdp.model import (
 from tests.ranks import Ranks, error_of
 from tests.static_path import static_path
 
+WITHIN = 10.0
+"""Seconds in which all ranks have to end."""
+
 
 def mean_of(steps: Any, name: str) -> Tensor:
     """The sum over steps of the mean over all ranks."""
@@ -115,8 +118,9 @@ def test_a_gradient_that_is_thrown_away_moves_nothing(four_ranks: Ranks, kind: s
         assert kind == "adamw" or torch.equal(after, before)
 
 
-def two_optimizers(density: float, bad: bool) -> tuple[dict[str, Tensor], int, int]:
+def two_optimizers(density: float, bad: bool) -> tuple[dict[str, Tensor], int, int, list[list[int]]]:
     """Weights after steps of two optimizers, of which one holds a parameter that only one rank of a replica has."""
+    logged = []
     model, engine, _ = new(density)
     few = [p for name, p in model.named_parameters() if name == "few.weight"]
     rest = [p for name, p in model.named_parameters() if name != "few.weight"]
@@ -126,11 +130,12 @@ def two_optimizers(density: float, bad: bool) -> tuple[dict[str, Tensor], int, i
         if bad and step == 2 and dist.get_rank() == 3:
             gradients["few"][0, 0] = math.nan
         model(gradients).backward()
-        for optimizer in optimizers[:: 1 if step % 2 else -1]:
+        for optimizer in optimizers[:: -1 if step % 2 else 1]:
             optimizer.step()
             optimizer.zero_grad()
+            logged.append([len(engine.summary()), *map(len, engine._group_summaries().values())])
     ls.flush(engine, optimizers)
-    return weights(model), engine.step, engine.skipped_steps
+    return weights(model), engine.step, engine.skipped_steps, logged
 
 
 @pytest.mark.filterwarnings("ignore:.*not finite")
@@ -138,8 +143,8 @@ def two_optimizers(density: float, bad: bool) -> tuple[dict[str, Tensor], int, i
 @pytest.mark.parametrize("bad", [False, True])
 def test_two_optimizers_over_one_sharded_model_lose_nothing(four_ranks: Ranks, density: float, bad: bool) -> None:
     of_ranks = four_ranks(two_optimizers, density, bad)
-    for found, steps, skipped in of_ranks:
-        assert (steps, skipped) == of_ranks[0][1:] and (skipped > 0) == bad
+    for found, steps, skipped, logged in of_ranks:
+        assert (steps, skipped, logged) == of_ranks[0][1:] and (skipped > 0) == bad
         for name in SHAPES:
             assert torch.equal(found[f"{name}.weight"], -mean_of([0, 1, 3] if bad else range(4), name))
 
@@ -247,32 +252,30 @@ def test_backwards_that_are_paused_are_left_to_the_user(four_ranks: Ranks) -> No
 
 
 def alone(who: str) -> tuple[str, float]:
-    """One replica, or one rank, skips its step; the rank does nothing more, since FSDP would wait for its neighbour."""
-    model, _, optimizer = new(0.05, timeout=timedelta(seconds=8))
+    """One replica, or one rank, skips its step."""
+    model, _, optimizer = new(0.05, timeout=timedelta(seconds=60))
     odd = dist.get_rank() >= 2 if who == "replica" else dist.get_rank() == 3
 
     def steps() -> None:
         for step in range(4):
             model(given(step, dist.get_rank())).backward()
-            if odd and step == 2 and who == "rank":
-                return
             if not (odd and step == 2):
                 optimizer.step()
             optimizer.zero_grad()
 
     begin = time.monotonic()
-    said = error_of(steps)
-    if odd and who == "rank":
-        time.sleep(15)  # it lives on
-    return said, time.monotonic() - begin
+    return error_of(steps), time.monotonic() - begin
 
 
-@pytest.mark.parametrize("who", ["replica", pytest.param("rank", marks=pytest.mark.thorough)])
-def test_a_step_that_some_skip_ends_on_all_who_take_it_with_a_sentence(who: str) -> None:
+@pytest.mark.parametrize("who", ["replica", "rank"])
+def test_a_step_that_some_skip_ends_on_all_ranks_with_a_sentence(who: str) -> None:
+    """FSDP would let a rank wait for its neighbour in the next forward, which comes to no end in its step."""
     with Ranks(4) as ranks:
-        sentence = "RuntimeError: The ranks have drifted apart" if who == "replica" else "LostRankError"
-        for said, seconds in ranks(alone, who)[: 4 if who == "replica" else 3]:
-            assert said.startswith(sentence) and seconds < 30
+        for rank, (said, seconds) in enumerate(ranks(alone, who)):
+            drifted = who == "replica" or rank >= 2
+            assert said.startswith("RuntimeError: The ranks have drifted apart" if drifted else "LostRankError"), said
+            assert seconds < WITHIN
+            assert who == "replica" or not drifted or "rank 3 begins a forward" in said
 
 
 # ---- Signals

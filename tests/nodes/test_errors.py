@@ -103,21 +103,6 @@ def test_an_error_on_one_rank_ends_the_step_on_all_of_all_nodes() -> None:
         assert seconds < 20
 
 
-def of_few_coordinates() -> str:
-    """One optimizer holds fewer coordinates than a node has ranks."""
-    ddp, _ = wrapped(4)
-    optimizer = torch.optim.SGD([ddp.module.get_parameter("few")], lr=0.125)
-    ddp(here(0)).backward()
-    return error_of(optimizer.step)
-
-
-def test_an_optimizer_of_too_few_coordinates_is_refused_on_all_ranks() -> None:
-    with Ranks(4) as ranks:
-        first, *others = ranks(of_few_coordinates)
-    assert "holds nothing but few, of which rank 0 has no coordinate" in first
-    assert all("lost another rank" in told for told in others)
-
-
 def refused(what: str) -> str:
     ddp, _ = wrapped(2, density=1.0)
     if what == "LBFGS":

@@ -71,8 +71,6 @@ def kernels(what: list[str]) -> Iterator[tuple[str, Any, dict[str, Any], dict[st
         yield "form", triton_dense._form, tile, {}, 8
     if "form_bf16" in what:
         yield "form_bf16", triton_dense._form, tile, {"grad": "*bf16"}, 8
-    if "look" in what:
-        yield "look", triton_dense._look, tile, {}, 8
     adam = tile | {"EPS": 1e-8}
     if "weigh" in what:
         yield "weigh", triton_dense._weigh, adam, {"units": "*fp64"}, 8
@@ -150,11 +148,9 @@ def kernels(what: list[str]) -> Iterator[tuple[str, Any, dict[str, Any], dict[st
             types = {"spare": "*i64"}
             yield f"follow_{known}", triton_numbers._follow, constants | {"KNOWN": known}, types, 1
     if "sums" in what:
-        yield "squares_bf16", triton_sums._parts, tile | {"KIND": 0}, {"x": "*bf16"}, 8
-        for kind in range(3):
-            yield f"parts_{kind}", triton_sums._parts, tile | {"KIND": kind}, {}, 8
-            whole = {"KIND": kind, "PROGRAMS": triton_launch.PROGRAMS}
-            yield f"whole_{kind}", triton_sums._whole, whole, {}, 4
+        for kind in ("fp32", "bf16"):
+            yield f"squares_{kind}", triton_sums._parts, tile, {"x": f"*{kind}"}, 8
+        yield "norm", triton_sums._whole, {"PROGRAMS": triton_launch.PROGRAMS}, {"norm": "*fp64"}, 4
 
 
 def measured(kernel: Any, constants: dict[str, Any], types: dict[str, Any], warps: int) -> dict[str, int]:

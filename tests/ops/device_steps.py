@@ -49,7 +49,7 @@ def groups(
 def first_of_equal() -> Iterator[None]:
     """Of equal magnitudes torch's path picks the first coordinates, as kernels do; ``top_k`` picks any of them."""
 
-    def strongest(x: Tensor, k: int, left_out: Tensor | None = None, most: int = 0) -> tuple[Tensor, Tensor]:
+    def strongest(x: Tensor, k: int, left_out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         magnitudes = x.abs()
         if left_out is not None:
             magnitudes.masked_fill_(left_out, -1)

@@ -8,8 +8,7 @@ spare. Whoever makes something cheaper lowers its row.
 
 What the bytes are spent on, for UnionTopK at a density of 0.001: 12 to add the gradient, 23 to leave out what is not
 finite, 28 for magnitudes and ``top_k``, 8 for magnitudes of the own stripe and their ``top_k``, 4 to clear the
-gradient, and some 2000 bytes a pick. From 67 million coordinates on, the largest of every few neighbours are found
-first, which takes 4 bytes in place of 28 and more launches (``MANY`` in ``ops/reference.py``).
+gradient, and some 2000 bytes a pick.
 
 More ranks take more operations in these places: where sums are formed in the order of ranks (gather_pairs, balanced),
 one for each rank; in ExDyna, where blocks move, and in the tree of gTop-k, some for each doubling of their number; and
@@ -20,17 +19,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 import lightning_sparse as ls
 from lightning_sparse.core.step import Absorbed
-from lightning_sparse.ops import reference
 from tests.costs import META, Costs, group_step
 from tests.covering import by_default
 
@@ -128,18 +123,3 @@ def test_bytes_are_those_that_a_kernel_reads_and_writes() -> None:
     assert cost_of(lambda x: x.topk(1), x)[1] == 5 * 4 * kib + 4 + 8
     assert cost_of(lambda x: x.copy_(x[0]), x) == ({"copy_": 1}, 4 * kib + 4)
     assert cost_of(lambda x: torch.ones(3), x) == ({}, 0)  # on the host
-
-
-@settings(deadline=None, max_examples=40)
-@given(st.integers(0, 3000), st.integers(0, 40), st.integers(1, 3), st.integers(0, 3))
-def test_the_strongest_of_many_are_those_of_few(numel: int, k: int, apart: int, most: int) -> None:
-    generator = torch.Generator().manual_seed(numel)
-    x = torch.randn(apart * numel, generator=generator)[::apart]
-    k = min(k, numel)
-    left_out = torch.zeros(numel, dtype=torch.bool)
-    left_out[torch.randperm(numel, generator=generator)[:most]] = True
-    expected = torch.topk(x.abs().masked_fill(left_out, -1), k)
-    with mock.patch.object(reference, "MANY", 1):
-        values, places = reference.strongest(x, k, left_out, most)
-    assert torch.equal(values, expected.values)
-    assert torch.equal(places[values >= 0], expected.indices[values >= 0])

@@ -129,7 +129,7 @@ def test_the_largest_and_those_of_a_stripe_are_picked(
     x, (share, spare, turn, n) = values(numel, kind), case
     first, others = math.ceil(share * numel), math.ceil(spare * numel)
     s, slots = scratch_for(numel, bound), first + others + 3
-    triton_dense.look(x, *s.begin())
+    triton_dense.accumulate_(x, torch.zeros_like(x), 1.0, *s.begin())  # adds nothing
     found = triton_select.pick(x, s, first, slots, torch.tensor(others), turn, n)
     expected, marks = host.top_k_and_stripe(x, first, others, turn, n)
     number = int(found.number)
@@ -198,7 +198,7 @@ def test_a_second_search_finds_what_the_first_one_left() -> None:
 
 def test_a_bound_is_kept_where_nothing_can_be_learned() -> None:
     x, s = values(300, "nan"), scratch_for(300, 0.25)
-    triton_dense.look(x, *s.begin())
+    triton_dense.accumulate_(x, torch.zeros_like(x), 1.0, *s.begin())  # adds nothing
     found = triton_select.pick(x, s, 5, 5)
     assert float(s.bound) == 0.25
     assert int(found.number) == 5
@@ -212,29 +212,15 @@ def test_passes_of_other_methods_equal_those_of_torch(kind: str, monkeypatch: py
         monkeypatch.setattr(on_device, "FEW", 99)
         for k in (1, 300):
             assert on_device.top_k(x, k).tolist() == host.top_k(x, k).tolist()
-        for threshold, capacity in ((0.5, 2000), (0.5, 100), (9.0, 10)):
-            bound = torch.tensor(threshold, dtype=torch.float64)
-            found, count = on_device.above(x, bound, None, capacity, 12)
-            expected, number = reference.above(x, bound, None, capacity, 12)
-            assert torch.equal(found, expected)
-            assert int(count) == int(number)
-        level = torch.tensor(0.3, dtype=torch.float64)
-        pairs = [
-            (on_device.summed(reference.excess, x, level), reference.excess(x, level)),
-            ((on_device.summed(reference.log_sum, x),), (reference.log_sum(x.double()),)),
-            ((on_device.summed(reference.norm, x),), (reference.norm(x),)),
-            ((on_device.summed(reference.norm, x.bfloat16()),), (reference.norm(x.bfloat16()),)),
-        ]
-        for ours, theirs in pairs:
-            torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-6)
+        for y in (x, x.bfloat16()):
+            torch.testing.assert_close(on_device.norm(y), reference.norm(y), rtol=2e-6, atol=1e-6)
         assert chosen.trouble is None
-        assert len(chosen._tried) == 6
+        assert len(chosen._tried) == 3
 
 
 def test_doubles_are_left_to_torch() -> None:
     with in_triton() as chosen:
-        found = on_device.summed(reference.log_sum, torch.full((9,), math.e, dtype=torch.float64))
-        assert float(found) == pytest.approx(9)
+        assert float(on_device.norm(torch.full((9,), 3.0, dtype=torch.float64))) == pytest.approx(9)
         assert not chosen._tried
 
 

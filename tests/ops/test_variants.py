@@ -18,7 +18,6 @@ from lightning_sparse.core.layout import Gradient, InRuns
 from lightning_sparse.core.step import Candidates
 from lightning_sparse.ops import Weights, host, reference
 from tests.covering import covering, in_one_test
-from tests.ops.compiled import NUMPY
 from tests.static_path import static_path
 
 # Around the blocks, chunks and lanes of both, and one of many chunks.
@@ -114,18 +113,16 @@ def test_what_reaches_a_bound_is_found_in_order(
 
 
 @in_one_test("numel, kind", product(SIZES, ["normal", "ties", "zeros", "subnormal", "wide"]))
-def test_sums_do_not_depend_on_instructions(numel: int, kind: str, each_kernel: Callable[[], Iterator[str]]) -> None:
+def test_sums_are_those_in_double_precision(numel: int, kind: str) -> None:
     x = values(numel, kind)
     exact = x.double().abs()
-    found = {k: [*ops.summed(x, 0.0, True), *ops.summed(x, 0.7, False)[:3]] for k in each_kernel()}
-    plain = found.pop(NUMPY)
-    assert len({tuple(sums) for sums in found.values()}) <= 1
+    sums = [*ops.summed(x, 0.0, True), *ops.summed(x, 0.7, False)[:3]]
     beyond = (exact - 0.7).clamp(min=0)
     counted = exact[x.abs() >= torch.finfo(torch.float32).tiny]
     first = [counted.numel(), exact.sum(), exact.square().sum(), counted.log().sum()]
     second = [(exact >= np.float32(0.7)).sum(), beyond.sum(), beyond.square().sum()]
-    for sums, rtol in [(plain, 1e-6), *((sums, 1e-9) for sums in found.values())]:  # torch has logarithms in float32
-        assert sums == pytest.approx([float(e) for e in (*first, *second)], rel=rtol, abs=1e-12 * float(exact.max()))
+    # Torch has logarithms in float32.
+    assert sums == pytest.approx([float(e) for e in (*first, *second)], rel=1e-6, abs=1e-12 * float(exact.max()))
     expected = exact.mean(), exact.max(), x.double().mean(), x.double().var(correction=min(1, numel - 1)).sqrt()
     torch.testing.assert_close((*ops.mean_and_maximum(x), *ops.moments(x)), expected, rtol=1e-12, atol=1e-12)
 

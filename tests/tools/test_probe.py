@@ -12,7 +12,7 @@ pytest.importorskip("rich", reason="rich is not installed")
 
 import lightning_sparse_cli as cli
 from lightning_sparse.tools import probe
-from lightning_sparse.tools.advisor.networks import ring
+from lightning_sparse.tools.advisor.networks import ring, seconds_of
 from lightning_sparse.tools.links import Link, Links
 from lightning_sparse.tuning.performance.cost import NOTHING, Line
 from lightning_sparse.tuning.performance.profile import GroupCost, Traffic
@@ -23,7 +23,7 @@ BYTES = 0.02
 """Of an all-gather, for each coordinate."""
 COMPUTE = 2e-9
 TRAFFIC = Traffic("all_gather", 1, Line(0.0, BYTES))
-SPARSE = GroupCost(0.01, NOTHING, Line(0.0, COMPUTE), TRAFFIC.seconds(NETWORK), (TRAFFIC,))
+SPARSE = GroupCost(0.01, NOTHING, Line(0.0, COMPUTE), seconds_of(TRAFFIC, NETWORK), (TRAFFIC,))
 LINKS = Links(
     tuple(Link(f"node{rank // 2}", f"node{(rank + 1) % 4 // 2}", 2e-4, RATE) for rank in range(4)), NETWORK, SPARSE
 )

@@ -19,6 +19,7 @@ from lightning_sparse.engine.calls import EXCHANGE
 from lightning_sparse.engine.optimizers.choice import MemoryChoice
 from lightning_sparse.engine.optimizers.hooks import call_around_steps, holding, in_life, leave_alone
 from lightning_sparse.engine.optimizers.kinds import ids_of, rehearses, stepping
+from lightning_sparse.engine.optimizers.left_over import LeftOver
 from lightning_sparse.engine.optimizers.rules import AdamRule, Arrived, MomentumRule, OfGroup
 from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.signals import Hold
@@ -167,6 +168,10 @@ class OptimizerBinding(MemoryChoice):
         """Return the names of the engine's parameters that an optimizer holds, in the order of the model."""
         ids = ids_of(optimizer)
         return [name for key, name in self._mine.items() if key in ids]
+
+    def exchanges(self, parameter: Parameter) -> bool:
+        """Return True if the gradient of a parameter would be exchanged if an optimizer stepped it now."""
+        return bool(self._stepper.local([parameter]))
 
     def _meet(self, optimizer: Optimizer, held: Sequence[str]) -> None:
         """Note an optimizer that steps for the first time, and cut groups by what it holds."""
@@ -348,7 +353,10 @@ class OptimizerBinding(MemoryChoice):
         if (steps := max((self._alone or {}).values(), default=0)) and sys.exc_info()[0] is None:
             self._once(rank_zero_warn, ALONE.format("1 step" if steps == 1 else f"{steps} steps"), kind="alone")
         self._adam.close()
-        leave_alone(self)
+        if self in in_life():  # it is closed for the first time
+            local = set(map(id, self._stepper.local([*self._parameters.values()])))
+            LeftOver({name: p for name, p in self._parameters.items() if id(p) in local})
+            leave_alone(self)
 
     def _count_alone(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
         """Count a step with gradients that no exchange has averaged; warn if the user does not seem to know."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch.optim import Optimizer
@@ -31,8 +31,17 @@ class Watching(Protocol):
         """Look how often an optimizer has called its closure in one step."""
 
 
+class Refusing(Protocol):
+    """What may refuse steps of optimizers."""
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Raise if an optimizer must not step with the gradients that are there."""
+
+
 _called: list[ref[Any]] = []
 """Who is called."""
+_refusing: WeakSet[Refusing] = WeakSet()
+"""Who is asked before them."""
 _changes = 0
 """Times that somebody began or ceased to be called."""
 _holds: list[Hold] = []
@@ -80,6 +89,12 @@ def call_around_steps(one: Watching) -> None:
     _register_hooks()
     _called.append(ref(one, _leave))
     _changes += 1
+
+
+def ask_before_steps(one: Refusing) -> None:
+    """Let an object refuse steps of all optimizers, as long as it lives."""
+    _register_hooks()
+    _refusing.add(one)
 
 
 def leave_alone(one: Watching) -> None:
@@ -148,6 +163,8 @@ _handles: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
 
 
 def _before(optimizer: Optimizer) -> None:
+    for one in list(_refusing):
+        one.check(optimizer)
     for each in in_life():
         each.before(optimizer)  # signals are heard while ranks wait for each other
     for hold in _holds:

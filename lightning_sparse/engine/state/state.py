@@ -112,7 +112,7 @@ class EngineState:
             "layouts": self._layouts(),
             "pending": {name: _plain(*each) for name, each in pending.items() if rank == 0},  # whose weights are saved
             "absorbed": sorted(record.absorbed),
-            "groups": [_plain_learned(group) for group in reducer.groups],
+            "groups": [_plain_learned(group) for group in reducer.groups if group.plan.numel],
         }
 
     def _layouts(self) -> dict[str, list[int]]:

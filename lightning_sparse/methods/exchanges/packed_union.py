@@ -211,12 +211,6 @@ class InC(Plain):
         offset = (ctx.rank + 0.5) / ctx.world_size
         return self._library.round(acc, ctx.second, met.indices, met.levels, met.tops, *grid, *share, offset)
 
-    def average(self, words: Tensor, made: Rounded, met: Met, lanes: Lanes, n: int) -> tuple[Tensor, Tensor | None]:
-        """See :meth:`Plain.average`."""
-        share = lanes.low, lanes.wide, lanes.parts
-        values, second = self._library.average(words, made.units, met.tops, n, *share)
-        return values.fill_(float("nan")) if met.trouble else values, second
-
 
 PLAIN = Plain()
 
@@ -279,7 +273,7 @@ def _divided(x: Tensor, by: int) -> Tensor:
 
 def _second_tops(codes: Tensor, dtype: torch.dtype) -> Tensor:
     """Twice the powers of two that codes stand for."""
-    return _step_of(codes.clamp(min=1) + (1 - CODE_ZERO - LOWEST), dtype)
+    return _step_of(codes.int().clamp(min=1) + (1 - CODE_ZERO - LOWEST), dtype)
 
 
 def _largest_codes(picks: Picks, union: Tensor, padding: int) -> Tensor:

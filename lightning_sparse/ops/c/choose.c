@@ -23,59 +23,7 @@ INLINE uint32_t inside(stripe s, int32_t index) {
 
 // between: those of n numbers that lie from low to high, one after another; how many they are. They may take the place
 // of m. of_stripe: the magnitudes of a stripe. pick: coordinates that reach `top`, and those of the stripe that reach
-// `next`, which are marked as spare. All write up to 15 numbers behind what they find.
-#ifdef __AVX512VL__
-INLINE __mmask16 rest_of(int64_t n, int64_t i) { return (__mmask16)(n - i < 16 ? (1u << (n - i)) - 1 : 0xffffu); }
-
-INLINE int64_t between(const uint32_t *m, int64_t n, uint32_t low, uint32_t high, uint32_t *found) {
-  int64_t count = 0;
-  for (int64_t i = 0; i < n; i += 16) {
-    __m512i x = _mm512_maskz_loadu_epi32(rest_of(n, i), m + i);
-    __mmask16 some = _mm512_mask_cmpge_epu32_mask(rest_of(n, i), x, _mm512_set1_epi32((int)low));
-    some = _mm512_mask_cmple_epu32_mask(some, x, _mm512_set1_epi32((int)high));
-    _mm512_storeu_si512(found + count, _mm512_maskz_compress_epi32(some, x));
-    count += __builtin_popcount(some);
-  }
-  return count;
-}
-
-INLINE __mmask16 inside_avx512(stripe s, __m512i indices) {
-  __m512i x = _mm512_add_epi32(indices, _mm512_set1_epi32((int)s.shift));
-  x = _mm512_mullo_epi32(x, _mm512_set1_epi32((int)s.inverse));
-  x = _mm512_rorv_epi32(x, _mm512_set1_epi32((int)s.even));
-  return _mm512_cmple_epu32_mask(x, _mm512_set1_epi32((int)s.limit));
-}
-
-INLINE int64_t of_stripe(const int32_t *indices, const uint32_t *m, int64_t n, stripe s,
-                                       uint32_t *found) {
-  int64_t count = 0;
-  for (int64_t i = 0; i < n; i += 16) {
-    __mmask16 rest = rest_of(n, i), some = rest & inside_avx512(s, _mm512_maskz_loadu_epi32(rest, indices + i));
-    _mm512_storeu_si512(found + count, _mm512_maskz_compress_epi32(some, _mm512_maskz_loadu_epi32(rest, m + i)));
-    count += __builtin_popcount(some);
-  }
-  return count;
-}
-
-INLINE int64_t pick(const int32_t *indices, const uint32_t *m, int64_t n, uint32_t top, uint32_t next,
-                                  stripe s, int64_t *places, uint8_t *spare) {
-  int64_t count = 0;
-  for (int64_t i = 0; i < n; i += 16) {
-    __mmask16 rest = rest_of(n, i);
-    __m512i x = _mm512_maskz_loadu_epi32(rest, m + i), j = _mm512_maskz_loadu_epi32(rest, indices + i);
-    __mmask16 first = _mm512_mask_cmpge_epu32_mask(rest, x, _mm512_set1_epi32((int)top));
-    __mmask16 second = _mm512_mask_cmpge_epu32_mask(rest, x, _mm512_set1_epi32((int)next)) & inside_avx512(s, j);
-    __mmask16 some = first | second;
-    __m512i packed = _mm512_maskz_compress_epi32(some, j);
-    _mm512_storeu_si512(places + count, _mm512_cvtepi32_epi64(_mm512_castsi512_si256(packed)));
-    _mm512_storeu_si512(places + count + 8, _mm512_cvtepi32_epi64(_mm512_extracti64x4_epi64(packed, 1)));
-    __mmask16 marks = (__mmask16)_pext_u32((uint32_t)(second & ~first), some);
-    _mm_storeu_si128((__m128i *)(spare + count), _mm_maskz_set1_epi8(marks, 1));
-    count += __builtin_popcount(some);
-  }
-  return count;
-}
-#else
+// `next`, which are marked as spare. All write a number behind what they find.
 INLINE int64_t between(const uint32_t *m, int64_t n, uint32_t low, uint32_t high, uint32_t *found) {
   int64_t count = 0;
   for (int64_t i = 0; i < n; i++) {
@@ -96,7 +44,7 @@ INLINE int64_t of_stripe(const int32_t *indices, const uint32_t *m, int64_t n, s
 }
 
 INLINE int64_t pick(const int32_t *indices, const uint32_t *m, int64_t n, uint32_t top, uint32_t next,
-                             stripe s, int64_t *places, uint8_t *spare) {
+                    stripe s, int64_t *places, uint8_t *spare) {
   int64_t count = 0;
   for (int64_t i = 0; i < n; i++) {
     int32_t first = m[i] >= top, second = (m[i] >= next) & (int32_t)inside(s, indices[i]);
@@ -105,7 +53,6 @@ INLINE int64_t pick(const int32_t *indices, const uint32_t *m, int64_t n, uint32
   }
   return count;
 }
-#endif
 
 // A histogram of n numbers from low to high, coarse: counts of bins from `low + (bin << shift)` on.
 typedef struct {

@@ -25,7 +25,7 @@ SETTING = "LIGHTNING_SPARSE_KERNELS"
 """Environment variable. On CPUs, ``numpy`` leaves the library alone (torch does its work, with numpy
 where that is quicker), ``compiled`` refuses to go on without it, and otherwise it is used where there is one; on CUDA,
 ``torch`` and ``triton`` say the same of the kernels in Triton. One of each kind may be named, with a comma between
-them. Results are the same, but for the last bits of sums, from which a rank finds its own threshold."""
+them. Results are the same, but for the last bits of norms on CUDA."""
 CHOICES = ("numpy", "compiled"), ("torch", "triton")
 """Names that the setting may have, on CPUs and on CUDA."""
 INSTEAD = "numpy, which takes several times as long: "

@@ -6,7 +6,6 @@ Which library is used, and whether one is: :mod:`~lightning_sparse.ops.c.library
 from __future__ import annotations
 
 import ctypes
-import math
 import threading
 from collections.abc import Sequence
 from itertools import accumulate
@@ -27,18 +26,13 @@ ARGUMENTS = {
     "l": ctypes.c_int64,
     "i": ctypes.c_int32,
     "f": ctypes.c_float,
-    "d": ctypes.c_double,
 }
 FUNCTIONS = {
     "ls_form": "l: ppp ppl i ip f pp l p",
     "ls_above": "l: pl f pp l",
-    "ls_sums": "i: pl i d f p",
     "ls_largest": "l: ppl ll ll l pppp",
-    "ls_take": "i: pl pl p",
-    "ls_put": "i: pl pl p",
     "ls_tell": "i: pppp i f p pp",
     "ls_round": "l: ppl pppl ll fiii f pppp",
-    "ls_average": "i: pppl f iii pp",
     "ls_unite": "l: pppp l ll l pppp pp",
     "ls_meet": "l: p ll p i ll ppppppp",
     "ls_reader": "l:",
@@ -103,18 +97,6 @@ class Native:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         declare(library)
-
-    def take(self, values: Tensor, indices: Tensor) -> Tensor:
-        """``values[indices]``, of float32 and int64."""
-        out = torch.empty(indices.numel(), dtype=torch.float32, device="cpu")
-        outside = self._library.ls_take(at(values), values.numel(), at(indices), indices.numel(), at(out))
-        _refuse_outside(outside, values)
-        return out
-
-    def put(self, values: Tensor, indices: Tensor, new: Tensor) -> None:
-        """``values[indices] = new``, of float32 and int64."""
-        outside = self._library.ls_put(at(values), values.numel(), at(indices), indices.numel(), at(new))
-        _refuse_outside(outside, values)
 
     def tell(
         self,
@@ -182,9 +164,9 @@ class Native:
         if size < 0:
             return int(-1 - size)
         tops = None if tops is None else tops[:size]
-        different, named = torch.tensor([size, numbers[0]], device="cpu").unbind()
+        different, named, trouble = torch.tensor([size, numbers[0], numbers[2]], device="cpu").unbind()
         return Met(
-            union[:size], levels[:size], numbers[1], tops, bool(numbers[2]), rows[:, 0].long(), different, named
+            union[:size], levels[:size], numbers[1], tops, trouble != 0, rows[:, 0].long(), different, named
         )  # fmt: skip
 
     def average_pairs(self, rows: Tensor, slots: int, padding: int) -> tuple[Tensor, Tensor] | None:
@@ -254,16 +236,6 @@ class Native:
         _refuse_outside(found < 0, acc)
         return Rounded(words, units, sent[:found], rounded[:found])
 
-    def average(
-        self, words: Tensor, units: Tensor, tops: Tensor | None, n: int, low: int, wide: bool, parts: int
-    ) -> tuple[Tensor, Tensor | None]:
-        """Means over n ranks of values and of second values, from the sums of the words of :meth:`round`."""
-        values, second = torch.empty_like(units), None if tops is None else torch.empty_like(units)
-        self._library.ls_average(
-            at(words), at(units), at(tops), units.numel(), n, low, wide, parts, at(values), at(second)
-        )
-        return values, second
-
     def form(
         self,
         formed: Sequence[Tensor | None],
@@ -300,30 +272,12 @@ class Native:
         """Return the coordinates of a vector that reach a bound."""
         room = x.numel() // 8 + 64
         indices, magnitudes = _scratch(room)
-        count = self._above(x, bound, indices, magnitudes)
+        count = self._library.ls_above(at(x), x.numel(), bound, at(indices), at(magnitudes), room)
         if count > room:
             indices = torch.empty(count + SLACK, dtype=torch.int32, device="cpu")
             magnitudes = torch.empty(count + SLACK, dtype=torch.float32, device="cpu")
-            self._above(x, bound, indices, magnitudes)
+            self._library.ls_above(at(x), x.numel(), bound, at(indices), at(magnitudes), count)
         return indices[:count].clone(), magnitudes[:count].clone()
-
-    def tail(self, x: Tensor, bound: float) -> Tensor:
-        """The magnitudes that reach a bound, in a buffer of this thread."""
-        buffer = space("tail", x.numel() + SLACK, torch.float32)
-        return buffer[: self._above(x, bound, None, buffer)]
-
-    def _above(self, x: Tensor, bound: float, indices: Tensor | None, magnitudes: Tensor) -> int:
-        count: int = self._library.ls_above(
-            at(x), x.numel(), bound, at(indices), at(magnitudes), len(magnitudes) - SLACK
-        )
-        return count
-
-    def sums(self, x: Tensor, level: float, bound: float, logarithms: bool) -> tuple[float, float, float, float]:
-        """See :func:`~lightning_sparse.ops.summed`; magnitudes are counted that reach a bound above 0."""
-        out = (ctypes.c_double * 5)()
-        self._library.ls_sums(at(x), x.numel(), logarithms, level, bound, out)
-        number, total, squares, mantissa, exponent = out
-        return number, total, squares, math.log(mantissa) + exponent * math.log(2) if logarithms else 0.0
 
     def sketch_(self, out: Tensor, pieces: Sequence[Tensor], shared: Tensor, own: Tensor) -> None:
         """Add a gradient's rows to zeros, each coordinate with two signs; see :mod:`~lightning_sparse.ops.sketch`.

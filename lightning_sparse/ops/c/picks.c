@@ -1,5 +1,5 @@
-// Work on picks, which are few: taking and putting values, telling picks, rounding their values. The CPU formulations of
-// ops/host.py and packed_union.py for float32, equal bit for bit.
+// Work on picks, which are few: telling them, and rounding their values. The CPU formulations of packed_union.py
+// for float32, equal bit for bit.
 #include "told.h"
 
 #define PART 1024  // elements that are worked on in the first-level cache
@@ -82,37 +82,13 @@ INLINE int64_t round_in_lanes(const float *x, const float *second, int64_t size,
   return found;
 }
 
-// Means over ranks of values, and of second values where there are tops, from sums of words.
-INLINE void average_lanes(const int32_t *words, const float *units, const uint8_t *tops, int64_t n, float ranks,
-                          const lanes_of by, float *values, float *seconds) {
-  const int32_t mask = (1 << by.low) - 1;
-  for (int64_t i = 0; i < n; i++) {
-    int32_t lane = by.wide ? words[i] : (int16_t)words[i / 2];
-    if (!by.wide && i % 2) lane = (int32_t)((uint32_t)words[i / 2] - (uint32_t)lane) >> 16;
-    values[i] = (float)(lane >> by.low) * units[i] / ranks;
-    if (!tops) continue;
-    float top = top_of(tops[i]), mean = (float)(lane & mask) * (top / (ranks * (float)by.parts));
-    float least = top / (4 * ranks);  // whoever has told has a quarter of the top there at least
-    seconds[i] = mean > least ? mean : least;
-  }
-}
-
-// Memory, not the processor, decides how long these take: asked for ahead, it answers several at once.
+// Memory, not the processor, decides how long this takes: asked for ahead, it answers several at once.
 // 0; or 1 where an index is not below the size of x, and the work is left undone there.
-EXPORT int32_t ls_take(const float *x, int64_t size, const int64_t *indices, int64_t n, float *out) {
+INLINE int32_t take(const float *x, int64_t size, const int64_t *indices, int64_t n, float *out) {
   for (int64_t i = 0; i < n; i++) {
     if (i + AHEAD < n) __builtin_prefetch(x + indices[i + AHEAD]);
     if ((uint64_t)indices[i] >= (uint64_t)size) return 1;
     out[i] = x[indices[i]];
-  }
-  return 0;
-}
-
-EXPORT int32_t ls_put(float *x, int64_t size, const int64_t *indices, int64_t n, const float *values) {
-  for (int64_t i = 0; i < n; i++) {
-    if (i + AHEAD < n) __builtin_prefetch(x + indices[i + AHEAD], 1);
-    if ((uint64_t)indices[i] >= (uint64_t)size) return 1;
-    x[indices[i]] = values[i];
   }
   return 0;
 }
@@ -140,7 +116,7 @@ EXPORT int32_t ls_tell(const float *x, const float *second, const int64_t *indic
   const int64_t n = f.slots, bits = 8 + 4 * f.planes;
   uint32_t largest = 0;
   float bounds[CLASSES];
-  if (ls_take(x, f.numel + 1, indices, n, magnitudes)) return 1;
+  if (take(x, f.numel + 1, indices, n, magnitudes)) return 1;
   for (int64_t i = 0; i < n; i++) {
     magnitudes[i] = fabsf(magnitudes[i]);
     largest = bits_of(magnitudes[i]) > largest ? bits_of(magnitudes[i]) : largest;
@@ -195,13 +171,4 @@ EXPORT int64_t ls_round(const float *x, const float *second, int64_t size, const
                           rounded);
   return round_in_lanes(x, NULL, size, indices, levels, NULL, n, lowest, raise_by, alone, 0, words, units, sent,
                         rounded);
-}
-
-EXPORT void ls_average(const int32_t *words, const float *units, const uint8_t *tops, int64_t n, float ranks,
-                       int32_t low, int32_t wide, int32_t parts, float *values, float *seconds) {
-  const lanes_of by = {0, low, wide, parts}, alone = {0, 0, 0, 0};
-  if (tops)
-    average_lanes(words, units, tops, n, ranks, by, values, seconds);
-  else
-    average_lanes(words, units, NULL, n, ranks, alone, values, NULL);
 }

@@ -99,34 +99,6 @@ def accumulate_(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["numel", "per"])
-def _look(x, words, counts, finite, bound, numel, per, TILE: tl.constexpr):
-    pid = tl.program_id(0)
-    row = tl.arange(0, TILE // 32)
-    lane = tl.arange(0, 32)
-    places = row[:, None] * 32 + lane[None, :]
-    least = tl.load(bound)
-    found = tl.zeros((TILE // 32, 32), tl.int32)
-    for tile in range(pid * per, tl.minimum((pid + 1) * per, tl.cdiv(numel, TILE))):
-        i = tile * TILE + places
-        if tile * TILE + TILE <= numel:  # noqa: SIM108
-            magnitude = tl.abs(_at(x, i, numel, True))
-        else:
-            magnitude = tl.abs(_at(x, i, numel, False))
-        reached = ((magnitude >= least) & (i < numel)).to(tl.int32)
-        tl.store(words + tile * (TILE // 32) + row, tl.sum(reached << lane[None, :], axis=1))
-        found += reached + (((magnitude < float("inf")).to(tl.int32) ^ 1) << 16)
-    tl.store(counts + pid, tl.sum(found & 0xFFFF))
-    if tl.max(found) > 0xFFFF:
-        tl.store(finite, 0)
-
-
-def look(x: Tensor, words: Tensor, counts: Tensor, finite: Tensor, bound: Tensor) -> None:
-    """Note what of (numel,) float32 reaches a bound, also zeros, as :func:`accumulate_` does; 4 bytes a coordinate."""
-    share = Share.of(x.numel())
-    launch(_look, share.programs, x, words, counts, finite, bound, x.numel(), share.per, TILE=TILE)
-
-
 @triton.jit(do_not_specialize=["programs", "numel", "per"])
 def _fill_if(x, flags, any_flag, value, programs, numel, per, TILE: tl.constexpr, PROGRAMS: tl.constexpr):
     pid = tl.program_id(0)

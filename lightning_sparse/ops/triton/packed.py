@@ -333,7 +333,7 @@ class Packed:
         if limit is None or limit >= slots:
             limit = min(slots, selection.total or slots)
         levels = rows.new_empty((2, limit) if form.codes else limit)
-        indices, sizes_of = listed(named, form.numel, limit, ctx.step, first=first if spares else None, levels=levels)
+        indices, sizes_of = listed(named, form.numel, limit, ctx.step, first if spares else None, levels)
         raise_levels_(levels, indices, places, told, form.numel)
         of_values, tops = levels.unbind() if form.codes else (levels, None)
         how_many, union = sizes_of.unbind()

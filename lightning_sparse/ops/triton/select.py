@@ -331,7 +331,7 @@ class Scratch:
         """(:data:`CONTROL` and twice :data:`DIGITS`,) int32 numbers of kernels for each other, and histograms."""
         self.control, self.histograms = torch.split_with_sizes(self.emptied, sizes)
         self.words, self.counts = (self.emptied.new_empty(size) for size in (bitmap_words(numel), PROGRAMS))
-        """A bit for each coordinate: what has been noted, see :func:`~lightning_sparse.ops.triton.dense.look`; and
+        """A bit for each coordinate: what has been noted, see :func:`.triton.dense.accumulate_`; and
         (:data:`PROGRAMS`,) how many were noted, by program."""
         self.bound = torch.full((), math.inf, dtype=torch.float32, device=device)
         """() float32 magnitude from which on a pass notes coordinates."""

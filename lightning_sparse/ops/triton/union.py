@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_sparse.ops.triton.dense import look
 from lightning_sparse.ops.triton.launch import PICKS, PROGRAMS, Share, bitmap_words, launch
 from lightning_sparse.ops.triton.select import _lowest, _ones
 
@@ -156,7 +155,7 @@ def _raise_levels(
 
 
 def listed(
-    bitmap: Bitmap, numel: int, limit: int, phase: int, *, first: Bitmap | None = None, levels: Tensor | None = None
+    bitmap: Bitmap, numel: int, limit: int, phase: int, first: Bitmap | None, levels: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The coordinates of a bitmap, ascending, at most ``limit`` of them, evenly thinned.
 
@@ -176,8 +175,8 @@ def listed(
     share, other = Share.of(numel), bitmap if first is None else first
     launch(
         _list, share.programs, bitmap.words, other.words, bitmap.counts, other.counts, indices,
-        indices if levels is None else levels, sizes, limit, phase, share.block, bitmap_words(numel), numel,
-        SPARES=first is not None, LEVELS=0 if levels is None else levels.numel() // limit, WORDS=WORDS,
+        levels, sizes, limit, phase, share.block, bitmap_words(numel), numel,
+        SPARES=first is not None, LEVELS=levels.numel() // limit, WORDS=WORDS,
         PROGRAMS=PROGRAMS, warps=2,
     )  # fmt: skip
     return indices, sizes
@@ -197,12 +196,3 @@ def raise_levels_(levels: Tensor, indices: Tensor, places: Tensor, told: Tensor,
         _raise_levels, -(-places.numel() // PICKS), places, told, indices, levels, places.numel(), indices.numel(),
         numel, CODES=levels.dim() > 1, PICKS=PICKS, warps=4,
     )  # fmt: skip
-
-
-def above(x: Tensor, threshold: Tensor, span: None, capacity: int, phase: int) -> tuple[Tensor, Tensor]:
-    """Do the work of :func:`lightning_sparse.ops.above`, of all of a vector of float32."""
-    counts = x.new_empty(PROGRAMS, dtype=torch.int32)
-    words = counts.new_empty(bitmap_words(x.numel()))
-    look(x, words, counts, counts.new_empty(1), threshold.to(x.dtype))
-    found, sizes = listed(Bitmap(words, counts), x.numel(), capacity, phase)
-    return found, sizes[1]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from lightning_sparse.core.checks import check_integer, check_number, check_positive
 from lightning_sparse.tuning.performance.cost import NOTHING, Line
 from lightning_sparse.tuning.performance.network import Network
+from lightning_sparse.tuning.performance.profile import GroupCost, Traffic
 
 
 def ring(ranks: int, latency: float, bits_per_second: float) -> Network:
@@ -102,3 +103,52 @@ def farther(near: Network, round_trip: float) -> Network:
         all_reduce=replace(reduced, alpha=reduced.alpha + of_sum * round_trip),
         all_gather=replace(gathered, alpha=gathered.alpha + of_gather * round_trip),
     )
+
+
+def line_of(network: Network, operation: str) -> Line:
+    """Return the seconds of one operation by bytes of each rank.
+
+    ``library_all_reduce`` and ``all_gather`` are known. The others, messages of exchanges, follow from one hop of
+    the all-gather, a fixed price and a price for each byte: ``send_recv`` is one hop, ``all_to_all`` sends an n-th
+    part to each other rank. In a ring, the all-gather has n - 1 hops, ``all_reduce`` is the library's, and
+    ``broadcast`` passes through all ranks in pieces (n - 1 fixed prices, each byte once). Where each rank sends to
+    all others at once, the all-gather has one fixed price, ``all_reduce`` two (one between two ranks), and a
+    broadcast is a tree of ``log2 n`` hops.
+
+    Raises:
+        ValueError: for any other operation.
+    """
+    others = max(1, network.ranks - 1)
+    hop = Line(network.all_gather.alpha / (1 if network.one_hop else others), network.all_gather.beta / others)
+    part = Line(network.all_gather.alpha, others / network.ranks * hop.beta)
+    levels = math.ceil(math.log2(others + 1))
+    total = network.all_gather if network.ranks == 2 else Line(2 * part.alpha, 2 * part.beta)
+    lines = {
+        "library_all_reduce": network.all_reduce,
+        "all_gather": network.all_gather,
+        "all_to_all": part,
+        "send_recv": hop,
+        "all_reduce": total if network.one_hop else network.all_reduce,
+        "broadcast": Line(levels * hop.alpha, levels * hop.beta)
+        if network.one_hop
+        else Line(others * hop.alpha, hop.beta),
+    }
+    if operation not in lines:
+        raise ValueError(f"Expected operation to be one of {', '.join(lines)}, but got {operation!r}.")
+    return lines[operation]
+
+
+def seconds_of(part: Traffic, network: Network) -> Line:
+    """Return the seconds of traffic on a network, by coordinates."""
+    line = line_of(network, part.operation)
+    return Line(part.calls * line.alpha + line.beta * part.nbytes.alpha, line.beta * part.nbytes.beta)
+
+
+def on(network: Network, cost: GroupCost) -> GroupCost:
+    """Return the cost of the same traffic on another network of as many ranks; unchanged without known traffic."""
+    if not cost.traffic:
+        return cost
+    transfer = NOTHING
+    for part in cost.traffic:
+        transfer += seconds_of(part, network)
+    return replace(cost, transfer=transfer)

@@ -13,11 +13,12 @@ from lightning_sparse import Rules
 from lightning_sparse.core.checks import check_integer, check_number, check_positive, plain
 from lightning_sparse.grouping import DDP_BUCKET_MB, OVERLAPPED_MB, ParameterSize, bucket_numels, make_plan
 from lightning_sparse.memories import SecondMoment
-from lightning_sparse.tools.advisor.networks import between, farther, ring
+from lightning_sparse.tools.advisor.networks import between, farther, on, ring
+from lightning_sparse.tools.advisor.plain import Plain
 from lightning_sparse.tools.traffic import count_bytes
 from lightning_sparse.tuning.performance.cost import Line
 from lightning_sparse.tuning.performance.network import Network
-from lightning_sparse.tuning.performance.profile import GroupCost, Overlap, Plain, Profile, Traffic
+from lightning_sparse.tuning.performance.profile import GroupCost, Overlap, Profile, Traffic
 from lightning_sparse.tuning.unsuited import Unsuited
 
 TRIED = ("layer", "bucket", "merge_below", "model")
@@ -91,7 +92,7 @@ class Method:
                     most = max(slope, value_bytes) if operation == "all_reduce" else math.inf
                     nbytes = Line(fixed * growth, min(slope * growth, most))
                     traffic[operation] = Traffic(operation, part.calls * calls / before[operation][0], nbytes)
-        return replace(self, cost=replace(self.cost, traffic=tuple(traffic.values())).on(network))
+        return replace(self, cost=on(network, replace(self.cost, traffic=tuple(traffic.values()))))
 
 
 @functools.cache

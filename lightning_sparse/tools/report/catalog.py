@@ -114,7 +114,6 @@ SHADOWED = {
     "energy": "Share of the energy that it would send",
     "threshold_error": "How far its count would be off, relative",
     "sent_mb": "What a rank would send in a step / MB",
-    "predicted_ms": "Time that it would take, predicted / ms",
 }
 """Titles of the logged quantities of shadow sparsifiers."""
 

@@ -12,7 +12,6 @@ import torch
 
 from lightning_sparse.engine import Engine
 from lightning_sparse.methods.grouping import Group, ParameterSize, dense_plan
-from lightning_sparse.tuning.performance.rank_sync import slowest
 
 Mode = Literal["sparse", "dense"]
 
@@ -101,7 +100,7 @@ class DenseFallback:
                 if step > WARMUP:
                     times[mode].append(self._taken)
         self._comparing = False
-        medians = slowest([median(taken) for taken in times.values()], engine.comm, engine.device)
+        medians = _of_slowest([median(taken) for taken in times.values()], engine)
         self.seconds = dict(zip(times, medians, strict=True))
         sparse, dense = medians
         choice: Mode = "dense" if dense < sparse else "sparse"
@@ -120,7 +119,7 @@ class DenseFallback:
         for _ in range(steps):
             yield
             recent.append(self._taken)
-        return slowest([median(recent)], engine.comm, engine.device)[0]
+        return _of_slowest([median(recent)], engine)[0]
 
     def _switch(self, mode: Mode, engine: Engine) -> None:
         if mode == self.mode:
@@ -129,3 +128,10 @@ class DenseFallback:
             self._plans["sparse"] = engine.groups
         self.mode = mode
         engine.regroup(self._plans[mode])
+
+
+def _of_slowest(seconds: Sequence[float], engine: Engine) -> list[float]:
+    """Return the maximum of each number over ranks."""
+    own = torch.tensor(seconds, dtype=torch.float64, device="cpu")
+    largest: list[float] = engine.comm.all_gather(own.to(engine.device)).amax(0).tolist()
+    return largest

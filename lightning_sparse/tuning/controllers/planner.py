@@ -10,8 +10,8 @@ from lightning_sparse.core.console import say
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.methods.grouping import ParameterSize, make_plan
+from lightning_sparse.tuning.measuring.profiler import Profiler
 from lightning_sparse.tuning.performance.profile import Profile
-from lightning_sparse.tuning.performance.profiler import Profiler
 
 WARMUP, STEPS = 5, 10
 """Steps that are not timed, and steps of which medians count."""

@@ -1,20 +1,16 @@
-"""Measurements of a model, its ranks and a method, and predictions from them. Numbers only, as plain data for files."""
+"""Measurements of a model, its ranks and a method, and predictions from them. Numbers only."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args
 
 from lightning_sparse.core.checks import expect
 from lightning_sparse.methods.grouping import Group
 from lightning_sparse.tuning.performance.cost import NOTHING, CostModel, Curve, Line, Timeline, end_seconds
 from lightning_sparse.tuning.performance.network import Network
-
-if TYPE_CHECKING:
-    from cattrs import Converter
 
 Overlap = Literal["none", "comm", "full"]
 """Overlap with backward: ``none`` (exchanges inside backward), ``comm``, the communication only (another thread without
@@ -37,15 +33,10 @@ class Traffic(NamedTuple):
     """Traffic of a group through one kind of collective operation in a step."""
 
     operation: str
-    """See :meth:`.Network.line`."""
+    """Such as all_reduce; library_all_reduce is DDP's own."""
     calls: float
     nbytes: Line
     """Bytes of a rank's messages, all calls together, by coordinates of the group; of a tree, all rounds."""
-
-    def seconds(self, network: Network) -> Line:
-        """Return the seconds by coordinates on a network."""
-        line = network.line(self.operation)
-        return Line(self.calls * line.alpha + line.beta * self.nbytes.alpha, line.beta * self.nbytes.beta)
 
 
 @dataclass(frozen=True)
@@ -89,15 +80,6 @@ class GroupCost:
         messages = replace(self.transfer, alpha=0.0) if apart else self.transfer
         return CostModel(local.line()) if overlap == "full" else CostModel(NOTHING, local), messages
 
-    def on(self, network: Network) -> GroupCost:
-        """Return the cost of the same traffic on another network of as many ranks; unchanged without known traffic."""
-        if not self.traffic:
-            return self
-        transfer = NOTHING
-        for part in self.traffic:
-            transfer += part.seconds(network)
-        return replace(self, transfer=transfer)
-
     def towards(self, other: GroupCost, share: float) -> GroupCost:
         """Interpolate linearly to another cost: this one at 0, the other one at 1."""
 
@@ -118,30 +100,8 @@ class GroupCost:
         )
 
 
-class Plain:
-    """Base class of dataclasses that are plain dictionaries, lists and numbers in checkpoints and in JSON."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain dictionaries, lists and numbers."""
-        plain: dict[str, Any] = _converter().unstructure(self)
-        return plain
-
-    @classmethod
-    def from_dict(cls, plain: Any) -> Self:
-        """Make an instance from the result of :meth:`as_dict`.
-
-        Raises:
-            ValueError: if a value is missing, of another kind, or refused by the class.
-        """
-        try:
-            return _converter().structure(plain, cls)
-        except Exception as error:  # cattrs raises errors of any type
-            name = cls.__name__
-            raise ValueError(f"Expected a {name.lower()} as {name}.as_dict() gives it, but: {error!r}.") from error
-
-
 @dataclass(frozen=True)
-class Profile(Plain):
+class Profile:
     """The parts of a training step: layers, network, and the cost of groups at some densities.
 
     Args:
@@ -264,25 +224,3 @@ class Profile(Plain):
         parts = {one: self._parts(one) for one in densities}
         done = end_seconds(timeline, [parts[one][0] for one in densities], [parts[one][1] for one in densities])
         return self.rest_seconds + max(done, sum(self.backward_seconds))
-
-
-def _is_named_tuple(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
-
-
-def _named_tuple(values: Any, kind: Any) -> Any:
-    fields = get_type_hints(kind)  # cattrs does not evaluate the postponed annotations of named tuples
-    return kind(*(_converter().structure(value, field) for value, field in zip(values, fields.values(), strict=True)))
-
-
-@cache
-def _converter() -> Converter:
-    from cattrs import Converter  # here: few programs need it, and it is a fifth of the package's import
-
-    converter = Converter(detailed_validation=False)
-    converter.register_structure_hook_func(_is_named_tuple, _named_tuple)
-    converter.register_unstructure_hook_func(
-        _is_named_tuple, lambda values: [converter.unstructure(value) for value in values]
-    )
-    converter.register_structure_hook_func(lambda kind: kind is Hashable, lambda value, _: value)
-    return converter

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
@@ -133,6 +134,73 @@ def test_a_training_is_that_of_the_papers(two_ranks: Ranks, more: str, settings:
     for own, (found, waiting) in zip(residuals, two_ranks(train, len(SCHEDULE), more, settings), strict=True):
         for one, expected in zip([*found, *waiting], [*weights, *own], strict=True):
             assert torch.allclose(one.flatten(), expected.flatten(), rtol=0, atol=1e-13)
+
+
+def reference_of_parts(steps: int, **settings: Any) -> tuple[list[Tensor], list[list[list[Tensor]]]]:
+    """Weights, and residuals of both places of two nodes of two ranks, of the same with means over nodes, in halves."""
+    model = network()
+    optimizer, weights = sgd(model, **settings), list(model.parameters())
+    residuals = [[[torch.zeros(w.numel() // 2).double() for w in weights] for _ in range(2)] for _ in range(2)]
+    for step, rates in enumerate(SCHEDULE[:steps]):
+        total = [torch.zeros(2, w.numel() // 2).double() for w in weights]
+        here = [number for number, rate in enumerate(rates) if rate]
+        for node in range(2):
+            each = [torch.autograd.grad(loss_of(model, step, 2 * node + rank), weights) for rank in range(2)]
+            means = [sum(pair).view(2, -1) / 2 for pair in zip(*each, strict=True)]
+            for place, waiting in enumerate(residuals[node]):
+                for number in here:
+                    waiting[number] += rates[number] * means[number][place]
+                offered = torch.cat([e if n in here else torch.zeros_like(e) for n, e in enumerate(waiting)])
+                for coordinate in offered.abs().topk(round(0.04 * len(offered))).indices.tolist() if here else ():
+                    number = int(coordinate >= len(waiting[0]))
+                    inside = coordinate - number * len(waiting[0])
+                    total[number][place, inside] += offered[coordinate] / 2
+                    waiting[number][inside] -= offered[coordinate]
+        set_rates(optimizer, rates)
+        for w, sent, rate in zip(weights, total, rates, strict=True):
+            w.grad = (sent / rate if rate else torch.zeros_like(sent)).view_as(w)
+        optimizer.step()
+    return [w.detach() for w in weights], residuals
+
+
+def train_in_parts(kind: str, settings: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """The weights, what this rank has not sent yet, and the weights after a flush."""
+    model: Any = network()
+    if kind == "nodes":
+        ddp: Any = DistributedDataParallel(model)
+        engine = ls.attach(ddp, **SPARSE | {"density": 0.04, "node_size": 2})
+    else:
+        mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        ddp = fully_shard(model, mesh=mesh["shard"])
+        engine = ls.attach_hsdp(model, mesh, **SPARSE | {"density": 0.04})
+    optimizer = sgd(model, **settings)
+
+    def weights() -> list[Tensor]:
+        whole: list[Any] = [p.detach() for p in model.parameters()]
+        return [x.full_tensor() if kind == "replicas" else x.clone() for x in whole]
+
+    for step, rates in enumerate(SCHEDULE):
+        set_rates(optimizer, rates)
+        optimizer.zero_grad()
+        loss_of(ddp, step, dist.get_rank()).backward()
+        optimizer.step()
+    found, residuals = weights(), [engine.residual(name).clone().flatten() for name in NAMES]
+    set_rates(optimizer, (0.5, 0.25))
+    ls.flush(engine, [optimizer])
+    return found, residuals, weights()
+
+
+@pytest.mark.parametrize("kind", ["nodes", "replicas"])
+@pytest.mark.parametrize("settings", [{}, {"momentum": 0.9, "weight_decay": 0.1}], ids=str)
+def test_parts_are_trained_as_in_the_papers(four_ranks: Ranks, kind: str, settings: dict[str, Any]) -> None:
+    weights, residuals = reference_of_parts(len(SCHEDULE), **settings)
+    for rank, (found, waiting, flushed) in enumerate(four_ranks(train_in_parts, kind, settings)):
+        for one, expected in zip([*found, *waiting], [*weights, *residuals[rank // 2][rank % 2]], strict=True):
+            assert torch.allclose(one.flatten(), expected.flatten(), rtol=0, atol=1e-13)
+        if not settings:
+            for one, before, number in zip(flushed, weights, range(2), strict=True):
+                halves = [(residuals[0][place][number] + residuals[1][place][number]) / 2 for place in range(2)]
+                assert torch.allclose(one.flatten(), before.flatten() - torch.cat(halves), rtol=0, atol=1e-13)
 
 
 def amounts(settings: dict[str, Any], dtype: torch.dtype = torch.float64, clip: float = 0.0) -> tuple[Tensor, Tensor]:

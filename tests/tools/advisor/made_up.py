@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_sparse.methods.grouping import ParameterSize
 from lightning_sparse.tools.advisor import Advice, Measured, Method, Prediction, Scenario
+from lightning_sparse.tools.advisor.networks import on
 from lightning_sparse.tuning.performance.cost import Line
 from lightning_sparse.tuning.performance.network import Network
 from lightning_sparse.tuning.performance.profile import GroupCost, LayerTime, Profile, Traffic
@@ -43,7 +44,7 @@ def measured(
 
     def cost(density: float, *operations: str) -> GroupCost:
         traffic = tuple(Traffic(name, 1.0, Line(8.0, 4 * density)) for name in operations)
-        return GroupCost(density, line(), line(), line(), traffic).on(network)
+        return on(network, GroupCost(density, line(), line(), line(), traffic))
 
     methods = [
         method(name, 1.0, cost(1.0, "all_reduce"), builtin=True) for name in ("dense", "fp16", "bf16", "powersgd")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_sparse.tools.advisor.networks import between, farther, ring
+from lightning_sparse.tools.advisor.networks import between, farther, line_of, ring
 from lightning_sparse.tuning.performance.cost import Line
 from lightning_sparse.tuning.performance.network import Network
 
@@ -62,10 +62,10 @@ def test_where_ranks_send_to_all_at_once_exchanges_take_as_long_between_more_ran
         "broadcast": (2e-3, 2e-9),
     }
     for operation, (alpha, beta) in expected.items():
-        line = network.line(operation)
+        line = line_of(network, operation)
         assert (line.alpha, line.beta) == pytest.approx((alpha, beta)), operation
     two = Network(Line(6e-3, 6e-9), Line(1e-3, 1e-9), 2, one_hop=True)
-    assert two.line("all_reduce") == two.line("all_gather")
+    assert line_of(two, "all_reduce") == line_of(two, "all_gather")
 
 
 def test_between_one_rank_nothing_is_known_and_nothing_takes_time() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_sparse.tools.advisor.networks import ring
+from lightning_sparse.tools.advisor.networks import line_of, ring
 from lightning_sparse.tuning.performance.cost import CostModel, Curve, Line
 from lightning_sparse.tuning.performance.network import Network
 
@@ -184,17 +184,17 @@ def test_other_operations_follow_from_a_hop_of_the_ring(ranks: int) -> None:
         "broadcast": steps * 1e-4 + 8 * one / 1e9,
     }
     for operation, seconds in expected.items():
-        assert network.line(operation)(one) == pytest.approx(seconds, rel=1e-12), operation
+        assert line_of(network, operation)(one) == pytest.approx(seconds, rel=1e-12), operation
 
 
 def test_one_rank_needs_no_operation_and_unknown_ones_are_refused() -> None:
     alone = ring(1, 1e-3, 1e9)
     for operation in ("all_reduce", "all_gather", "broadcast", "all_to_all", "send_recv"):
-        assert alone.line(operation)(1000) == 0
+        assert line_of(alone, operation)(1000) == 0
     with pytest.raises(
         ValueError, match=r"Expected operation to be one of library_all_reduce, .*, broadcast, but got 'scatter'"
     ):
-        NETWORK.line("scatter")
+        line_of(NETWORK, "scatter")
 
 
 def test_a_curve_goes_through_what_was_measured() -> None:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sparse.engine.network import TorchCollective
+from lightning_sparse.tuning.measuring.profiler import BackwardTimer, _by_module
 from lightning_sparse.tuning.performance.profile import LayerTime
-from lightning_sparse.tuning.performance.profiler import BackwardTimer, _by_module
 from tests.ranks import Ranks
 
 CPU = torch.device("cpu")

@@ -16,11 +16,11 @@ from lightning_sparse.engine.gradient_hooks import on_gradients
 from lightning_sparse.engine.metrics import Stamp
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.methods.grouping import ParameterSize, bucket_numels
-from lightning_sparse.methods.grouping.groupings import MIB
-from lightning_sparse.tuning.performance.microbenchmark import measure_group, sizes_up_to
-from lightning_sparse.tuning.performance.network import Network, measure_network
+from lightning_sparse.tuning.measuring.collectives import measure_network
+from lightning_sparse.tuning.measuring.microbenchmark import measure_group, sizes_up_to
+from lightning_sparse.tuning.measuring.rank_sync import gathered
+from lightning_sparse.tuning.performance.network import Network
 from lightning_sparse.tuning.performance.profile import GroupCost, LayerTime, Profile
-from lightning_sparse.tuning.performance.rank_sync import gathered
 
 Marks = list[tuple[str, Stamp]]
 
@@ -161,7 +161,7 @@ class Profiler:
 
         Args:
             numel: coordinates of the largest group.
-            settings: of :func:`~lightning_sparse.tuning.performance.microbenchmark.measure_group`.
+            settings: of :func:`.measure_group`.
         """
         engine = self._engine
         return measure_group(engine.comm, engine.device, sizes_up_to(numel), dtype=self._dtype, **settings)
@@ -180,14 +180,9 @@ class Profiler:
         self._timer.close()
 
 
-def delivery_mb(ddp: Any) -> tuple[float, float]:
-    """Return the MiB of DDP's first bucket of gradients, and of the others."""
-    size = ddp.bucket_bytes_cap / MIB
-    # DDP shortens the first bucket only if no size was given.
-    return (1.0 if ddp.bucket_bytes_cap_default else size), size
-
-
 def delivered_numels(ddp: Any, engine: Engine) -> tuple[float, float]:
     """Return the coordinates of DDP's first bucket of gradients, and of the others."""
-    first, others = delivery_mb(ddp)
-    return bucket_numels([ParameterSize.of(name, p) for name, p in engine._parameters.items()], others, first)
+    size = ddp.bucket_bytes_cap / (1 << 20)
+    sizes = [ParameterSize.of(name, p) for name, p in engine._parameters.items()]
+    # DDP shortens the first bucket only if no size was given.
+    return bucket_numels(sizes, size, 1.0 if ddp.bucket_bytes_cap_default else size)

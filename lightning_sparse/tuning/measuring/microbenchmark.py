@@ -19,9 +19,9 @@ from lightning_sparse.methods.exchanges import Exchange
 from lightning_sparse.methods.memory import Memory
 from lightning_sparse.methods.sparsifiers import Sparsifier
 from lightning_sparse.ops import static_shapes
+from lightning_sparse.tuning.measuring.rank_sync import gathered, start_together
 from lightning_sparse.tuning.performance.cost import Curve, Line
 from lightning_sparse.tuning.performance.profile import GroupCost, Traffic
-from lightning_sparse.tuning.performance.rank_sync import gathered, start_together
 
 SMALLEST, LARGEST = 1 << 12, 1 << 24
 WARMUP = 3

@@ -15,13 +15,14 @@ from lightning_sparse.core.messages import ring_all_reduce_bytes
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.methods.exchanges import as_exchange
 from lightning_sparse.methods.memory import Residual
-from lightning_sparse.tuning.performance import microbenchmark as module
+from lightning_sparse.tools.advisor.networks import on
+from lightning_sparse.tuning.measuring import microbenchmark as module
+from lightning_sparse.tuning.measuring.microbenchmark import measure_group, sizes_up_to
 from lightning_sparse.tuning.performance.cost import NOTHING, Line
-from lightning_sparse.tuning.performance.microbenchmark import measure_group, sizes_up_to
 from lightning_sparse.tuning.performance.network import Network
 from lightning_sparse.tuning.performance.profile import GroupCost
 from tests.ranks import Ranks
-from tests.tuning.performance.priced import Priced
+from tests.tuning.measuring.priced import Priced
 
 CPU = torch.device("cpu")
 SIZES = [6000, 18_000, 60_000]
@@ -158,7 +159,7 @@ def test_one_rank_computes_and_sends_nothing_worth_mentioning() -> None:
     assert cost.select(50_000) > 0
     assert cost.process(50_000) > 0
     assert cost.transfer(50_000) < cost.compute(50_000)
-    assert cost.on(Network(NOTHING, NOTHING, 1)).transfer == NOTHING
+    assert on(Network(NOTHING, NOTHING, 1), cost).transfer == NOTHING
 
 
 @pytest.mark.parametrize(

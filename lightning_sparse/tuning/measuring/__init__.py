@@ -1,0 +1,1 @@
+"""Measurements between real ranks: backward, the network, and the cost of groups."""
