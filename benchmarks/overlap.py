@@ -14,9 +14,10 @@ its time is the slower rank's:
 - step: `sparse_ddp` that exchanges when the optimizer steps; messages of all groups travel together.
 - overlap: the same with `overlap=True`; messages of groups that are complete together travel together.
 
-Columns: what `step` and `overlap` add to `noop`, medians of paired rounds; the messages of a step in `overlap`, as the
-thread waits for them, and those of groups that are complete at 80 % of backward ("early"); the part of these that is
-hidden, as far as the step is shorter than without overlap; in how many rounds that is so. A cell that loses says so.
+Columns: what `step` and `overlap` add to `noop`, medians of paired rounds; for how long training waits in both, as the
+library counts it, with local work (`time/exposed_ms`); the messages of a step in `overlap`, as the thread waits for
+them, and those of groups that are complete at 80 % of backward ("early"); the part of these that is hidden: by how much
+training waits less than without overlap; in how many rounds the step is shorter. A cell that loses says so.
 
 With `--groupings`, all with overlap, others take turns instead: each grouping that is named, `optimal_merge` (OMGS-SGD)
 by its own measurements among them, and `lags`, layers at densities that hide. Printed is what each adds to `noop`, and
@@ -148,7 +149,7 @@ class Variant:
             "ms": 1e3 * (end - begin),
             "messages": 1e3 * sum(seconds for _, seconds in link.taken),
             "early": 1e3 * sum(seconds for start, seconds in link.taken if start < early),
-            "backward": 1e3 * (middle - begin),
+            "waits": 0.0 if self.engine is None else self.engine.router.exposed_ms() or 0.0,
         }
 
     def close(self) -> None:
@@ -223,9 +224,11 @@ def row_of(job: dict[str, Any], rounds: list[dict[str, dict[str, float]]]) -> di
         "noop ms": middle(lambda one: one["noop"]["ms"]),
         "step adds": middle(lambda one: one["step"]["ms"] - one["noop"]["ms"]),
         "overlap adds": middle(lambda one: one["overlap"]["ms"] - one["noop"]["ms"]),
+        "step waits": middle(lambda one: one["step"]["waits"]),
+        "overlap waits": middle(lambda one: one["overlap"]["waits"]),
         "messages": middle(lambda one: one["overlap"]["messages"]),
         "early": early,
-        "hidden of early": median(saved) / early if early else 0.0,
+        "hidden of early": middle(lambda one: one["step"]["waits"] - one["overlap"]["waits"]) / early if early else 0.0,
         "shorter": f"{sum(one > 0 for one in saved)}/{len(saved)}" + ("" if median(saved) > 0 else " LOSES"),
     }
 
