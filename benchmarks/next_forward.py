@@ -32,10 +32,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.core.console import Table
-from lightning_sparse.core.messages import run, started
 from lightning_sparse.core.step import Context
+from lightning_sparse.engine.network import Going, joined
 from lightning_sparse.engine.overlap import Sender, Sent
 from lightning_sparse.engine.pipeline import GroupReducer
+from lightning_sparse.engine.step import at_once
 
 RATE = 0.01
 DENSITY = 0.01
@@ -69,18 +70,11 @@ class NextForward:
             grads = {name: self.stepper.parameters[name].grad for name in group.spans}
             pieces = {name: grad.view(-1) for name, grad in grads.items() if grad is not None}
             ctx = Context(self.taken, group.density(self.taken), self.comm.rank, world)
-            rest = started(group.exchange_steps(ctx, pieces))
-            sent = Sent(self._work(rest), self.stepper.failing_together)
+            going = Going(joined([group.exchange_steps(ctx, pieces)], self.comm), self.comm.start, at_once)
+            sent = Sent(torch.no_grad()(going.run), self.stepper.failing_together)
             self.sender.send(sent)
             self.waiting[id(group)] = group, sent
         self.taken += 1
-
-    def _work(self, rest: Any) -> Any:
-        @torch.no_grad()
-        def work() -> list[Any]:
-            return [run(rest, lambda message: self.comm.start(message)())]
-
-        return work
 
     @torch.no_grad()
     def wait(self, groups: list[GroupReducer]) -> None:

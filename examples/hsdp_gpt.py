@@ -8,7 +8,7 @@ What `--fast` prints (losses differ with the version of Python, whose reference 
 
     step 10: loss 4.759
     step 20: loss 3.340
-    a rank keeps 2.81 MB for the exchange, and has sent 0.69 MB to other replicas; densely 18.82 MB
+    a rank keeps 1.88 MB for the exchange, and has sent 0.70 MB to other replicas; densely 18.82 MB
 
 The text is Python's language reference, as bytes. `--checkpoint` saves weights, optimizer and what has not been sent
 yet in the format of torch.distributed.checkpoint, and goes on from there, also with another number of replicas.

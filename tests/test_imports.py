@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 from collections.abc import Iterator
@@ -29,11 +30,16 @@ def room_of(path: Path) -> str:
     return "cli" if CLI in path.parents else path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imported(path: Path, typing: bool = True) -> Iterator[str]:
+@functools.cache
+def imported(path: Path, typing: bool = True) -> frozenset[str]:
     """Full names of everything a file imports, also inside functions, and of what it takes from torch by attribute.
 
     With ``typing=False`` without what only type checkers import.
     """
+    return frozenset(_imported(path, typing))
+
+
+def _imported(path: Path, typing: bool) -> Iterator[str]:
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if not typing and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
@@ -64,10 +70,8 @@ def modules_imported(path: Path) -> set[str]:
 def test_the_parser_sees_what_files_import() -> None:
     top_k = modules_imported(PACKAGE / "methods" / "sparsifiers" / "top_k.py")
     assert {"lightning_sparse.core.step", "lightning_sparse.methods.density", "lightning_sparse.ops"} <= top_k
-    assert "torch.distributed" in set(imported(PACKAGE / "engine" / "network.py"))
-    assert "pytorch_lightning.strategies.DDPStrategy" in set(
-        imported(PACKAGE / "integrations" / "pytorch_lightning.py")
-    )
+    assert "torch.distributed" in imported(PACKAGE / "engine" / "network.py")
+    assert "pytorch_lightning.strategies.DDPStrategy" in imported(PACKAGE / "integrations" / "pytorch_lightning.py")
 
 
 def test_rooms_import_only_what_stands_below_them_and_files_do_not_import_each_other() -> None:
@@ -83,7 +87,7 @@ def test_rooms_import_only_what_stands_below_them_and_files_do_not_import_each_o
 
 @in_one_test("path", ((path,) for path in FILES), apart=0)
 def test_the_network_and_the_framework_are_touched_in_their_rooms_only(path: Path) -> None:
-    names = set(imported(path))
+    names = imported(path)
     if room_of(path) not in {"engine", "nodes", "api", "hsdp", ALONE}:
         assert not any(name.startswith(("torch.distributed", "torch.nn.parallel")) for name in names)
     if room_of(path) not in {"integrations", "cli"}:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 Span = tuple[int | Tensor, int | Tensor]
 """First and past-the-end coordinate of a contiguous range; tensors if only the device knows them."""
@@ -109,8 +110,8 @@ class Gradient:
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
         """Iterate over the coordinates that each run holds, and the run."""
-        for start, length, run in zip(self.starts, self._lengths, self.runs, strict=True):
-            yield slice(start, start + length), run
+        stops = (*self.starts[1:], self.numel)
+        return zip(map(slice, self.starts, stops), self.runs, strict=True)
 
     def cut(self, most: int) -> Iterator[tuple[slice, Tensor]]:
         """Iterate in parts of at most so many coordinates."""
@@ -245,6 +246,13 @@ def flattened(parameter: Tensor) -> Tensor:
     if fills_memory(parameter):
         return parameter.detach().as_strided((parameter.numel(),), (1,))
     return parameter.detach().flatten()
+
+
+def flat_as(x: Tensor, parameter: Tensor) -> Tensor:
+    """Return what this rank has of a tensor, in the order of its parameter's coordinates, as a view or a copy."""
+    if type(parameter) is Parameter and x.is_contiguous() and parameter.is_contiguous():
+        return x.detach().view(-1)
+    return flattened(laid_out(own(x), own(parameter)))
 
 
 def shaped(flat: Tensor, parameter: Tensor) -> Tensor:

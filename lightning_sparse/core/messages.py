@@ -9,10 +9,11 @@ network to count bytes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from typing import ClassVar, TypeVar
+from itertools import chain
+from operator import attrgetter
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -132,36 +133,6 @@ def ask(message: Message) -> Steps[Tensor]:
     return (yield message)
 
 
-def answered(steps: Steps[T], answer: Callable[[Message], Steps[Tensor]], first: Message | None = None) -> Steps[T]:
-    """Run a coroutine whose messages another coroutine answers; ``first`` is one that it has yielded already."""
-    try:
-        message = next(steps) if first is None else first
-        while True:
-            message = steps.send((yield from answer(message)))
-    except StopIteration as end:
-        return end.value  # type: ignore[no-any-return]
-
-
-def started(steps: Steps[T]) -> Steps[T]:
-    """Run a coroutine up to its first message now, and return a coroutine that continues from there.
-
-    Example:
-        >>> import torch
-        >>> def double(x: Tensor) -> Steps[Tensor]:
-        ...     print("local work")
-        ...     return 2 * (yield AllReduce(x))
-        >>> steps = started(double(torch.tensor(1.0)))
-        local work
-        >>> next(steps)
-        AllReduce(x=tensor(1.))
-    """
-    try:
-        first = next(steps)
-    except StopIteration as end:
-        return resolve(end.value)
-    return answered(steps, ask, first)
-
-
 class Meter:
     """Counter of the bytes of messages.
 
@@ -176,12 +147,14 @@ class Meter:
 
     def watch(self, steps: Steps[T]) -> Steps[T]:
         """Run a coroutine and count the bytes of its messages."""
-
-        def answer(message: Message) -> Steps[Tensor]:
-            self.bytes_sent += message.bytes_sent(self.world_size)
-            return (yield message)
-
-        return answered(steps, answer)
+        answer: Any = None
+        try:
+            while True:
+                message = steps.send(answer)
+                self.bytes_sent += message.bytes_sent(self.world_size)
+                answer = yield message
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
 
 
 def ring_all_reduce_bytes(payload_bytes: float, world_size: int) -> float:
@@ -215,13 +188,16 @@ def in_hops(steps: Steps[T], n: int) -> Steps[T]:
         >>> steps.send(torch.tensor([[1, 2], [10, 20], [100, 200]]))  # the first part of each rank
         AllGather(x=tensor([111, 222]))
     """
-
-    def answer(message: Message) -> Steps[Tensor]:
-        if isinstance(message, AllReduce) and short(message.x):
-            return (yield from summed(message.x, n))
-        return (yield message)
-
-    return answered(steps, answer)
+    answer: Any = None
+    try:
+        while True:
+            message = steps.send(answer)
+            if isinstance(message, AllReduce) and short(message.x):
+                answer = yield from summed(message.x, n)
+            else:
+                answer = yield message
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
 
 
 def short(x: Tensor) -> bool:
@@ -246,6 +222,7 @@ def summed(x: Tensor, n: int) -> Steps[Tensor]:
 
 TURNS = ("all_gather", "broadcast", "send_recv", "all_to_all", "all_reduce")
 """Kinds in the order in which they are sent where several are asked for: sums wait for those that follow a message."""
+_kind = attrgetter("kind")
 
 
 def together(steps: Sequence[Steps[T]]) -> Steps[list[T]]:
@@ -284,54 +261,55 @@ def together(steps: Sequence[Steps[T]]) -> Steps[list[T]]:
                 results[index] = end.value
         if not asked:
             return [results[index] for index in range(len(steps))]
-        kind = min({message.kind for message in asked.values()}, key=TURNS.index)
-        batches: dict[Hashable, dict[int, Message]] = {}
-        for index in sorted(asked):
-            if asked[index].kind == kind:
-                message = asked.pop(index)
-                batches.setdefault(_batch_of(message, index), {})[index] = message
+        kind = min(map(_kind, asked.values()), key=TURNS.index)
         answers = {}
-        for batch in batches.values():
-            answers.update(zip(batch, (yield from _share(list(batch.values()))), strict=True))
+        for batch in _batches(asked, kind):
+            messages = [asked.pop(index) for index in batch]
+            if len(batch) == 1:
+                answers[batch[0]] = yield messages[0]
+            else:
+                sent, read = _as_one(messages)
+                answers.update(zip(batch, read((yield sent)), strict=True))
         answers = dict(sorted(answers.items()))
 
 
-def _batch_of(message: Message, index: int) -> Hashable:
-    """Return a key that is equal for messages that can travel as one."""
-    if isinstance(message, SendRecv) or message.x.nbytes >= LARGE:
-        return index
-    dtype = message.x.dtype if isinstance(message, AllReduce) else None
-    return message.kind, dtype, getattr(message, "src", None)
+def _batches(asked: Mapping[int, Message], kind: str) -> list[list[int]]:
+    """Return which messages of a kind travel as one, each batch shorter than what is large."""
+    found: dict[Hashable, list[list[int]]] = {}
+    lengths: dict[Hashable, int] = {}
+    for index, message in sorted(asked.items()):
+        if message.kind != kind:
+            continue
+        length = message.x.nbytes
+        alone = isinstance(message, SendRecv) or length >= LARGE
+        dtype = message.x.dtype if isinstance(message, AllReduce) else None
+        key = index if alone else (dtype, getattr(message, "src", None))
+        if key in found and lengths[key] + length < LARGE:
+            found[key][-1].append(index)
+            lengths[key] += length
+        else:
+            found.setdefault(key, []).append([index])
+            lengths[key] = length
+    return list(chain.from_iterable(found.values()))
 
 
-def _share(messages: Sequence[Message]) -> Steps[list[Tensor]]:
-    """Send the messages of one batch as few that are not large, and return their answers."""
-    answers: list[Tensor] = []
-    while messages:
-        lengths = accumulate(message.x.nbytes for message in messages)
-        number = max(1, sum(length < LARGE for length in lengths))
-        answers += yield from _join(messages[:number])
-        messages = messages[number:]
-    return answers
-
-
-def _join(messages: Sequence[Message]) -> Steps[list[Tensor]]:
-    """Send messages as one, and return their answers."""
-    first = messages[0]
-    if len(messages) == 1:
-        return [(yield first)]
+def _as_one(messages: Sequence[Message]) -> tuple[Message, Callable[[Tensor], list[Tensor]]]:
+    """Return one message that holds several, and what reads their answers from its answer."""
     # Rows of an all-to-all go to different ranks and are lengthened; everything else is one long vector.
-    rows = [
-        m.x.reshape(len(m.x), m.x.numel() // len(m.x)) if isinstance(m, AllToAll) else m.x.flatten() for m in messages
-    ]
+    first, gathers = messages[0], isinstance(messages[0], AllGather)
+    by_row = isinstance(first, AllToAll)
+    rows = [m.x.reshape(len(m.x), m.x.numel() // len(m.x)) if by_row else m.x.flatten() for m in messages]
     mixed = len({row.dtype for row in rows}) > 1
     sent = [_bytes_of(row) for row in rows] if mixed else rows
-    answer = yield replace(first, x=torch.cat(sent, dim=-1))
-    parts = torch.split(answer, [row.shape[-1] for row in sent], dim=-1)
-    if mixed:
-        parts = tuple(_read(part, row) for part, row in zip(parts, rows, strict=True))
-    ranks = answer.shape[:1] if isinstance(first, AllGather) else ()
-    return [part.reshape((*ranks, *m.x.shape)) for part, m in zip(parts, messages, strict=True)]
+
+    def read(answer: Tensor) -> list[Tensor]:
+        parts = torch.split(answer, [row.shape[-1] for row in sent], dim=-1)
+        if mixed:
+            parts = tuple(_read(part, row) for part, row in zip(parts, rows, strict=True))
+        ranks = answer.shape[:1] if gathers else ()
+        return [part.reshape((*ranks, *m.x.shape)) for part, m in zip(parts, messages, strict=True)]
+
+    return replace(first, x=torch.cat(sent, dim=-1)), read
 
 
 def _bytes_of(rows: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Mapping, Sequence
-from functools import reduce
+from functools import lru_cache
 from operator import or_
 from typing import Any, NamedTuple
 
@@ -65,11 +65,14 @@ class Call(NamedTuple):
             sums: numbers that the others see as they are; none: zeros.
         """
         bits = struct.unpack(_WORDS, struct.pack(_NUMBERS, *sums)) if sums else (0,) * SUMS
-        flags = [int("".join(["01"[bit] for bit in used[i : i + BITS]])[::-1], 2) for i in range(0, len(used), BITS)]
-        return torch.tensor([*map(int, self), int(finite), *bits, *flags], dtype=torch.int64, device="cpu")
+        return torch.tensor(
+            [*map(int, self), int(finite), *bits, *_written(tuple(used))], dtype=torch.int64, device="cpu"
+        )
 
 
 LENGTH = len(Call._fields)
+HEAD = LENGTH + 1 + SUMS
+"""Words before the flags."""
 _NUMBERS, _WORDS = f"{SUMS}d", f"{SUMS}q"
 
 
@@ -78,14 +81,14 @@ class Met(NamedTuple):
 
     finite: bool
     """Whether gradients are finite on all of them."""
-    used: list[bool]
+    used: Sequence[bool]
     """Of each parameter whether any of them uses it; as long as all flags in the words."""
     words: Sequence[Sequence[int]]
-    """Of each of the sums, its word on each rank."""
+    """Of each rank, those of its sums."""
 
     def sums(self) -> list[tuple[float, ...]]:
         """Return the sums of each rank."""
-        return [struct.unpack(_NUMBERS, struct.pack(_WORDS, *row)) for row in zip(*self.words, strict=True)]
+        return [struct.unpack(_NUMBERS, struct.pack(_WORDS, *row)) for row in self.words]
 
 
 def digest_of(*facts: Any) -> int:
@@ -104,13 +107,24 @@ def compare(rows: Tensor, ranks: Sequence[int]) -> Met:
         RuntimeError: if ranks are about to do different things, saying what each of them does.
     """
     every = rows.tolist()
-    said = [row[:LENGTH] for row in every]
-    if said.count(said[0]) < len(said):
-        raise RuntimeError(_told({rank: Call(*one) for rank, one in zip(ranks, said, strict=True)}))
-    _, finite, *words = zip(*[row[LENGTH - 1 :] for row in every], strict=True)
-    flags = [reduce(or_, each) for each in words[SUMS:]]
-    used = [bool(word >> place & 1) for word in flags for place in range(BITS)]
-    return Met(all(finite), used, words[:SUMS])
+    lead, finite, flags = every[0][:LENGTH], True, every[0][HEAD:]
+    for row in every:
+        if row[:LENGTH] != lead:
+            raise RuntimeError(_told({rank: Call(*one[:LENGTH]) for rank, one in zip(ranks, every, strict=True)}))
+        finite, flags = finite and bool(row[LENGTH]), list(map(or_, flags, row[HEAD:]))
+    return Met(finite, _read(tuple(flags)), [row[LENGTH + 1 : HEAD] for row in every])
+
+
+@lru_cache(maxsize=64)
+def _written(used: Sequence[bool]) -> list[int]:
+    """Return the words with these flags; the same ones come in every step."""
+    return [int("".join(["01"[bit] for bit in used[i : i + BITS]])[::-1], 2) for i in range(0, len(used), BITS)]
+
+
+@lru_cache(maxsize=64)
+def _read(words: Sequence[int]) -> tuple[bool, ...]:
+    """Return the flags in words; more than were written."""
+    return tuple([bool(word >> place & 1) for word in words for place in range(BITS)])
 
 
 def _told(calls: Mapping[int, Call]) -> str:

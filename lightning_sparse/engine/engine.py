@@ -295,7 +295,7 @@ class Engine(EngineView):
 
     def _before_exchange(self) -> None:
         """Check frozen parameters and call observers, with the first gradients of a step."""
-        with self.router.failing_together("before the first exchange"):
+        try:
             thawed = [name for name, p in self.frozen.items() if p.requires_grad]
             if thawed:
                 raise RuntimeError(
@@ -310,6 +310,9 @@ class Engine(EngineView):
             for observer in list(self._called):
                 if observer.before_step(self) is True:
                     self._called.remove(observer)
+        except Exception as error:
+            self.router.locate(error, "before the first exchange")
+            raise
 
     def _after_skipped_step(self) -> None:
         """Call observers that ask for it: no exchange calls them where every step is skipped."""

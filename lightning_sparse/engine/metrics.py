@@ -86,7 +86,7 @@ class Totals:
     def expose(self, begin: Stamp, end: Stamp) -> None:
         """Count the time between two stamps as blocked backward; read later, without a host synchronisation."""
         self._measuring.append((begin, end))
-        while self._measuring and all(stamp.reached for stamp in self._measuring[0]):
+        while self._measuring and self._measuring[0][0].reached and self._measuring[0][1].reached:
             self._exposed += max(0.0, Stamp.until(*self._measuring.pop(0))) / 1e3
 
     @property

@@ -7,7 +7,8 @@
 
 Over gloo, an all-gather is a ring of ``n - 1`` messages, and an all-reduce one of ``2 (n - 1)``. Each message waits for
 the one before, and for its receiver to ask for it, a round trip. Here all ranks send to all others at once, see
-:attr:`TorchCollective.one_hop`.
+:attr:`TorchCollective.one_hop`. Where they are far apart, they ask for a message before they send the one before it,
+see :class:`.Ahead`.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from lightning_sparse.core.messages import (
     summed,
     together,
 )
+from lightning_sparse.engine.ahead import FAR, LOOK, Ahead
 
 # Renamed in torch 2.13, where the old name warns; builds of torch without distributed have neither.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
@@ -57,8 +59,8 @@ PAUSE = 5e-5
 """Seconds between two queries of a device."""
 LISTEN = 1.0
 """Seconds of waiting after which the store is asked whether another rank has failed."""
-LOOK = timedelta(seconds=0.05)
-"""After so long, a thread that waits looks for signals again."""
+TRIALS = 3
+"""Messages by which a round trip is measured."""
 LATE = "Operation timed out!"
 """What torch says when only that time is over."""
 LEAVE = timedelta(seconds=5)
@@ -90,9 +92,10 @@ class TorchCollective:
         self._beside: Sequence[Sequence[int]] = ()
         """Ranks of the groups that are made at the same time, see :meth:`of_its_own`."""
         self._owned = self._given_back = False
-        self._announced: tuple[Any, Callable[[], None]] | None = None
-        """The message of what was announced, and a call that looks at it. Nothing else keeps it, not even a cycle: a
-        message keeps connections open, and other ranks would wait for one that has failed."""
+        self._announced: tuple[Callable[[], Tensor], Callable[[Tensor], None]] | None = None
+        """Waits for what was announced, and looks at it. Nothing else keeps it, not even a cycle: a message keeps
+        connections open, and other ranks would wait for one that has failed."""
+        self._ahead: Ahead | None = None
         self._keys, self._left = "", 0
         alone = not (dist.is_available() and dist.is_initialized())
         self.rank: int = 0 if alone else dist.get_rank(group)
@@ -105,6 +108,9 @@ class TorchCollective:
         """True if messages below 4 MiB between CPUs go from each rank to all others at once, over a group that was
         made here: as many bytes as in a ring. So it is over gloo where all ranks are on one host, or each has a host of
         its own. Where several share one of several hosts, a ring crosses a host's card less often."""
+        self.far = False
+        """True if a round trip then takes 2 ms or more: messages to 1 MiB take the time of one way, see
+        :class:`.Ahead`."""
 
     @classmethod
     def of_one(cls) -> TorchCollective:
@@ -194,11 +200,22 @@ class TorchCollective:
         if self.world_size > 1 and "cpu:gloo" in dist.get_backend_config(self.group):
             try:
                 hosts = self.all_gather_object(socket.gethostname(), torch.device("cpu"))
+                self.one_hop = len(set(hosts)) in (1, self.world_size)
+                if self.one_hop and len(set(hosts)) > 1:
+                    self.far = max(self.all_gather_object(self._round_trip(), torch.device("cpu"))) >= FAR
             except BaseException:
                 self.close()
                 raise
-            self.one_hop = len(set(hosts)) in (1, self.world_size)
         return self
+
+    def _round_trip(self) -> float:
+        """Return the seconds that a short message takes, the least of several; collective."""
+        words, taken = torch.zeros(self.world_size, dtype=torch.int64, device="cpu"), []
+        for _ in range(TRIALS):
+            begin = time.perf_counter()
+            self.all_to_all(words)
+            taken.append(time.perf_counter() - begin)
+        return min(taken)
 
     def between_hosts(self) -> TorchCollective:
         """Return a collective for small messages of CPU tensors, which wait for no device. All ranks must call this.
@@ -288,6 +305,8 @@ class TorchCollective:
         if self._owned and self.group is not None and dist.is_initialized():
             if "nccl" in dist.get_backend_config(self.group):  # maybe beside gloo, for tensors on the CPU
                 self.group.abort()  # destroy_process_group would wait for it
+            if self._ahead is not None:
+                self._ahead.end()
             self.close()
 
     def leave(self, fact: str) -> list[str]:
@@ -317,12 +336,14 @@ class TorchCollective:
 
     def close(self) -> None:
         """Stop taking part; destroy the group if it was made by :meth:`of_its_own`."""
+        if self._ahead is not None:
+            self._ahead.close()
         if self._owned and dist.is_initialized():
             dist.destroy_process_group(self.group)
         # Threads of a group live as long as there is a reference to it. They abort a process that ends before them. A
         # fork has no such threads, and waits for them for ever when it frees the group.
         self._given_back = True  # before others can find no group
-        self.group, self._owned, self._announced = None, False, None
+        self.group, self._owned, self._announced, self._ahead = None, False, None, None
 
     def announce(self, words: Tensor, look: Callable[[Tensor], None]) -> None:
         """Begin to gather words of all ranks on the CPU, which are looked at before any later message is sent.
@@ -338,14 +359,8 @@ class TorchCollective:
         if self.world_size == 1:
             look(words.unsqueeze(0))
             return
-        out = words.new_empty(self.world_size, *words.shape)
         with self._together("all_gather") as group:
-            if self.one_hop:
-                work = dist.all_to_all_single(out, words.repeat(self.world_size, 1), group=group, async_op=True)
-            else:
-                work = _all_gather(out.view(-1), words, group=group, async_op=True)
-
-        self._announced = work, partial(look, out)
+            self._announced = self._begun(AllGather(words), group), look
 
     def hear(self) -> None:
         """Wait for what was announced, if anything was, and let it be looked at.
@@ -354,48 +369,62 @@ class TorchCollective:
         """
         if (announced := self._announced) is None:
             return
-        work, look = announced
+        wait, look = announced
         try:
             with self._together("all_gather"):
-                finish(work)
+                rows = wait()
         finally:
             first = self._announced is announced
             self._announced = None
         if first:
-            look()
+            look(rows)
 
     def start(self, message: Message) -> Callable[[], Tensor]:
         """Start a message; return what waits for its answer, and may be called again while it waits.
 
         Transfers between two ranks are over when this returns.
         """
-        x, summing = message.x, isinstance(message, AllReduce) and self.one_hop and short(message.x)
+        summing = isinstance(message, AllReduce) and self.one_hop and short(message.x)
         if self.world_size == 1 or summing or isinstance(message, SendRecv):
             answer = send(message, self)
             return lambda: answer
         self.hear()
-        if isinstance(message, AllGather) and self.one_hop and short(x):
-            x, out = x.expand(self.world_size, *x.shape).contiguous(), x.new_empty(self.world_size, *x.shape)
-        elif isinstance(message, AllGather):
-            x, out = x.contiguous(), x.new_empty(self.world_size, *x.shape)
-        else:
-            x = x.contiguous()
-            out = torch.empty_like(x) if isinstance(message, AllToAll) else x
         with self._together(message.kind) as group:
-            work: Any
-            match message:
-                case AllReduce():
-                    work = dist.all_reduce(out, group=group, async_op=True)
-                case Broadcast(_, src):
-                    work = dist.broadcast(out, group=group, group_src=src, async_op=True)
-                case _ if x.dim() == out.dim():
-                    work = dist.all_to_all_single(out, x, group=group, async_op=True)
-                case _:
-                    work = _all_gather(out.view(-1), x.view(-1), group=group, async_op=True)
+            wait = self._begun(message, group)
 
         def finished() -> Tensor:
             with self._together(message.kind):
-                finish(work) if out.device.type == "cpu" else work.wait()
+                return wait()
+
+        return finished
+
+    def _begun(self, message: Message, group: Any) -> Callable[[], Tensor]:
+        """Begin a message between several ranks; return what waits for its answer."""
+        x, hops = message.x.contiguous(), self.one_hop and short(message.x)
+        if hops and isinstance(message, AllGather):
+            x = x.expand(self.world_size, *x.shape)
+        if self.far and hops and isinstance(message, AllGather | AllToAll) and x.numel():
+            ahead = self._ahead = self._ahead or Ahead(group, self.rank, self.world_size)
+            if x[0].nbytes <= ahead.most:
+                return ahead.send(x, group).wait
+        work: Any
+        match message:
+            case AllReduce():
+                out = x
+                work = dist.all_reduce(out, group=group, async_op=True)
+            case Broadcast(_, src):
+                out = x
+                work = dist.broadcast(out, group=group, group_src=src, async_op=True)
+            case AllGather() if not hops:
+                out = x.new_empty(self.world_size, *x.shape)
+                work = _all_gather(out.view(-1), x.view(-1), group=group, async_op=True)
+            case _:
+                x = x.contiguous()
+                out = torch.empty_like(x)
+                work = dist.all_to_all_single(out, x, group=group, async_op=True)
+
+        def finished() -> Tensor:
+            finish(work) if out.device.type == "cpu" else work.wait()
             return out
 
         return finished
@@ -536,7 +565,7 @@ def send(message: Message, comm: TorchCollective) -> Tensor:
     """Send one message between the real ranks and return the answer."""
     if not isinstance(message, Message):
         raise TypeError(f"Expected a message, but got {message!r}.")
-    answer: Tensor = getattr(comm, message.kind)(*(getattr(message, name) for name in message.__match_args__))
+    answer: Tensor = getattr(comm, message.kind)(*map(partial(getattr, message), message.__match_args__))
     return answer
 
 
@@ -571,7 +600,7 @@ def drive_together(steps: Sequence[Steps[T]], comm: TorchCollective, send: Send 
 
 
 class Going(Generic[T]):
-    """A coroutine that is run on this rank, each message as it comes.
+    """A coroutine that is run on this rank, up to its first message at once, and then each message as it comes.
 
     Where it waits, a handler of a signal may run it to its end: other ranks may have gone on meanwhile, and wait for
     what this one sends.
@@ -589,26 +618,27 @@ class Going(Generic[T]):
         listening: Callable[[Callable[[], Tensor]], Tensor],
     ) -> None:
         self._steps, self._start, self._listening = steps, start, listening
+        self._message: Message | None = None
         self._waiting: Callable[[], Tensor] | None = None
         self._values: list[T] = []
         self._go_on(None)
 
     def run(self) -> T:
         """Return the value of the coroutine."""
-        while (waiting := self._waiting) is not None:
+        while self._message is not None:
+            self._waiting = waiting = self._waiting or self._start(self._message)
             answer = self._listening(waiting)
             if self._waiting is waiting:  # no handler has gone on
                 self._go_on(answer)
         return self._values[0]
 
     def _go_on(self, answer: Tensor | None) -> None:
+        self._waiting = None
         try:
-            message = self._steps.send(answer)  # type: ignore[arg-type]  # None starts it
+            self._message = self._steps.send(answer)  # type: ignore[arg-type]  # None starts it
         except StopIteration as end:
-            self._waiting = None
+            self._message = None
             self._values.append(end.value)
-        else:
-            self._waiting = self._start(message)
 
 
 def joined(steps: Sequence[Steps[T]], comm: TorchCollective) -> Steps[list[T]]:

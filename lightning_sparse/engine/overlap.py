@@ -28,19 +28,18 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from lightning_sparse.core.layout import flattened
-from lightning_sparse.core.messages import resolve
-from lightning_sparse.core.messages import run as run_steps
-from lightning_sparse.core.messages import started as first
+from lightning_sparse.core.messages import Steps
+from lightning_sparse.engine.ahead import LOOK
 from lightning_sparse.engine.average import Average, place
 from lightning_sparse.engine.backward import BackwardEnd
 from lightning_sparse.engine.calls import BEGIN, EXCHANGE, HIDDEN, NORM, STEP, Call, Met, compare, digest_of
 from lightning_sparse.engine.metrics import Stamp
-from lightning_sparse.engine.network import LOOK, Going, TorchCollective, joined
+from lightning_sparse.engine.network import Going, TorchCollective, joined
 from lightning_sparse.engine.optimizers.kinds import ids_of
 from lightning_sparse.engine.pipeline import Exchanged as OfGroup
 from lightning_sparse.engine.pipeline import GroupReducer, forget_overflow_
 from lightning_sparse.engine.record import Counts
-from lightning_sparse.engine.signals import SAVING, held
+from lightning_sparse.engine.signals import SAVING, Hold
 from lightning_sparse.engine.step import Exchanged, Joined, Started, Stepper, Units, at_once, look
 from lightning_sparse.engine.stream import ExchangeStream
 from lightning_sparse.ops import static_shapes
@@ -261,8 +260,13 @@ class Overlapped(Stepper):
                 waiting.missing[id(self.group_of[name])].discard(name)
         ready = [group for group in waiting.plan if id(group) in waiting.missing and not waiting.missing[id(group)]]
         if ready:
-            with self.naming_the_cause(), held(SAVING), self.on_stream.beside():
-                waiting.sent.append(self._send(waiting, ready))
+            hold = Hold()
+            hold.start(SAVING)
+            try:
+                with self.naming_the_cause(), self.on_stream.beside():
+                    waiting.sent.append(self._send(waiting, ready))
+            finally:
+                hold.end()
             waiting.groups += ready
             for group in ready:
                 del waiting.missing[id(group)]
@@ -276,7 +280,7 @@ class Overlapped(Stepper):
             for group, each in zip(ready, pieces, strict=True)
         ]
         comm = self._sending
-        rest = first(joined(steps, comm))
+        going = Going(joined(steps, comm), comm.start, at_once)
 
         begins = not waiting.sent and self._sender is not None
 
@@ -284,7 +288,7 @@ class Overlapped(Stepper):
         def work() -> list[OfGroup]:
             if begins:  # looked at before the first message
                 waiting.announce(comm)
-            return run_steps(rest, lambda message: comm.start(message)())
+            return going.run()
 
         sent = Sent(work, self.failing_together)
         if self._sender is None:
@@ -362,6 +366,8 @@ class Overlapped(Stepper):
         met: list[Met] = []
         result: list[Exchanged] = []
         joining: Going[Joined] | None = None
+        nothing = Going(joined(list[Steps[OfGroup]](), self._sending), self._sending.start, at_once)
+        started = Started(waiting.groups, waiting.used, units, waiting.flush, nothing)
 
         def rest() -> None:
             """Go on to the end, see the base."""
@@ -374,9 +380,7 @@ class Overlapped(Stepper):
                 return
             self._refuse(waiting, fresh, met[0])
             with self.on_stream.between_steps():
-                listening = self._listen if self.on_stream.host_knows else at_once
-                started = Started(waiting.groups, waiting.used, units, waiting.flush, resolve(made))
-                joining = joining or Going(self._join(started, made), self._start_within, listening)
+                joining = joining or Going(self._join(started, made), self._start_within, self._listening)
                 ended = joining.run()
                 self._set_aside(fresh, units)
                 if not ended.skipped:
@@ -384,17 +388,17 @@ class Overlapped(Stepper):
                 result.append(self._settle(started, ended, begin))
                 self._unused, self._begins, self._waiting = frozenset(), False, None
 
-        self.busy = True
+        self.busy, self._hold = True, self.hold()
         try:
             with self.failing_together("in the exchange"), self.naming_the_cause():
                 changed = self._changed(waiting)
                 flags = [name in changed for name in self.parameters]
                 self._announce(HIDDEN, fresh, units.rates == waiting.units.rates, flags, met.append, units.rates)
-                self.hold().start(SAVING)
+                self._hold.start(SAVING)
                 self._rest = rest
                 rest()
         except BaseException:
-            self.hold().end()
+            self._hold.end()
             raise
         finally:
             self._rest = None

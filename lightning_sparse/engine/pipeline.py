@@ -5,9 +5,10 @@ Everything between ranks is a message that a coroutine yields; :mod:`drivers <li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn import Parameter
 
 from lightning_sparse.core.console import say
 from lightning_sparse.core.layout import Gradient, InRuns, rates_at, sum_dtype
-from lightning_sparse.core.messages import Meter, Steps, resolve
+from lightning_sparse.core.messages import Meter, Steps
 from lightning_sparse.core.step import Absorbed, Agreement, Candidates, Context, GroupState, Selection, Update
 from lightning_sparse.engine.average import Average, bounds_of, scatter_average_
 from lightning_sparse.engine.config import SparsificationConfig
@@ -144,26 +145,35 @@ def exchange_group(
     meter = Meter(ctx.world_size)
     begin = Stamp.now(grad.device)
     given = grad if scale is None else grad.unscaled(scale)
-    with changing(), _left_alone(memory, state, unused):
+    with changing():
+        kept = _kept(memory, state, unused) if unused else ()
         absorbed = memory.absorb_(state.memory, given, ctx)
+        for place, content in kept:
+            place.copy_(content)
     acc, score = _offered(absorbed, unused, sparsifier.reads_runs)
     finite, second = absorbed.finite, absorbed.second
-    if static_shapes(grad.device):  # a rank in trouble offers NaN, and nobody waits to know
+    static = static_shapes(grad.device)
+    if static:  # a rank in trouble offers NaN, and nobody waits to know
         ctx = ctx._replace(finite=finite)
     elif not finite:  # it takes part in the survey like the others
         score = torch.zeros_like(acc[:-1])
         acc = torch.full_like(acc, float("nan"))
-    selection, selector = yield from meter.watch(resolve(sparsifier.select(score, state.selector, ctx)))
+    selected = sparsifier.select(score, state.selector, ctx)
+    if isinstance(selected, Generator):
+        selected = yield from meter.watch(selected)
+    selection, selector = selected
     ctx = ctx._replace(second=second)
     if state.candidates is not None:
         state.candidates.forget()
-    if static_shapes(grad.device):  # scores of 16-bit gradients have a vector of their own, which other groups can take
+    if static:  # scores of 16-bit gradients have a vector of their own, which other groups can take
         del absorbed, given, score
         grad.rooms.clear()
-    selected = Stamp.now(grad.device)
-    if not (static_shapes(grad.device) and exchange.tells_trouble):
+    picked = Stamp.now(grad.device)
+    if not exchange.tells_trouble if static else not finite:
         selection = _raise_alarm(acc, selection, finite)
-    update = yield from meter.watch(resolve(exchange(acc, selection, ctx)))
+    update = exchange(acc, selection, ctx)
+    if isinstance(update, Generator):
+        update = yield from meter.watch(update)
     divisor = memory.divisors(state.memory, update, ctx)
     average, rate = update.values, None
     if memory.reads_rates and ctx.rates:
@@ -173,7 +183,7 @@ def exchange_group(
     sent = handed
     if rate is not None:
         sent, rounding = handed * rate, None if rounding is None else rounding * rate
-    stamps = begin, selected, Stamp.now(grad.device)
+    stamps = begin, picked, Stamp.now(grad.device)
     statistics = measure(grad.dtype, grad.numel, agreement, selection, update, ctx, meter.bytes_sent, stamps)
     named = update.union if update.named is None else update.named
     after = state if whole else GroupState(state.memory, selector, update.counts, named, state.candidates)
@@ -234,13 +244,17 @@ def settle_group(
     """
     after = proposed.after
     on_device = skipped if isinstance(skipped, Tensor) and static_shapes(skipped.device) else None
-    if on_device is None and skipped:
-        with _left_alone(memory, state, unused):
-            memory.skip_(state.memory)
+    skips = on_device is None and bool(skipped)
+    kept = _kept(memory, state, unused) if unused else ()
+    if skips:
+        memory.skip_(state.memory)
+    else:
+        memory.settle_(state.memory, proposed.update, proposed.rounding, on_device)
+    for place, content in kept:
+        place.copy_(content)
+    if skips:
         forget_overflow_(state, memory, len(proposed.statistics.counts))
         return state
-    with _left_alone(memory, state, unused):
-        memory.settle_(state.memory, proposed.update, proposed.rounding, on_device)
     if on_device is None or after is state:
         return after
     counts, union = state.counts, state.union
@@ -248,8 +262,8 @@ def settle_group(
         counts, union = torch.full_like(after.counts, -1), torch.full_like(after.union, -1)
     old = GroupState(None, state.selector, counts, union)
     new = GroupState(None, after.selector, after.counts, after.union)
-    kept: GroupState = choose(on_device, old, new)
-    return kept._replace(memory=state.memory, candidates=state.candidates)
+    chosen: GroupState = choose(on_device, old, new)
+    return chosen._replace(memory=state.memory, candidates=state.candidates)
 
 
 def forget_overflow_(state: GroupState, memory: Memory, world_size: int) -> None:
@@ -262,14 +276,10 @@ def forget_overflow_(state: GroupState, memory: Memory, world_size: int) -> None
         residual.masked_fill_(residual.abs() > torch.finfo(residual.dtype).max / world_size, 0.0)
 
 
-@contextmanager
-def _left_alone(memory: Memory, state: GroupState, unused: Sequence[slice]) -> Iterator[None]:
-    """Keep all that is remembered of unused parameters as it is."""
-    vectors = memory.vectors(state.memory).values() if unused else ()
-    kept = [(vector[span], vector[span].clone()) for vector in vectors for span in unused]
-    yield
-    for place, content in kept:
-        place.copy_(content)
+def _kept(memory: Memory, state: GroupState, unused: Sequence[slice]) -> list[tuple[Tensor, Tensor]]:
+    """Return the places and copies of all that is remembered of unused parameters, which stays as it is."""
+    vectors = memory.vectors(state.memory).values()
+    return [(vector[span], vector[span].clone()) for vector in vectors for span in unused]
 
 
 def _offered(absorbed: Absorbed, unused: Sequence[slice], in_runs: bool) -> tuple[Tensor, Any]:
@@ -298,7 +308,7 @@ def _raise_alarm(acc: Tensor, selection: Selection, finite: Tensor) -> Selection
         if selection.spare is not None:
             selection.spare[:1].masked_fill_(alone, False)
         return selection._replace(count=selection.count + alone)
-    if finite or selection.count > 0:
+    if selection.count > 0:
         return selection
     indices = selection.indices if selection.indices.numel() else selection.indices.new_zeros(1)
     indices = torch.full_like(indices, acc.numel() - 1)
@@ -345,7 +355,7 @@ class GroupReducer:
         flush: bool,
     ) -> None:
         self.plan = plan
-        self.spans = plan.offsets()
+        self.spans, self.numel = plan.offsets(), plan.numel
         self.density = settings.density if plan.density is None else Constant(plan.density)
         self.always_whole = self.density == Constant(1.0)
         """True if a density of 1 is all that this group will ever have."""
@@ -357,6 +367,8 @@ class GroupReducer:
             memory = memory.for_whole()
         self.memory: Memory = memory
         self.sparsifier: Sparsifier = Everything() if plan.dense else settings.sparsifier
+        self.sparsified = self.sparsifier.agreement is not Agreement.EVERYTHING
+        """True if coordinates are selected, by plan, so that others wait."""
         self.exchange: Exchange = Dense() if plan.dense else settings.exchange_in_use
         example = parameters[plan.parameters[0].name]
         self.device, self.dtype = example.device, example.dtype
@@ -389,11 +401,6 @@ class GroupReducer:
         """Return True if not everything is sent at a step, as long as nothing is flushed."""
         numel = self.plan.numel or MANY  # all ranks must find the same, also those that have nothing of it
         return self.sparsified and not sends_everything(self.sparsifier, self.density(step), numel)
-
-    @property
-    def sparsified(self) -> bool:
-        """True if coordinates are selected, by plan, so that others wait."""
-        return self.sparsifier.agreement is not Agreement.EVERYTHING
 
     @property
     def remembers(self) -> bool:
@@ -455,13 +462,13 @@ class GroupReducer:
             A coroutine that ends with what the step would settle.
         """
         self.unused = set(unused)
-        grad = given = Gradient.of((piece for name in self.spans if (piece := pieces[name]).numel()), self._rooms)
+        grad = given = Gradient.of([piece for name in self.spans if (piece := pieces[name]).numel()], self._rooms)
         if static_shapes(self.device):  # of one vector a kernel takes one launch
             grad = Gradient([given.flat()])
         # Where no rank has used a parameter, there may be an old average, which must neither be accumulated nor
         # changed; and nothing of what is remembered of it may be sent, because nobody would step with it.
-        spans = [span for name, span in self.spans.items() if name in unused]
-        old = [grad[span].clone() for span in spans]
+        spans = [span for name, span in self.spans.items() if name in unused] if unused else []
+        old = [grad[span].clone() for span in spans] if unused else []
         for span in spans:
             grad[span].zero_()
         if ctx.parameters is not None:
@@ -482,7 +489,7 @@ class GroupReducer:
             scale=scale,
             unused=spans,
             flush=flush,
-            changing=lambda: changing(used),
+            changing=partial(changing, used),
         )
         for span, values in zip(spans, old, strict=True):
             grad[span].copy_(values)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from lightning_sparse.engine.signals import held
+from lightning_sparse.engine.signals import Hold
 
 
 class Counts(NamedTuple):
@@ -50,15 +50,24 @@ class Record:
         self._whole = True
 
     @contextmanager
-    def changing(self) -> Iterator[None]:
+    def changing(self, absorbs: Set[str] = frozenset()) -> Iterator[None]:
         """Let what is remembered change: nobody reads it meanwhile, and signals wait.
 
         An error in between leaves some of it changed: states are refused from then on.
+
+        Args:
+            absorbs: parameters of which a new gradient is absorbed.
         """
-        with held(), self.lock:
-            whole, self._whole = self._whole, False
-            yield
-            self._whole = whole
+        hold = Hold()
+        hold.start()
+        try:
+            with self.lock:
+                whole, self._whole = self._whole, False
+                self.absorbed = self.absorbed | absorbs
+                yield
+                self._whole = whole
+        finally:
+            hold.end()
 
     def check_whole(self) -> None:
         """Raise if an error has ended a change of what is remembered half-way.
@@ -75,10 +84,6 @@ class Record:
     def restart(self, counts: Counts) -> None:
         """Count from here, with other groups, between two steps."""
         self.counts, self.latest_skipped, self.absorbed = counts, False, frozenset()
-
-    def absorb(self, names: Set[str]) -> None:
-        """Note that a new gradient of these parameters is absorbed, within :meth:`changing`."""
-        self.absorbed = self.absorbed | names
 
     def count(self, skipped: bool) -> None:
         """Count an exchange that has settled; within :meth:`changing`."""

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from lightning_sparse.core.checks import expect
 from lightning_sparse.core.layout import own, rates_at, shaped, whole_of
 from lightning_sparse.core.messages import AllGather, AllReduce, Message
-from lightning_sparse.core.step import Agreement, Context
+from lightning_sparse.core.step import Context
 from lightning_sparse.engine.average import Average
 from lightning_sparse.engine.calls import digest_of
 from lightning_sparse.engine.config import SparsificationConfig
@@ -51,6 +51,8 @@ class Groups:
         self.groups: list[GroupReducer] = []
         self.group_of: dict[str, GroupReducer] = {}
         """The group of each parameter, by name."""
+        self.sparsified: Set[str] = frozenset()
+        """Names of the parameters that are not always sent as a whole."""
         self.adoptions = 0
         """Number of times that groups took the place of others."""
         self.direct = False
@@ -78,11 +80,6 @@ class Groups:
     def step(self) -> int:
         """Exchanges so far that counted; may wait for the device."""
         return self.record.counts.step
-
-    @property
-    def sparsified(self) -> set[str]:
-        """Names of the parameters that are not always sent as a whole."""
-        return {name for group in self.groups if group.sparsified and not group.always_whole for name in group.spans}
 
     @property
     def unused(self) -> Set[str]:
@@ -126,7 +123,8 @@ class Groups:
         self._digest_of_plan = digest_of([group.plan for group in groups])
         self._digest = digest_of(self.settings, self._digest_of_plan)
         self._digest_of_names = digest_of(self.settings, [(group.plan.name, list(group.spans)) for group in groups])
-        self._all_dense = all(group.sparsifier.agreement is Agreement.EVERYTHING for group in groups)
+        self._reads_rates = self.settings.memory_in_use.reads_rates
+        self.sparsified = {n for g in groups if g.sparsified and not g.always_whole for n in g.spans}
 
     def regroup(self, plan: Sequence[Group], direct: bool = False, for_good: bool = False) -> None:
         """Go on with other groups of the same parameters, and what is remembered of these; between two steps.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
@@ -51,7 +50,8 @@ class Hold:
         except BaseException:  # of a handler that runs again already
             self.end()
             raise
-        self._deliver()
+        if self._pending:
+            self._deliver()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number not in (other for other, _ in self._pending):
@@ -68,14 +68,3 @@ class Hold:
                     handler(number, frame)
             finally:
                 self._deliver()  # the signals after it, if a handler raises
-
-
-@contextmanager
-def held(signals: Iterable[int] = HELD) -> Iterator[None]:
-    """Hold back signals in this context; they are delivered when it ends."""
-    hold = Hold()
-    hold.start(signals)
-    try:
-        yield
-    finally:
-        hold.end()

@@ -21,9 +21,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_sparse.core.layout import flattened, laid_out, own, whole_of
-from lightning_sparse.core.messages import AllGather, AllReduce, Message, Steps, ring_all_reduce_bytes
-from lightning_sparse.core.messages import started as first
+from lightning_sparse.core.layout import flat_as, flattened, laid_out, own, whole_of
+from lightning_sparse.core.messages import AllReduce, Message, Steps, ring_all_reduce_bytes
 from lightning_sparse.core.step import Context
 from lightning_sparse.engine.average import Average, place
 from lightning_sparse.engine.calls import BACKWARD, BEGIN, FORWARD, NORM, STEP, SUMS, Call, Met, compare, digest_of
@@ -36,7 +35,7 @@ from lightning_sparse.engine.pipeline import GroupReducer, any_set, forget_overf
 from lightning_sparse.engine.record import Counts
 from lightning_sparse.engine.regrouping import Groups
 from lightning_sparse.engine.share import Share
-from lightning_sparse.engine.signals import SAVING, Hold, held
+from lightning_sparse.engine.signals import SAVING, Hold
 from lightning_sparse.engine.weights import Weights
 from lightning_sparse.methods.grouping import Group
 from lightning_sparse.methods.memory import NoMemory
@@ -74,7 +73,7 @@ class Started(NamedTuple):
     """Parameters that have a gradient on any rank."""
     units: Units
     flush: bool
-    steps: Steps[list[OfGroup]]
+    going: Going[list[OfGroup]]
     """From there on."""
 
 
@@ -132,9 +131,11 @@ class Stepper(Groups):
         """Synchronised backwards, and steps of optimizers that hold parameters of the engine."""
         self.busy = False
         """True within an exchange."""
-        hold = Hold()
+        self._hold = hold = Hold()
         self.hold: Callable[[], Hold] = lambda: hold
         """Returns what holds back signals that save, from an exchange to the end of the optimizer's step."""
+        # On a device nothing is waited for, and a handler's messages would come between those of all ranks.
+        self._listening = self._listen if self.on_stream.host_knows else at_once
         self._rest: Callable[[], None] | None = None
         """Goes on with an exchange that waits for other ranks."""
         self._unapplied: Set[str] = frozenset()
@@ -179,6 +180,10 @@ class Stepper(Groups):
         self._starts = self._turns_direct = False
         """True while an exchange starts; true after one that was the last before DDP averages by itself."""
         self._numbers = {name: number for number, name in enumerate(parameters)}
+        self._alike = [number * self.within.world_size + self.within.rank for number in range(comm.world_size)]
+        """Numbers among all of the ranks that exchange the same."""
+        self._nothing = {name for name, place in self.share.places.items() if not place.length}
+        """Parameters of which this rank exchanges no coordinate."""
 
     @property
     def known_counts(self) -> Counts:
@@ -239,9 +244,8 @@ class Stepper(Groups):
             self.share.hosts.hear()
             finite, flags = near[0].finite, near[0].used[: len(self.parameters)]
         words = call.words(finite, flags, sums)
-        self._said += AllGather(words).bytes_sent(self.comm.world_size)
-        ranks = [number * self.within.world_size + self.within.rank for number in range(self.comm.world_size)]
-        self._hosts.announce(words, lambda rows: look(compare(rows, ranks)))
+        self._said += words.nbytes * (self.comm.world_size - 1)
+        self._hosts.announce(words, lambda rows: look(compare(rows, self._alike)))
 
     def _announce_near(self, call: Call, finite: bool, used: Sequence[bool], look: Callable[[Met], None]) -> None:
         """Begin a call of the ranks near this one, whose parts have other sizes."""
@@ -274,8 +278,10 @@ class Stepper(Groups):
             return False
         if self.direct or self._turns_direct:
             return True
+        if self._waits or self.flush_asked:
+            return False
         step, memory = self.record.counts.step, self.settings.memory_in_use
-        if self._waits or self.flush_asked or not isinstance(memory.for_dense(), NoMemory):
+        if not isinstance(memory.for_dense(), NoMemory):
             return False
         # Adam's own moments end where it steps by those that travel, and go on only in groups that stay dense.
         ended = memory.needs_second and self._sparse_before
@@ -322,7 +328,7 @@ class Stepper(Groups):
         finite, anywhere = not each or bool(told[0]), list(used)
         if meets:
             met = self.meet(BACKWARD, names, finite, used, told[-SUMS:] if compares else ())
-            finite, anywhere = met.finite, met.used
+            finite, anywhere = met.finite, list(met.used)
             if compares and self._compared.drift_apart(met.sums()):
                 self.on_drift()
         for owner, theirs in self.owners(names).items():
@@ -371,15 +377,20 @@ class Stepper(Groups):
 
     def _exchanged(self, name: str, x: Tensor | None) -> Tensor:
         """Return the flat coordinates that this rank exchanges of a tensor with a parameter's shape; None: zeros."""
-        mine = own(self.parameters[name])
-        flat = mine.new_zeros(mine.numel()) if x is None else flattened(laid_out(own(x), mine))
-        return self.share.part(name, flat)
+        parameter = self.parameters[name]
+        if x is None:
+            mine = own(parameter)
+            flat = mine.new_zeros(mine.numel())
+        else:
+            flat = flat_as(x, parameter)
+        return self.share.part(name, flat) if self.share.cuts else flat
 
     # ---------------------------------------------------------------------------------------------------- step
 
-    def is_fresh(self, name: str) -> bool:
-        """Return True for a parameter whose gradient would be exchanged if an optimizer stepped it now."""
-        return name in self._fresh
+    @property
+    def fresh(self) -> Set[str]:
+        """Parameters whose gradient would be exchanged if an optimizer stepped them now."""
+        return self._fresh.keys()
 
     def leave(self, names: Collection[str]) -> None:
         """Count a step of an optimizer that holds these and exchanges nothing."""
@@ -439,13 +450,15 @@ class Stepper(Groups):
 
     def _rates_of(self, names: Sequence[str]) -> dict[str, float]:
         """Return the learning rates of these parameters, if residuals are in units of them."""
-        if not self.settings.memory_in_use.reads_rates:
+        if not self._reads_rates:
             return {}
         rates = self.rates()
         return {name: rates[name] for name in names if name in rates}
 
     def _set_aside(self, names: Collection[str], units: Units) -> set[str]:
         """Throw away gradients of those of these parameters whose rate is 0: they take no part in the step."""
+        if not units.rates:
+            return set()
         found = {n for n in names if units.rates.get(n) == 0 and self.group_of[n].memory.reads_rates}
         for name in found:
             if (grad := self.parameters[name].grad) is not None:
@@ -461,12 +474,11 @@ class Stepper(Groups):
         met: list[Met] = []
         result: list[Exchanged] = []
         started: Started | None = None
-        going: Going[list[OfGroup]] | None = None
         joining: Going[Joined] | None = None
 
         def rest() -> None:
             """Go on to the end; a handler may call this where the exchange waits, and then goes on in its place."""
-            nonlocal started, going, joining
+            nonlocal started, joining
             self._listen(self._hosts.hear)
             [(all_finite, used, _)] = met
             if result:
@@ -479,16 +491,13 @@ class Stepper(Groups):
                 started = self._listen(lambda: self._start(fresh, anywhere, units))
             self._unused = {name for name, number in self._numbers.items() if not used[number]}
             with self.on_stream.between_steps():
-                # On a device nothing is waited for, and a handler's messages would come between those of all ranks.
-                listening = self._listen if self.on_stream.host_knows else at_once
-                going = going or Going(started.steps, self.comm.start, listening)
-                made = going.run()
-                joining = joining or Going(self._join(started, made), self._start_within, listening)
+                made = started.going.run()
+                joining = joining or Going(self._join(started, made), self._start_within, self._listening)
                 joined = joining.run()
                 if not result:
                     result.append(self._settle(started, joined, begin))
 
-        self.busy = True
+        self.busy, self._hold = True, self.hold()
         try:
             with self.failing_together("in the exchange"):
                 asked = set(fresh)
@@ -497,11 +506,11 @@ class Stepper(Groups):
                 self._announce(kind, fresh, finite, flags, met.append, units.rates)
                 if len(here) == len(fresh) and not self._broken:  # local work goes on, whatever the others say
                     started = self._start(fresh, here, units)
-                self.hold().start(SAVING)
+                self._hold.start(SAVING)
                 self._rest = rest
                 rest()
         except BaseException:
-            self.hold().end()
+            self._hold.end()
             raise
         finally:
             self._rest = None
@@ -510,11 +519,11 @@ class Stepper(Groups):
 
     def _listen(self, wait: Callable[[], T]) -> T:
         """Wait for other ranks; only meanwhile do handlers of signals that save run."""
-        self.hold().end()
+        self._hold.end()
         try:
             return wait()
         finally:
-            self.hold().start(SAVING)
+            self._hold.start(SAVING)
 
     def _skip(self) -> Exchanged:
         """Let a step be skipped; all backwards since the one before count as one."""
@@ -543,17 +552,16 @@ class Stepper(Groups):
             if not group.spans.keys().isdisjoint(fresh):
                 group.unused = group.spans.keys() - used
         self._lay_out(used)
-        groups = [group for group in self.groups if any(self._has(name) for name in used & group.spans.keys())]
+        groups = [group for group in self.groups if used & group.spans.keys() - self._nothing]
         flush, self.flush_asked = self.flush_asked, False
-        taken = [
-            {name: self._exchanged(name, self.parameters[name].grad if name in used else None) for name in group.spans}
-            for group in groups
-        ]
-        with held(SAVING), self.on_stream.between_steps():
+        taken = [self._pieces(group.spans, used) for group in groups]
+        self._hold.start(SAVING)
+        with self.on_stream.between_steps():
             steps = [
                 self._steps_of(group, pieces, used, units, flush) for group, pieces in zip(groups, taken, strict=True)
             ]
-            return Started(groups, used, units, flush, first(joined(steps, self.comm)))
+            going = Going(joined(steps, self.comm), self.comm.start, self._listening)
+        return Started(groups, used, units, flush, going)
 
     def _join(self, started: Started, made: Sequence[OfGroup]) -> Steps[Joined]:
         """Put averages in the place of gradients, also those that ranks near this one have made of their parts."""
@@ -660,23 +668,28 @@ class Stepper(Groups):
         grads = [p.grad for p in (self.parameters[name] for name in names) if p.grad is not None]
         return all(bool(all_finite(flattened(own(grad)))) for grad in grads)
 
-    def _has(self, name: str) -> bool:
-        """Return True for a parameter of which this rank exchanges any coordinate."""
-        place = self.share.places.get(name)
-        return place is None or place.length > 0
-
     def _lay_out(self, used: Collection[str]) -> None:
         """Let parameters have gradients that lie in memory as they do; zeros, where only another rank has one."""
-        for p in (self.parameters[name] for name in used):
+        for name in used:
+            p = self.parameters[name]
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
+            elif type(p) is Parameter and p.is_contiguous() and p.grad.is_contiguous():
+                continue
             elif (lies := laid_out(own(p.grad), own(p))) is not own(p.grad):
                 p.grad = whole_of(lies, p)
+
+    def _pieces(self, names: Iterable[str], used: Set[str]) -> dict[str, Tensor]:
+        """Return what this rank exchanges of the gradients of parameters; zeros of those that are not used."""
+        parameters, found = self.parameters, {}
+        for name in names:
+            found[name] = self._exchanged(name, parameters[name].grad if name in used else None)
+        return found
 
     def _steps_of(
         self, group: GroupReducer, pieces: Mapping[str, Tensor], used: set[str], units: Units, flush: bool
     ) -> Steps[OfGroup]:
-        with self.failing_together(f"in the exchange of group {group.plan.name!r}"):
+        try:
             step, density = self._number, group.density(self._number)
             ctx = Context(step, density, self.comm.rank, self.comm.world_size, model_numel=self._model_numel)
             if group.memory.reads_parameters:
@@ -684,7 +697,10 @@ class Stepper(Groups):
             if group.memory.reads_rates:
                 ctx = ctx._replace(rates=[(span, units.rates.get(name, 0.0)) for name, span in group.spans.items()])
             unused, flush = group.spans.keys() - used, flush and group.sparsified
-            return (yield from group.exchange_steps(ctx, pieces, unused, units.scale, flush, self._absorbing))
+            return (yield from group.exchange_steps(ctx, pieces, unused, units.scale, flush, self.record.changing))
+        except Exception as error:
+            self.locate(error, f"in the exchange of group {group.plan.name!r}")
+            raise
 
     def _weights(self, name: str) -> Tensor:
         """Return the coordinates of a parameter that this rank exchanges, with as many dimensions as it has."""
@@ -694,20 +710,17 @@ class Stepper(Groups):
         part = self.share.part(name, flattened(weights))
         return part.view(-1, *[1] * (weights.dim() - 1)) if weights.dim() else part.squeeze()
 
-    @contextmanager
-    def _absorbing(self, names: Set[str]) -> Iterator[None]:
-        with self.record.changing():
-            self.record.absorb(names)
-            yield
-
     def _count(self, skipped: bool) -> None:
         with self.record.changing():
             self.record.count(skipped)
 
     def _measure(self, begin: Stamp, groups: Sequence[GroupReducer]) -> None:
         self.shared_bytes, self._said = self._said, 0.0
-        ran = [group.statistics for group in groups if group.statistics is not None]
-        self.totals.add(sum(one.bytes_sent for one in ran) + self.shared_bytes, sum(one.dense_bytes for one in ran))
+        sent, dense = self.shared_bytes, 0.0
+        for group in groups:
+            if (ran := group.statistics) is not None:
+                sent, dense = sent + ran.bytes_sent, dense + ran.dense_bytes
+        self.totals.add(sent, dense)
         end = Stamp.now(self.device)
         self.totals.expose(begin, end)
         self.exposed_ms = lambda: max(0.0, begin.until(end))
@@ -734,18 +747,19 @@ class Stepper(Groups):
 
     @contextmanager
     def failing_together(self, where: str) -> Iterator[None]:
-        """Let an error on this rank end the exchange for all: the others must not wait for it.
-
-        It gets a note, but for one that has one.
-        """
+        """Let an error on this rank end the exchange for all: the others must not wait for it."""
         try:
             yield
         except Exception as error:
-            if not any(note.startswith(NOTE) for note in getattr(error, "__notes__", ())):
-                error.add_note(f"{NOTE}{where}, step {self._number}, rank {self.rank}")
+            self.locate(error, where)
             for comm in {*self.networks, self._hosts, self.share.hosts}:
                 comm.abort()
             raise
+
+    def locate(self, error: Exception, where: str) -> None:
+        """Give an error a note that says where it was raised, but for one that has one."""
+        if not any(note.startswith(NOTE) for note in getattr(error, "__notes__", ())):
+            error.add_note(f"{NOTE}{where}, step {self._number}, rank {self.rank}")
 
     def wait_for(self, number: int) -> None:
         """Return when so many exchanges have settled here.

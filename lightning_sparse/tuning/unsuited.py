@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -75,7 +75,7 @@ class Unsuited(NamedTuple):
         return f"{self.optimizer} {PROBLEMS[self.kind].format(beta1=self.beta1, betas=betas)} More: {more}."
 
 
-def unsuited(optimizer: Optimizer, parameters: Collection[int]) -> Unsuited | None:
+def unsuited(optimizer: Optimizer, parameters: Set[int]) -> Unsuited | None:
     """Return the problem of an optimizer for some parameters; None if none is known.
 
     The state of an unknown optimizer is known after its first step.
@@ -115,7 +115,7 @@ def unsuited(optimizer: Optimizer, parameters: Collection[int]) -> Unsuited | No
     return Unsuited(name, "unknown") if not understood and _keeps(inner, parameters) else None
 
 
-def _keeps(optimizer: Optimizer, parameters: Collection[int]) -> bool:
+def _keeps(optimizer: Optimizer, parameters: Set[int]) -> bool:
     """Return True if an optimizer keeps more than scalars for some parameters."""
     known = getattr(optimizer, "state", {})  # optimizers of users need not be torch's
     states = (state for parameter, state in known.items() if id(parameter) in parameters)

@@ -9,7 +9,7 @@ import lightning_sparse
 
 ENGINE = Path(lightning_sparse.__file__).parent / "engine"
 LAYERS = (
-    {"average", "calls", "config", "gradient_hooks", "signals", "stream", "network", "agreement", "weights"},
+    {"ahead", "average", "calls", "config", "gradient_hooks", "signals", "stream", "network", "agreement", "weights"},
     {"metrics", "share", "record"},
     {"pipeline", "regrouping"},
     {"step"},

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.engine import network
+from lightning_sparse.engine.ahead import Ahead
 from lightning_sparse.engine.calls import digest_of
 from lightning_sparse.methods.exchanges import GatherPairs
 from tests.engine.test_engine import batches, wrapped
@@ -32,14 +33,22 @@ MANY = {"grouping": "layer", "rules": ls.Rules(dense_ndim=2, dense_numel=0)}
 # ---- How often a step talks
 
 
-def collectives(layout: str, options: dict[str, Any]) -> tuple[Counter[str], int]:
-    """Count the collectives that a step asks torch for, by operation and dtype; also return the number of groups."""
+def collectives(layout: str, options: dict[str, Any], far: bool) -> tuple[Counter[str], int]:
+    """Count the collectives that a step asks torch for, by operation and dtype; also return the number of groups.
+
+    Each waits for the one before it: between ranks that are far apart for a message of one way, else for a round trip.
+    """
+    made = options.pop("optimizer", None)
     ddp, engine = wrapped(layout, **options)
+    optimizer = made and made(ddp.parameters())
+    engine.router.comm.far = far
+    at_once: tuple[Any, str] = (Ahead, "send") if far else (dist, "all_to_all_single")
     seen: Counter[str] = Counter()
 
     def counting(name: str, operation: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            seen[f"{name} {str(args[0].dtype).removeprefix('torch.')}"] += 1
+            sent = next(arg for arg in args if isinstance(arg, Tensor))
+            seen[f"{name} {str(sent.dtype).removeprefix('torch.')}"] += 1
             return operation(*args, **kwargs)
 
         return call
@@ -48,16 +57,17 @@ def collectives(layout: str, options: dict[str, Any]) -> tuple[Counter[str], int
         for step, batch in enumerate(batches(4)):
             if step == 3:
                 patch.setattr(network, "_all_gather", counting("all_gather", network._all_gather))
-                for name in ("all_reduce", "broadcast", "all_to_all_single"):
+                patch.setattr(*at_once, counting("to_all", getattr(*at_once)))
+                for name in ("all_reduce", "broadcast"):
                     patch.setattr(dist, name, counting(name, getattr(dist, name)))
             ddp.zero_grad()
             ddp(batch).square().mean().backward()
-            exchange(engine)
+            optimizer.step() if optimizer else exchange(engine)
     groups = len(engine.groups)
     return seen, groups
 
 
-WORDS, INTS, FLOATS, BYTES = (f"all_to_all_single {dtype}" for dtype in ("int64", "int32", "float32", "uint8"))
+WORDS, INTS, FLOATS, BYTES = (f"to_all {dtype}" for dtype in ("int64", "int32", "float32", "uint8"))
 AVERAGES = "all_reduce float32"
 
 
@@ -69,20 +79,23 @@ TALKS: list[tuple[str, dict[str, Any], dict[str, int], int]] = [
     ("find_unused", {"grouping": "layer"}, {WORDS: 2, INTS: 2}, 4),
     ("find_unused", MANY, {WORDS: 2, INTS: 1, BYTES: 1}, 5),
     ("default", {**MANY, "sparsifier": "everything"}, {AVERAGES: 1}, 5),  # DDP's own
+    ("default", {"grouping": "layer", "optimizer": torch.optim.AdamW}, {WORDS: 2, INTS: 2}, 4),
     ("default", {"grouping": "layer", "sparsifier": "top_k"}, {WORDS: 2, INTS: 1}, 4),
 ]
 
 
+@pytest.mark.parametrize("far", [False, True])
 @pytest.mark.parametrize("case", range(len(TALKS)))
-def test_a_step_talks_as_often_as_one_group(two_ranks: Ranks, case: int) -> None:
+def test_a_step_talks_as_often_as_one_group(two_ranks: Ranks, case: int, far: bool) -> None:
     layout, options, expected, groups = TALKS[case]
-    for seen in two_ranks(collectives, layout, {"density": 0.05, **options}):
+    for seen in two_ranks(collectives, layout, {"density": 0.05, **options}, far):
         assert seen == (expected, groups)
 
 
-def test_between_more_than_two_ranks_sums_are_formed_in_parts(three_ranks: Ranks) -> None:
-    layout, options, expected, groups = TALKS[-3]
-    for seen in three_ranks(collectives, layout, {"density": 0.05, **options}):
+@pytest.mark.parametrize("far", [False, True])
+def test_between_more_than_two_ranks_sums_are_formed_in_parts(three_ranks: Ranks, far: bool) -> None:
+    layout, options, expected, groups = TALKS[4]
+    for seen in three_ranks(collectives, layout, {"density": 0.05, **options}, far):
         assert seen == ({**expected, BYTES: 2}, groups)
 
 

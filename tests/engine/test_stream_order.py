@@ -274,14 +274,14 @@ def regroup_within_backward() -> None:
 
 
 RUNS: list[Callable[[], None]] = [
-    plain_steps,
-    every_memory,
     other_sparsifiers,
-    a_skipped_step,
-    a_skipped_step_of_a_fused_optimizer,
     steps_of_adam,
     sharded_replicas,
     clipped_gradients,
+    every_memory,
+    plain_steps,
+    a_skipped_step,
+    a_skipped_step_of_a_fused_optimizer,
     skipped_second_moments,
     several_buckets_of_a_group,
     loss_scale,
@@ -306,7 +306,7 @@ RUNS: list[Callable[[], None]] = [
 @pytest.mark.filterwarnings("ignore:Nothing is sparsified")
 @pytest.mark.parametrize(
     "run",
-    by_default(RUNS[-4:] + RUNS[:-4], 8),
+    by_default(RUNS[-4:] + RUNS[:-4], 5),
     ids=lambda run: run.__name__,
 )
 def test_streams_wait_for_each_other_and_memory_is_not_given_back_in_use(
@@ -362,7 +362,8 @@ def test_no_handler_runs_between_messages_that_share_a_group_with_others(
 
     def then_signal(self: Going[Any], answer: Tensor | None) -> None:
         go_on(self, answer)
-        os.kill(os.getpid(), signal.SIGUSR1)
+        if answer is not None:  # before the first message, ranks wait for headers, and handlers may run
+            os.kill(os.getpid(), signal.SIGUSR1)
 
     monkeypatch.setattr(Going, "_go_on", then_signal)
     handler = signal.signal(signal.SIGUSR1, lambda *_: stepped.append(not torch.equal(weight, before)))

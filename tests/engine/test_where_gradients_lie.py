@@ -137,7 +137,7 @@ SCORED = [
 
 @pytest.mark.parametrize(
     ("grouping", "dtype", "memory", "method", "scale", "unused"),
-    [*by_default(covering(CELLS, together=1), 4), *SCORED],
+    [*by_default(covering(CELLS, together=1), 2), *SCORED],
 )
 def test_steps_are_those_of_one_vector(
     two_ranks: Ranks,

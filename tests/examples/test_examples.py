@@ -172,7 +172,7 @@ def sharded(folder: Path, *options: str) -> list[str]:
 def test_sharded_replicas(tmp_path: Path) -> None:
     [*steps, end] = (line for line in sharded(tmp_path, "--fast") if line.startswith(("step", "a rank")))
     assert [line.split(":")[0] for line in steps] == ["step 10", "step 20"]
-    assert "a rank keeps 2.81 MB" in end and "densely 18.82 MB" in end
+    assert "a rank keeps 1.88 MB" in end and "densely 18.82 MB" in end
 
 
 @pytest.mark.thorough

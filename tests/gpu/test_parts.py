@@ -226,7 +226,7 @@ def passes(checks: Any, device: torch.device = CPU) -> list[Outcome]:
 @pytest.mark.usefixtures("not_launched")
 @pytest.mark.parametrize(
     "name",
-    by_default(["machine", "equality", "syncs", "collectives", "races", "kernels", "times", "graphs", "memory"], 3),
+    by_default(["machine", "equality", "syncs", "collectives", "races", "kernels", "times", "graphs", "memory"], 2),
 )
 def test_a_part_runs_on_a_cpu_at_toy_sizes(name: str) -> None:
     found = passes(importlib.import_module(f"tests.gpu.{name}").checks(CPU, Clock(100)))
@@ -266,7 +266,7 @@ def test_other_numbers_are_noticed() -> None:
             )  # takes long
             for job in training.JOBS
         ],
-        5,
+        3,
     ),
     ids=training.title,
 )

@@ -43,7 +43,6 @@ def straight_and_resumed(path: Path, kind: str, between: bool) -> tuple[list[dic
     def start(seed: int) -> tuple[Any, ...]:
         model = sharded(made(seed=seed), mesh["shard"])
         engine, optimizer = engine_of(model, mesh), kinds[kind](model.parameters())
-        engine._show([optimizer])  # before a state is loaded into it
         return model, engine, optimizer
 
     def go(run: tuple[Any, ...], steps: list[Any]) -> list[dict[str, Tensor]]:

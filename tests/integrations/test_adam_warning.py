@@ -175,25 +175,28 @@ def attach_without(part: str) -> None:
 
 @pytest.mark.parametrize(
     ("options", "name", "settings"),
-    [
-        ({}, "AdamW", {"betas": (0.0, 0.999)}),
-        ({}, "SGD", {"momentum": 0.9}),
-        ({"memory": "residual"}, "RMSprop", {}),
-        ({"memory": "residual"}, "OwnSGD", {"momentum": 0.9}),
-        ({"memory": "residual"}, "OwnAverages", {}),
-        ({"dense": ["*"]}, "OwnAverages", {}),
-        ({}, "ASGD", {}),
-        ({"memory": ls.memories.MomentumCorrection(0.9)}, "Sophia", {}),
-        ({}, "OwnSGD", {}),
-        ({"density": 1.0}, "FusedLion", {}),
-        ({"dense": ["*"]}, "FusedLion", {}),
-        ({"density": 1.0}, "AdamW", {}),
-        ({"dense": ["*"]}, "AdamW", {}),
-        ({"sparsifier": "everything", "exchange": None}, "AdamW", {}),
-        ({"memory": ls.memories.NoMemory()}, "AdamW", {}),
-        ({"memory": ls.memories.MomentumCorrection(0.9)}, "AdamW", {}),
-        ({"memory": ls.memories.ClipByNorm(1.0, ls.memories.AdamCorrection())}, "SGD", {}),
-    ],
+    by_default(
+        [
+            ({}, "AdamW", {"betas": (0.0, 0.999)}),
+            ({}, "SGD", {"momentum": 0.9}),
+            ({"memory": "residual"}, "RMSprop", {}),
+            ({"memory": "residual"}, "OwnSGD", {"momentum": 0.9}),
+            ({"memory": "residual"}, "OwnAverages", {}),
+            ({"dense": ["*"]}, "OwnAverages", {}),
+            ({}, "ASGD", {}),
+            ({"memory": ls.memories.MomentumCorrection(0.9)}, "Sophia", {}),
+            ({}, "OwnSGD", {}),
+            ({"density": 1.0}, "FusedLion", {}),
+            ({"dense": ["*"]}, "FusedLion", {}),
+            ({"density": 1.0}, "AdamW", {}),
+            ({"dense": ["*"]}, "AdamW", {}),
+            ({"sparsifier": "everything", "exchange": None}, "AdamW", {}),
+            ({"memory": ls.memories.NoMemory()}, "AdamW", {}),
+            ({"memory": ls.memories.MomentumCorrection(0.9)}, "AdamW", {}),
+            ({"memory": ls.memories.ClipByNorm(1.0, ls.memories.AdamCorrection())}, "SGD", {}),
+        ],
+        10,
+    ),
 )
 def test_nobody_is_warned_without_reason(
     two_ranks: Ranks, options: dict[str, Any], name: str, settings: dict[str, Any]

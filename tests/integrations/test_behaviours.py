@@ -103,7 +103,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("case", "package"), by_default(covering(in_turns(CASES, PACKAGES), together=1), 4))
+@pytest.mark.parametrize(("case", "package"), by_default(covering(in_turns(CASES, PACKAGES), together=1), 3))
 def test_callbacks_and_overrides_do_what_they_do_with_ddp(
     two_ranks: Ranks, package: str, case: str, tmp_path: Path
 ) -> None:
@@ -317,7 +317,7 @@ def evaluate(package: str, settings: dict[str, Any] | None, fit_first: bool) -> 
     return validated, tested, predicted, flat(module), trainer.strategy.model is module
 
 
-@pytest.mark.parametrize(("package", "fit_first"), covering(in_turns(PACKAGES, [True, False]), together=1))
+@pytest.mark.parametrize(("package", "fit_first"), by_default(covering(in_turns(PACKAGES, [True, False]), together=1)))
 def test_evaluation_with_and_without_fit_and_a_second_fit_equal_ddp(
     two_ranks: Ranks, package: str, fit_first: bool
 ) -> None:

@@ -96,7 +96,7 @@ def fit_after_an_interruption(package: str, hook: str) -> tuple[Tensor, Tensor, 
 
 
 @pytest.mark.parametrize(
-    "hook", by_default(["on_after_backward", "on_before_optimizer_step", "on_before_backward", "on_train_batch_end"], 2)
+    "hook", by_default(["on_after_backward", "on_before_optimizer_step", "on_before_backward", "on_train_batch_end"])
 )
 def test_a_fit_after_an_error_sends_what_was_not_applied(two_ranks: Ranks, hook: str) -> None:
     (way, residual, slope, steps), (own_way, own_residual, own_slope, _) = two_ranks(
@@ -202,7 +202,7 @@ def check(two_ranks: Ranks, between: str, folder: Path) -> tuple[dict[str, Any],
     return ends, begins, said
 
 
-@pytest.mark.parametrize("between", by_default(["nothing", "evaluation", "a checkpoint", "weights of rank 1"], 2))
+@pytest.mark.parametrize("between", by_default(["evaluation", "nothing", "a checkpoint", "weights of rank 1"]))
 def test_a_second_fit_begins_where_the_first_one_ended(two_ranks: Ranks, tmp_path: Path, between: str) -> None:
     for ends, begins, said in two_ranks(fit_twice, "pytorch_lightning", between, str(tmp_path)):
         assert same(ends, begins)
@@ -220,7 +220,7 @@ def test_what_was_not_sent_goes_with_the_weights_it_is_about(two_ranks: Ranks, t
     assert begins["step"] == 6
 
 
-@pytest.mark.parametrize("between", by_default(["all weights", "all signs", "another model"], 2))
+@pytest.mark.parametrize("between", by_default(["all weights", "all signs", "another model"]))
 def test_a_second_fit_with_other_weights_starts_anew_and_says_so(
     two_ranks: Ranks, tmp_path: Path, between: str
 ) -> None:

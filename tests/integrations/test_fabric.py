@@ -366,11 +366,14 @@ def test_a_run_goes_on_bit_for_bit(two_ranks: Ranks, tmp_path: Path, package: st
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"sparsifier": "exdyna"},
-        {"memory": ls.memories.MomentumCorrection(0.5)},
-        {"memory": ls.memories.Residual(rates=True)},
-    ],
+    by_default(
+        [
+            {"sparsifier": "exdyna"},
+            {"memory": ls.memories.MomentumCorrection(0.5)},
+            {"memory": ls.memories.Residual(rates=True)},
+        ],
+        2,
+    ),
     ids=lambda options: next(iter(options)),
 )
 def test_what_sparsifiers_and_memories_hold_goes_on_too(
@@ -428,15 +431,15 @@ def load_other_states(package: str, folder: str) -> list[list[str]]:
     return heard
 
 
-def test_residuals_are_asked_for_with_whole_states_only(two_ranks: Ranks, tmp_path: Path) -> None:
-    for package in FABRICS:
-        first, second = two_ranks(load_other_states, package, str(tmp_path))
-        assert first[:4] == second[:4] == [[], [], [], []]
-        assert len(first[4]) == 1
-        assert "saved without them. Error feedback starts empty on all ranks" in first[4][0]
-        assert all(len(told) == 1 and "damaged, and has" in told[0] for told in first[5:])
-        assert second[4:] == [[], [], []]
-        assert sorted(p.name for p in tmp_path.glob(f"{package}.pt*.sparse")) == [f"{package}.pt.whole.sparse"]
+@pytest.mark.parametrize("package", by_default(FABRICS))
+def test_residuals_are_asked_for_with_whole_states_only(two_ranks: Ranks, tmp_path: Path, package: str) -> None:
+    first, second = two_ranks(load_other_states, package, str(tmp_path))
+    assert first[:4] == second[:4] == [[], [], [], []]
+    assert len(first[4]) == 1
+    assert "saved without them. Error feedback starts empty on all ranks" in first[4][0]
+    assert all(len(told) == 1 and "damaged, and has" in told[0] for told in first[5:])
+    assert second[4:] == [[], [], []]
+    assert sorted(p.name for p in tmp_path.glob(f"{package}.pt*.sparse")) == [f"{package}.pt.whole.sparse"]
 
 
 def thaw(package: str) -> tuple[Tensor, float, bool]:

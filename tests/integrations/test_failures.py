@@ -222,7 +222,7 @@ def seeds(number: int) -> list[Any]:
     return [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(1, number))]
 
 
-@pytest.mark.parametrize("seed", seeds(20))
+@pytest.mark.parametrize("seed", seeds(10))
 def test_survivors_of_a_rank_that_is_killed_at_any_moment_end_and_training_resumes(
     launch: Any, tmp_path: Path, seed: int
 ) -> None:
@@ -245,7 +245,7 @@ def kill(run: Launch, victims: list[int]) -> None:
     check_errors(run, [rank for rank in range(RANKS) if rank not in victims])
 
 
-@pytest.mark.parametrize("seed", seeds(11))
+@pytest.mark.parametrize("seed", seeds(6))
 def test_killed_around_any_save_and_in_setup_the_last_checkpoint_goes_on_exactly(
     launch: Any, tmp_path: Path, seed: int
 ) -> None:

@@ -206,7 +206,8 @@ def fit_and_stop(package: str, folder: str, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "package"), covering(in_turns(["steps", "stop", "one batch", "accumulate"], PACKAGES), together=1)
+    ("how", "package"),
+    by_default(covering(in_turns(["stop", "accumulate", "steps", "one batch"], PACKAGES), together=1), 2),
 )
 def test_however_training_ends_the_last_checkpoint_contains_everything(
     two_ranks: Ranks, tmp_path: Path, package: str, how: str

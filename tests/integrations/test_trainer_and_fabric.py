@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sparse.methods.memory import Residual
-from tests.covering import by_default
+from tests.covering import by_default, covering, in_turns
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE, PACKAGES, flat, make_data, make_module, make_trainer
 
@@ -88,8 +88,9 @@ def failing_setup(package: str, case: str) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("package", [*PACKAGES, *FABRICS])
-@pytest.mark.parametrize("case", ONE_RANK)
+@pytest.mark.parametrize(
+    ("case", "package"), covering(in_turns(list(ONE_RANK), [*PACKAGES[:1], *FABRICS, *PACKAGES[1:]]), together=1)
+)
 def test_what_is_wrong_on_one_rank_is_heard_of_on_all(two_ranks: Ranks, package: str, case: str) -> None:
     first, second = two_ranks(failing_setup if package in FABRICS else failing_fit, package, case)
     assert ONE_RANK[case] in first
@@ -191,7 +192,7 @@ def fit_and_copy(package: str, copying: bool) -> tuple[list[bool], Tensor]:
     return found, flat(module)
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", by_default(PACKAGES))
 def test_a_trainer_and_its_strategy_can_be_copied_within_fit(two_ranks: Ranks, package: str) -> None:
     [(_, expected), _] = two_ranks(fit_and_copy, package, False)
     for found, parameters in two_ranks(fit_and_copy, package, True):

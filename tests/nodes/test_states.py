@@ -95,7 +95,7 @@ def test_as_many_nodes_of_the_same_size_go_on_bit_for_bit(four_ranks: Ranks, tmp
         assert all(torch.equal(end[name], then[name]) for name in NAMES)
 
 
-@pytest.mark.parametrize(("old", "new"), by_default([(2, 4), (4, 2), (2, None), (1, 2)], 2))
+@pytest.mark.parametrize(("old", "new"), by_default([(2, 4), (4, 2), (2, None), (1, 2)]))
 def test_another_number_of_nodes_gets_the_mean_of_what_all_remembered(
     four_ranks: Ranks, tmp_path: Path, old: int, new: int | None
 ) -> None:

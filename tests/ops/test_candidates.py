@@ -44,7 +44,7 @@ def gradients(steps: int, n: int) -> list[Tensor]:
             together=1,
             seen_as=lambda kernel, method, dtype: (method, (kernel, dtype)),
         ),
-        8,
+        6,
     ),
     indirect=["kernel"],
 )

@@ -73,7 +73,6 @@ RESIDUAL, ADAM = ls.memories.Residual(), ls.memories.SecondMoment(1 - 2**-10)
             ),  # in 32 bits
             pytest.param(2, 66_000, 0.01, torch.float32, False, ADAM, marks=[thorough, pytest.mark.timeout(900)]),
         ],
-        2,
     ),
 )
 def test_the_whole_step_equals_that_of_torch(

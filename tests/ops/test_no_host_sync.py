@@ -98,7 +98,7 @@ def steps(
             for pair in PAIRS
             for memory in (ls.memories.Residual(), ls.memories.NoMemory())
             for dtype in (torch.float32, torch.bfloat16)
-            for rank in range(4)
+            for rank in (0, 3)
         ),
         together=1,
         seen_as=kinds,
@@ -119,7 +119,8 @@ def test_a_step_on_a_device_never_waits(
             ["top_k", "shared_top_k", "exdyna", "gtop_k", "everything"],
             [0.05, 1.0],
             [torch.float32, torch.bfloat16],
-        )
+        ),
+        together=1,
     ),
 )
 def test_a_step_with_any_memory_never_waits(

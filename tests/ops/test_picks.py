@@ -214,7 +214,7 @@ KINDS_OF_VALUES = ["normal", "ties", "zeros", "subnormal", "wide", "inf", "nan"]
 @pytest.mark.parametrize(
     ("n", "numel", "kind"),
     [
-        *((*group, kind) for group in [(1, 90), (2, 300)] for kind in KINDS_OF_VALUES),
+        *covering(((*group, kind) for group in [(2, 300), (1, 90)] for kind in KINDS_OF_VALUES), together=1),
         *covering(
             (
                 (*group, kind)

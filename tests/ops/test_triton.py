@@ -13,7 +13,7 @@ from lightning_sparse.core.step import Candidates, Context, Selection
 from lightning_sparse.methods.exchanges import packed_union
 from lightning_sparse.ops import choose, host, on_device, pad, reference
 from lightning_sparse.ops.form import Form, Lanes
-from tests.covering import by_default, covering
+from tests.covering import covering, in_turns
 from tests.ops.interpreted import in_triton, interpret
 from tests.ops.test_variants import bits, values
 from tests.static_path import static_path
@@ -239,12 +239,16 @@ def test_flags_decide_on_the_device(flag: bool) -> None:
         assert chosen.trouble is None
 
 
-@pytest.mark.parametrize("kind", by_default(["wide", "nan", "zeros"], 2))
 @pytest.mark.parametrize(
-    ("slots", "bits"),
-    [(1, 12), (9, 16), (60, 8), *(pytest.param(600, bits, marks=thorough) for bits in (8, 12, 16, 20))],
+    ("size", "kind"),
+    covering(
+        in_turns([(9, 16), (1, 12), (60, 8), *((600, bits) for bits in (8, 12, 16, 20))], ["nan", "zeros", "wide"]),
+        together=1,
+        thorough={(600, bits) for bits in (8, 12, 16, 20)},
+    ),
 )
-def test_messages_are_those_of_torch(slots: int, bits: int, kind: str) -> None:
+def test_messages_are_those_of_torch(size: tuple[int, int], kind: str) -> None:
+    slots, bits = size
     numel, most, generator = 70_003, 4095, torch.Generator().manual_seed(slots)
     acc = torch.cat([values(numel, kind, slots).clamp(-1e30, 1e30), torch.zeros(1)])
     number = max(0, slots - 2)

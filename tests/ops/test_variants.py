@@ -262,7 +262,6 @@ def spoilt(numel: int, bad: str, dtype: torch.dtype, places: list[int]) -> tuple
 NOT_FINITE = covering(
     product([4200, 65, 15, 1, 64, 2047, 2049], BAD, GRADIENTS),
     together=1,
-    seen_as=lambda numel, bad, dtype: (numel, (bad, dtype)),
 )
 
 

@@ -21,7 +21,6 @@ from lightning_sparse.engine.optimizers.hooks import call_around_steps, holding,
 from lightning_sparse.engine.optimizers.kinds import ids_of, rehearses, stepping
 from lightning_sparse.engine.optimizers.left_over import LeftOver
 from lightning_sparse.engine.optimizers.rules import AdamRule, Arrived, MomentumRule, OfGroup
-from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.signals import Hold
 from lightning_sparse.engine.step import Stepper
 
@@ -98,6 +97,8 @@ class OptimizerBinding(MemoryChoice):
         """Steps of optimizers that run within each other."""
         self._averaged: dict[str, tuple[ref[Optimizer], TensorWeakRef]] = {}
         """By parameter, which optimizer has exchanged its gradient last, and the average, unless it is given free."""
+        self._holds: tuple[Optimizer, list[str]] | None = None
+        """The optimizer whose step has begun last, and what it holds."""
         self._empty: list[Parameter] = []
         """Parameters without a gradient while their optimizer passes over a skipped step."""
         call_around_steps(self)
@@ -144,10 +145,14 @@ class OptimizerBinding(MemoryChoice):
     def before(self, optimizer: Optimizer) -> None:
         """Exchange what an optimizer holds, and let its rule act; its gradients are there."""
         held = self._held(optimizer)
-        fresh = any(map(self._stepper.is_fresh, held))
+        self._holds = optimizer, held
+        fresh = not self._stepper.fresh.isdisjoint(held)
         # Gradients may be 0 on one rank alone, and ranks have to decide alike: where there is one to exchange, they do.
-        self._rehearsing = rehearses(optimizer) and not fresh
+        self._rehearsing = not fresh and rehearses(optimizer)
         if self._rehearsing:
+            if held:  # the state that is about to be made is that of the memory which suits the optimizer
+                self._meet(optimizer, held)
+                self.suit(self.optimizers)
             if self.takes(optimizer):
                 self._adam.rehearse(optimizer, self._served(optimizer))
             return
@@ -176,7 +181,7 @@ class OptimizerBinding(MemoryChoice):
     def _meet(self, optimizer: Optimizer, held: Sequence[str]) -> None:
         """Note an optimizer that steps for the first time, and cut groups by what it holds."""
         self._stepper.record.hold(ids_of(optimizer))
-        if not any(known() is optimizer for known in self._found):
+        if optimizer not in [known() for known in self._found]:
             self._found.append(ref(optimizer))
         self._stepper.split(held)
 
@@ -206,11 +211,11 @@ class OptimizerBinding(MemoryChoice):
 
     def _act(self, inner: Optimizer, averages: Mapping[str, Average], steps: int) -> None:
         """Let an optimizer's rule act on averages that have taken the place of gradients, after so many steps."""
-        arrived = list(self._arrivals(inner, averages))
+        arrived = self._arrivals(inner, averages)
         if self.takes(inner):
             self._adam.before(inner, arrived)
         elif type(inner) is SGD:
-            self._momentum.before(inner, self._mine, arrived, self._spends(inner), steps)
+            self._momentum.before(inner, self._own, arrived, self._spends(inner), steps)
         self._adam.leave(inner)
 
     def exchange(self, names: Sequence[str]) -> bool:
@@ -254,20 +259,26 @@ class OptimizerBinding(MemoryChoice):
             problem = CAPTURED.format(type(optimizer).__name__)
         for name in held:
             by, average = self._averaged.get(name, (None, None))
-            if by is None or average is None or stepper.is_fresh(name):
+            if by is None or average is None or (other := by()) is None or other is optimizer or name in stepper.fresh:
                 continue
             if (left := average()) is not None and stepper.parameters[name].grad is left:
-                other = by()
-                problem = TWO.format(name) if other is not None and other is not optimizer else problem
+                problem = TWO.format(name)
         if problem:
             with stepper.failing_together("in the step"):
                 raise RuntimeError(problem)
 
     def _arrivals(self, optimizer: Optimizer, averages: Mapping[str, Average]) -> Iterator[OfGroup]:
-        names = self._mine
+        """Iterate over the groups of an optimizer: their settings, and the averages that they have got."""
+        names, groups = self._own, {} if self._stepper.direct else self._stepper.group_of
         for settings in optimizer.param_groups:
-            named = [(p, names.get(id(p), "")) for p in settings["params"] if p.grad is not None]
-            yield settings, [Arrived(p, n, self._group_of(n), averages[n]) for p, n in named if n in averages]
+            arrived = []
+            for p in settings["params"]:
+                name = names.get(id(p), "")
+                if p.grad is not None and name in averages:
+                    group = groups.get(name)
+                    whole = group is None or group.always_whole
+                    arrived.append(Arrived(p, name, None if whole else group, averages[name]))
+            yield settings, arrived
 
     def _pass_over(self, held: Sequence[str]) -> None:
         """Let an optimizer pass over a skipped step: it finds no gradients, and users find zeros afterwards."""
@@ -297,15 +308,16 @@ class OptimizerBinding(MemoryChoice):
         Raises:
             RuntimeError: on all ranks, if it has ignored the closure in which gradients would have been exchanged.
         """
-        hold = None
+        hold, before, self._holds = None, self._holds, None
+        held = before[1] if before is not None and before[0] is optimizer else self._held(optimizer)
         past = self._outermost is None and not self._rehearsing
-        if past and self._stepper.local([self._parameters[name] for name in self._held(optimizer)]):
+        if past and self._stepper.local([self._parameters[name] for name in held]):
             with self._stepper.failing_together("in the step"):
                 raise RuntimeError(IGNORED.format(type(optimizer).__name__))
-        if self._outermost is not None and not ids_of(optimizer).isdisjoint(self._mine):
+        if self._outermost is not None and held:
             self._depth -= 1
             if self._depth == 0:
-                self._stepper.applied(self._held(optimizer))
+                self._stepper.applied(held)
                 hold, self._outermost = self._stepper.hold(), None
                 empty, self._empty = self._empty, []
                 for p in empty:
@@ -368,8 +380,3 @@ class OptimizerBinding(MemoryChoice):
             self._alone[optimizer] = steps = self._alone.get(optimizer, 0) + 1
             if steps == PATIENCE:
                 self._once(rank_zero_warn, ALONE.format(f"{steps} steps"), kind="alone")
-
-    def _group_of(self, name: str) -> GroupReducer | None:
-        """Return the group whose averages are stepped here, given the name of a parameter; None: torch steps it."""
-        group = None if self._stepper.direct else self._stepper.group_of.get(name)
-        return None if group is None or group.always_whole else group

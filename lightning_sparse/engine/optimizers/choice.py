@@ -12,7 +12,7 @@ from typing import Any
 from weakref import WeakSet, ref
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from lightning_sparse.core.console import page, say
 from lightning_sparse.engine.agreement import check_equal_on_ranks
@@ -68,8 +68,11 @@ class MemoryChoice:
     @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers that were shown, and those that have stepped, in the order in which they came."""
-        found = [one for known in self._found if (one := known()) is not None]
-        return list({id(one): one for one in (*self._shown, *found)}.values())
+        found = list(self._shown)
+        for known in self._found:
+            if (one := known()) is not None and one not in found:
+                found.append(one)
+        return found
 
     @property
     def _mine(self) -> Mapping[int, str]:
@@ -109,7 +112,8 @@ class MemoryChoice:
                 check_equal_on_ranks(chosen, network, stepper.device)
             with stepper.record.changing(), stepper.on_stream.between_steps():
                 go_on_from_dense(stepper, [optimizer for optimizer in known if self.takes(optimizer)])
-        self._check(new)
+        if new:
+            self._check(new)
 
     def suit(self, optimizers: Sequence[Optimizer], begins: bool = False) -> None:
         """Choose the memory that suits optimizers, and an exchange for it, where they were left open.
@@ -170,7 +174,7 @@ class MemoryChoice:
 
     def _spends(self, optimizer: Optimizer) -> bool:
         """Return True if momentum of an optimizer is spent as if averages had not waited; tell the user once."""
-        if not has_velocities(optimizer, self._sparsified):
+        if type(optimizer) is not SGD or not has_velocities(optimizer, self._sparsified):
             return False
         memory = self._stepper.settings.memory_in_use
         keeps_gradients = not isinstance(memory, NoMemory) and memory.averages == "gradients"
@@ -209,7 +213,8 @@ class MemoryChoice:
         if stepper.adoptions != self._second[0]:
             groups = [group for group in stepper.groups if group.memory.needs_second]
             self._second = stepper.adoptions, {id(self._parameters[name]) for group in groups for name in group.spans}
-        return set() if stepper.direct else ids_of(optimizer) & self._second[1] & self._mine.keys()
+        second = self._second[1]
+        return ids_of(optimizer) & second & self._mine.keys() if second and not stepper.direct else set()
 
     def _check(self, optimizers: Sequence[Optimizer]) -> None:
         """Raise a ValueError for optimizers that do not go with the memory; warn where that may be."""

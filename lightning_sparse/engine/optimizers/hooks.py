@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from operator import call
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -75,7 +76,7 @@ def holding() -> list[Hold]:
 
 def in_life() -> list[Any]:
     """Return those who are called around the steps of optimizers, in the order in which they came."""
-    return [one for known in list(_called) if (one := known()) is not None]
+    return list(filter(None, map(call, list(_called))))
 
 
 def changes() -> int:

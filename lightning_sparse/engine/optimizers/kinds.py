@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -130,17 +130,17 @@ def rehearses(optimizer: Optimizer) -> bool:
     return all(p.grad is not None and not bool(own(p.grad).any()) for p in parameters)
 
 
-def holds(optimizer: Optimizer, parameters: Collection[int]) -> bool:
+def holds(optimizer: Optimizer, parameters: Set[int]) -> bool:
     """Return True if an optimizer holds some of these parameters, given by their ids."""
-    return any(groups_with(optimizer, parameters))
+    return bool(groups_with(optimizer, parameters))
 
 
-def groups_with(optimizer: Optimizer, parameters: Collection[int]) -> Iterator[dict[str, Any]]:
+def groups_with(optimizer: Optimizer, parameters: Set[int]) -> list[dict[str, Any]]:
     """Return its groups that hold some of these parameters."""
-    return (group for group in optimizer.param_groups if any(id(p) in parameters for p in group["params"]))
+    return [group for group in optimizer.param_groups if not parameters.isdisjoint(map(id, group["params"]))]
 
 
-def refusal(optimizer: Optimizer, parameters: Collection[int]) -> str | None:
+def refusal(optimizer: Optimizer, parameters: Set[int]) -> str | None:
     """Say why the engine cannot take an optimizer's steps for some parameters; None: it can.
 
     Args:
@@ -167,11 +167,14 @@ def decays_of(optimizers: Iterable[Optimizer]) -> list[tuple[float | None, float
     def known(value: Any) -> float | None:
         return None if isinstance(value, torch.Tensor) and value.device.type != "cpu" else float(value)
 
-    adams = [optimizer for optimizer in optimizers if is_adam(type(stepping(optimizer)))]
-    return [(known(group["betas"][1]), known(group["eps"])) for adam in adams for group in adam.param_groups]
+    found = []
+    for optimizer in optimizers:
+        if is_adam(type(stepping(optimizer))):
+            found += [(known(group["betas"][1]), known(group["eps"])) for group in optimizer.param_groups]
+    return found
 
 
-def settings_of(optimizers: Iterable[Optimizer], parameters: Collection[int]) -> set[tuple[float, float]]:
+def settings_of(optimizers: Iterable[Optimizer], parameters: Set[int]) -> set[tuple[float, float]]:
     """Return the second betas and eps that optimizers have for some parameters."""
     return {
         (float(group["betas"][1]), float(group["eps"]))

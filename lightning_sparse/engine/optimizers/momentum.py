@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -94,7 +94,7 @@ class Stepped(NamedTuple):
     """uint8, steps since an average arrived, before this one."""
 
 
-def has_velocities(optimizer: Optimizer, parameters: Collection[int]) -> bool:
+def has_velocities(optimizer: Optimizer, parameters: Set[int]) -> bool:
     """Return True for ``torch.optim.SGD`` with momentum for some parameters, given by their ids."""
     return type(optimizer) is SGD and any(map(Momentum.of, groups_with(optimizer, parameters)))
 

@@ -67,7 +67,7 @@ class AdamRule:
     @staticmethod
     def memory(
         optimizers: Sequence[Optimizer],
-        parameters: Collection[int],
+        parameters: Set[int],
         tell: Callable[[str], None] = lambda sentence: None,
     ) -> SecondMoment | None:
         """Return the memory that lets steps of these optimizers be taken here; None: one of them takes its own.
@@ -89,7 +89,7 @@ class AdamRule:
         return SecondMoment(*max(settings))
 
     @torch.no_grad()
-    def before(self, optimizer: Optimizer, arrived: Sequence[OfGroup]) -> None:
+    def before(self, optimizer: Optimizer, arrived: Iterable[OfGroup]) -> None:
         """Step, and take the gradients away."""
         # As a GradScaler hands them over to fused optimizers: gradients are still scaled, and the step may be none.
         scale, skip = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
@@ -283,11 +283,12 @@ class MomentumRule:
             steps: gradients that came since its latest step: 1, or 0 in a flush between two steps.
         """
         kept = optimizer.state
-        for parameter in (p for settings in optimizer.param_groups for p in settings["params"]):
-            name = names.get(id(parameter))
-            if name is not None and name not in self._kept:
-                self._kept.add(name)
-                kept.get(parameter, {}).pop(WAITED, None)  # of residuals that are gone; others may have trained since
+        for held in optimizer.param_groups:
+            for parameter in held["params"]:
+                name = names.get(id(parameter))
+                if name is not None and name not in self._kept:
+                    self._kept.add(name)
+                    kept.get(parameter, {}).pop(WAITED, None)  # of residuals that are gone; others may have trained
         if not serves and not any(WAITED in state for state in kept.values()):
             return
         skip = getattr(optimizer, "found_inf", None)

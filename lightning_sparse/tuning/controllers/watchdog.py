@@ -276,10 +276,10 @@ class Watchdog:
         if self._engine() is not engine:
             self._engine = weakref.ref(engine)
             engine._binding.watchers.append(self._before_optimizer)
-        if engine._optimizers is not self._shown:  # replaced optimizers step no more; the others are recorded again
-            self._shown = engine._optimizers
+        if (optimizers := engine._optimizers) != self._shown:  # replaced ones step no more; others are recorded again
+            self._shown = optimizers
             self._stepped.clear()
-        for optimizer in (*engine._optimizers, *self._stepped):
+        for optimizer in {*optimizers, *self._stepped}:
             self._check_optimizer(optimizer, engine)
 
     def _before_optimizer(self, optimizer: Optimizer) -> None:

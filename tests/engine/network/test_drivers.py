@@ -27,6 +27,7 @@ from lightning_sparse.core.messages import (
     together,
 )
 from lightning_sparse.core.step import Context
+from lightning_sparse.engine.ahead import Ahead
 from lightning_sparse.engine.network import TorchCollective, drive, drive_ranks, drive_together, send
 from lightning_sparse.engine.pipeline import init_group, reduce_group
 from lightning_sparse.tools.traffic import count_bytes
@@ -160,13 +161,13 @@ def test_between_two_real_ranks_groups_end_the_same_bit_for_bit_with_fewer_colle
             for kind in {kind for kind, _ in asked}:
                 dtypes = [dtype for each, dtype in asked if each == kind]
                 dtype = dtypes[0] if len(dtypes) == 1 else torch.uint8
-                sent = ("all_to_all", "all_gather") if kind == "all_reduce" else (kind,)
-                expected.update({(one, dtype): asked[kind, dtype] if kind == "send_recv" else 1 for one in sent})
+                sent = "all_gather" if kind == "all_reduce" else kind
+                expected[sent, dtype] += asked[kind, dtype] if kind == "send_recv" else 1
         assert Counter(calls) == expected, name
     *_, calls = results[0]["union_top_k-packed_union"]
-    assert calls == [("all_gather", torch.int32), ("all_to_all", torch.int32), ("all_gather", torch.int32)]
+    assert calls == [("all_gather", torch.int32)] * 2
     # Indices and a survey; the indices of MiCRO; all sums.
-    assert [kind for kind, _ in results[0]["mixed"][-1]] == ["all_gather"] * 2 + ["all_to_all", "all_gather"]
+    assert [kind for kind, _ in results[0]["mixed"][-1]] == ["all_gather"] * 3
 
 
 def is_natural(case: Case, exchange: str) -> bool:
@@ -319,15 +320,15 @@ def noting(name: str, operation: Any, seen: set[str]) -> Any:
     return call
 
 
-def summed_over_hosts(hosts: list[str]) -> tuple[bool, Any, Any, set[str]]:
+def summed_over_hosts(hosts: list[str], far: bool) -> tuple[bool, Any, Any, set[str]]:
     """Return whether ranks on these hosts send to all at once, their answers, and the operations of torch."""
     rank, seen = dist.get_rank(), set[str]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("socket.gethostname", lambda: hosts[rank])
         comm = TorchCollective.of_its_own()
-        sent = comm.one_hop
-        for name in ("all_reduce", "all_to_all_single"):
-            patch.setattr(dist, name, noting(name, getattr(dist, name), seen))
+        sent, comm.far = comm.one_hop, far
+        for owner, name in ((dist, "all_reduce"), (dist, "all_to_all_single"), (Ahead, "send")):
+            patch.setattr(owner, name, noting(name, getattr(owner, name), seen))
         x = torch.arange(5, dtype=torch.int32) + rank
         total, rows = comm.all_reduce(x.clone()), comm.all_gather(x.to(torch.bfloat16))
         [joined], [gathered] = drive_together([asks(AllReduce(x.clone())), asks(AllGather(x.bool()))], comm)
@@ -337,15 +338,16 @@ def summed_over_hosts(hosts: list[str]) -> tuple[bool, Any, Any, set[str]]:
     return sent, total.tolist(), rows.tolist(), seen
 
 
+@pytest.mark.parametrize("far", [False, True])
 @pytest.mark.parametrize(("hosts", "at_once"), [("aaaa", True), ("abcd", True), ("aabb", False), ("abbb", False)])
 def test_ranks_send_to_all_at_once_unless_some_share_one_of_several_hosts(
-    four_ranks: Ranks, hosts: str, at_once: bool
+    four_ranks: Ranks, hosts: str, at_once: bool, far: bool
 ) -> None:
-    for sent, total, rows, seen in four_ranks(summed_over_hosts, list(hosts)):
+    for sent, total, rows, seen in four_ranks(summed_over_hosts, list(hosts), far):
         assert sent is at_once
         assert total == [6, 10, 14, 18, 22]
         assert rows == [[float(i + rank) for i in range(5)] for rank in range(4)]
-        assert seen == ({"all_to_all_single"} if at_once else {"all_reduce"})
+        assert seen == ({"send" if far else "all_to_all_single"} if at_once else {"all_reduce"})
 
 
 def test_large_messages_are_sent_by_themselves_without_a_copy() -> None:

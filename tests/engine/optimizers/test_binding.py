@@ -9,6 +9,7 @@ import torch
 
 import lightning_sparse as ls
 from lightning_sparse.engine.optimizers import choice
+from tests.covering import by_default
 from tests.engine.optimizers.test_adam_rule import Training
 from tests.ranks import Ranks
 
@@ -75,7 +76,9 @@ def exchanges_of(sparsifier: str, shown: bool) -> tuple[list[Any], bool, int]:
     return seen, alike, sum("takes the place" in sentence for sentence in told)
 
 
-@pytest.mark.parametrize(("name", "shown"), [(name, at % 2 == 0) for at, name in enumerate(sorted({*CANNOT} - {*OWN}))])
+@pytest.mark.parametrize(
+    ("name", "shown"), by_default([(name, at % 2 == 0) for at, name in enumerate(sorted({*CANNOT} - {*OWN}))], 3)
+)
 def test_an_exchange_without_second_moments_is_replaced_and_said_once(two_ranks: Ranks, name: str, shown: bool) -> None:
     natural = ls.engine.config.SparsificationConfig(sparsifier=name).exchange_in_use
     union = ls.exchanges.ReduceUnion()

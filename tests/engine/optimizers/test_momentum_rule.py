@@ -99,7 +99,7 @@ def train(kind: str, closure: bool, hyper: dict[str, Any], options: dict[str, An
             ("sharded", True, {}),
             ("sgd", False, {"nesterov": True, "foreach": True, "weight_decay": 0.0}),  # torch then writes to .grad
         ],
-        3,
+        2,
     ),
 )
 def test_the_steps_are_those_of_the_rule(two_ranks: Ranks, kind: str, closure: bool, extra: dict[str, Any]) -> None:

@@ -80,6 +80,7 @@ LEFT |= {"four optimizers of Adam", "density 1 in bfloat16", "flushed momentum",
 LEFT |= {"skipped momentum", "skipped low pass", "skipped and clipped", "skipped and scaled", "bfloat16 momentum"}
 LEFT |= {"exdyna", "decay", "momentum", "float16 scaled", "two exchanges of momentum", "two exchanges of low pass"}
 LEFT |= {"two exchanges of two optimizers", "unused in one group", "skipped second moment"}
+LEFT |= {"union", "two optimizers in turn", "density 1", "no memory"}
 """To thorough runs."""
 CELLS = [(name, moment, MADE[number % len(MADE)]) for number, (name, moment) in enumerate(PAIRS)]
 

@@ -109,7 +109,7 @@ RUNS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", by_default(RUNS, 10), ids=lambda options: "-".join(map(str, options.values())))
+@pytest.mark.parametrize("options", by_default(RUNS, 7), ids=lambda options: "-".join(map(str, options.values())))
 def test_a_run_that_was_saved_goes_on_bit_for_bit(two_ranks: Ranks, options: dict[str, Any]) -> None:
     for same, notes, size in two_ranks(go_on, options):
         assert same

@@ -50,7 +50,7 @@ def test_selections_of_unequal_length_are_padded_to_the_longest_which_is_what_re
     assert trace.residual_norm.tolist() == [5, 0, 0]
 
 
-@pytest.mark.parametrize("n", [2, 3, 5, 8])
+@pytest.mark.parametrize("n", [2, 3, 5, pytest.param(8, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("quiet", [False, True], ids=["picks", "nothing-picked"])
 def test_one_bad_rank_is_heard_among_large_values_wherever_it_sits(n: int, quiet: bool) -> None:
     for bad in range(n):

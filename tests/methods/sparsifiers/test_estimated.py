@@ -44,7 +44,7 @@ KINDS = SMOOTH + ROUGH
 
 
 @each_rule
-@in_one_test("kind, density, dtype", covering(product(KINDS, DENSITIES, [np.float32, np.float64])))
+@in_one_test("kind, density, dtype", covering(product(KINDS, DENSITIES, [np.float32, np.float64]), together=1))
 def test_published_picks_are_those_of_the_reference(rule: Rule, kind: str, density: float, dtype: type) -> None:
     for numel in SIZES:
         acc = accumulator(kind, numel, dtype)
