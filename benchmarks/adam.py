@@ -54,7 +54,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import lightning_sparse as ls
-from lightning_sparse.engine.optimizers.momentum import Momentum, Spending, Stepped
+from lightning_sparse.ops.momentum import Momentum, Spending, Stepped
 
 WORDS = {"gpt": 4096, "lstm": 2000}
 LENGTH = {"gpt": 64, "lstm": 16}

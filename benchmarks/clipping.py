@@ -29,7 +29,7 @@ from jsonargparse import CLI
 from torch import Tensor, nn
 
 import lightning_sparse as ls
-from lightning_sparse.engine.optimizers.momentum import Momentum, Spending, Stepped
+from lightning_sparse.ops.momentum import Momentum, Spending, Stepped
 from lightning_sparse.tools.compare.tasks import text as text_task
 
 WARM = 30

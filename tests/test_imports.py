@@ -151,7 +151,7 @@ PUBLIC |= {
     "engine.gradient_hooks",
     "engine.metrics",
     "engine.network",
-    "engine.optimizers.momentum",
+    "ops.momentum",
     "engine.pipeline",
 }
 PUBLIC |= {"integrations.packages", "tuning.unsuited"}

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from benchmarks.race.configurations import CONFIGURATIONS
 from benchmarks.race.run import Rank, Run, take
 from benchmarks.race.tasks import TASKS
-from lightning_sparse.core.messages import AllReduce, Message, Meter, Steps, answered
+from lightning_sparse.core.messages import AllReduce, Meter, Steps
 
 T = TypeVar("T")
 FILE = "race-bytes.jsonl"
@@ -30,11 +29,14 @@ class Hops(Meter):
         self.hops = 0
 
     def watch(self, steps: Steps[T]) -> Steps[T]:
-        def answer(message: Message) -> Steps[Tensor]:
-            self.hops += (1 + isinstance(message, AllReduce)) * (self.world_size - 1)
-            return (yield message)
-
-        return super().watch(answered(steps, answer))
+        watched, answer = super().watch(steps), None
+        try:
+            while True:
+                message = watched.send(answer)
+                self.hops += (1 + isinstance(message, AllReduce)) * (self.world_size - 1)
+                answer = yield message
+        except StopIteration as end:
+            return end.value
 
 
 def count(task: str, data: Path, folder: Path) -> None:

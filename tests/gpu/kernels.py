@@ -14,9 +14,9 @@ import torch
 
 from lightning_sparse import ops
 from lightning_sparse.core.step import Candidates
-from lightning_sparse.engine.optimizers.momentum import Momentum, Spending, Stepped
 from lightning_sparse.ops import on_device
 from lightning_sparse.ops.adam import Moved, Step, Steps
+from lightning_sparse.ops.momentum import Momentum, Spending, Stepped
 from tests.gpu.checks import Check, Clock, Numbers, SkipError
 from tests.gpu.machine import copy_rate, require_memory
 from tests.gpu.timing import seconds_of

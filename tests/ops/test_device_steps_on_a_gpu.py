@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import lightning_sparse as ls
-from lightning_sparse.engine.optimizers.momentum import Momentum, Spending, Stepped
 from lightning_sparse.ops import adam
 from lightning_sparse.ops.adam import Moved, Step, Steps
+from lightning_sparse.ops.momentum import Momentum, Spending, Stepped
 from lightning_sparse.ops.on_cuda import on_cuda
 from tests.ops.device_steps import first_of_equal, walk
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sparse.engine.optimizers.momentum import Momentum, Spending, Stepped
 from lightning_sparse.ops.addresses import PART
+from lightning_sparse.ops.momentum import Momentum, Spending, Stepped
 from tests.costs import META, Costs
 from tests.ops.interpreted import in_triton, interpret
 from tests.ops.test_no_host_sync import no_waiting

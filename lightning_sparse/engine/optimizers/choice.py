@@ -26,11 +26,11 @@ from lightning_sparse.engine.optimizers.kinds import (
     refusal,
     stepping,
 )
-from lightning_sparse.engine.optimizers.momentum import has_velocities
 from lightning_sparse.engine.optimizers.rules import AdamRule, go_on_from_dense
 from lightning_sparse.engine.step import Stepper
 from lightning_sparse.methods.exchanges import EXCHANGES, as_exchange
 from lightning_sparse.methods.memory import Memory, NoMemory, Residual, SecondMoment
+from lightning_sparse.ops.momentum import has_velocities
 
 SPENT = (
     "SGD applies averages that have waited together with the momentum that they would have had by now "

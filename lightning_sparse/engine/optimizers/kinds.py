@@ -13,7 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from lightning_sparse.core.checks import TINY, expect
+from lightning_sparse.core.checks import TINY
 from lightning_sparse.core.layout import own
 from lightning_sparse.methods.memory import Memory
 
@@ -74,11 +74,6 @@ def refuse_closure(optimizer: Optimizer) -> None:
             f"Expected optimizers that step with the gradients that are there, but the step of "
             f"{type(optimizer).__name__} evaluates the loss: it cannot apply what has waited at the end of training."
         )
-
-
-def check_is_optimizer(given: Any) -> None:
-    """Raise a ValueError unless this is an optimizer, or made like one."""
-    expect(hasattr(given, "param_groups"), "optimizer", "an optimizer", given)
 
 
 @contextmanager

@@ -16,11 +16,11 @@ from torch.utils.hooks import RemovableHandle
 from lightning_sparse.core.layout import flattened, laid_out, own, shaped
 from lightning_sparse.engine.average import Average
 from lightning_sparse.engine.optimizers.kinds import holds, refusal, settings_of, stepping
-from lightning_sparse.engine.optimizers.momentum import Momentum, Spending, Stepped
 from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.regrouping import Groups
 from lightning_sparse.methods.memory import SecondMoment
 from lightning_sparse.ops.adam import Moved, Step, Steps
+from lightning_sparse.ops.momentum import Momentum, Spending, Stepped
 
 STEP = "step"
 """Key of the steps that were taken in torch's state of a parameter."""
@@ -254,7 +254,7 @@ def _formed(optimizers: Iterable[Optimizer], names: Mapping[int, str]) -> dict[s
 class MomentumRule:
     """Spends momentum of averages that have waited.
 
-    See :meth:`~lightning_sparse.engine.optimizers.momentum.Spending.spend_`.
+    See :meth:`~lightning_sparse.ops.momentum.Spending.spend_`.
 
     torch's own step is taken as ever; what is spent early is moved from the velocities to the parameters behind it.
     """

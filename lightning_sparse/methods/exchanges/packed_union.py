@@ -466,4 +466,4 @@ def _step_of(levels: Tensor, dtype: torch.dtype) -> Tensor:
         tensor([0.5000])
     """
     integer, digits, bias = (torch.int32, 23, 127) if dtype == torch.float32 else (torch.int64, 52, 1023)
-    return ((levels + (LOWEST + bias)).clamp(1, 2 * bias) << digits).to(integer).view(dtype)
+    return ((levels.to(integer) + (LOWEST + bias)).clamp(1, 2 * bias) << digits).view(dtype)

@@ -154,7 +154,7 @@ def spend_(
     skip: Tensor | None,
     steps: int,
 ) -> None:
-    """Spend; see :meth:`lightning_sparse.engine.optimizers.momentum.Spending.spend_`.
+    """Spend; see :meth:`lightning_sparse.ops.momentum.Spending.spend_`.
 
     Args:
         table: of steps waited (uint8), gradients, parameters and velocities; alignment is that of the first two.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_sparse.engine.optimizers.momentum import Momentum, Spending, Stepped, has_velocities
+from lightning_sparse.ops.momentum import Momentum, Spending, Stepped, has_velocities
 
 Batch = tuple[Tensor, Tensor]
 Optimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
@@ -84,7 +84,7 @@ class Task:
         Args:
             update: the average.
             early: apply the momentum of delayed averages at once, see
-                :mod:`lightning_sparse.engine.optimizers.momentum`.
+                :mod:`lightning_sparse.ops.momentum`.
         """
         grads = self._views(update, self.parameters)
         for p, view in zip(self.parameters, grads, strict=True):

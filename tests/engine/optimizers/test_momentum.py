@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sparse.engine.optimizers.momentum import Momentum, Spending, Stepped, has_velocities, spent
+from lightning_sparse.ops.momentum import Momentum, Spending, Stepped, has_velocities, spent
 from tests.covering import by_default
 from tests.fake_cuda import CUDA, fake_cuda
 
@@ -147,7 +147,7 @@ def test_devices_work_in_pieces_of_one_kind(monkeypatch: pytest.MonkeyPatch) -> 
     kinds = [torch.float32, torch.float32, torch.bfloat16, torch.float32, torch.float32, torch.float64]
     found = []
     for piece in (1 << 24, 5, 1):
-        monkeypatch.setattr("lightning_sparse.engine.optimizers.momentum.PIECE", piece)
+        monkeypatch.setattr("lightning_sparse.ops.momentum.PIECE", piece)
         generator = torch.Generator().manual_seed(1)
         stepped = []
         for size, kind in zip(sizes, kinds, strict=True):

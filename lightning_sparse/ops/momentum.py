@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from lightning_sparse.core.layout import fills_memory, flattened, in_pieces, sum_dtype
-from lightning_sparse.engine.optimizers.kinds import groups_with
 from lightning_sparse.ops import static_shapes, take
 from lightning_sparse.ops.addresses import DTYPES, Addresses, takes
 from lightning_sparse.ops.host import reaching
@@ -96,7 +95,9 @@ class Stepped(NamedTuple):
 
 def has_velocities(optimizer: Optimizer, parameters: Set[int]) -> bool:
     """Return True for ``torch.optim.SGD`` with momentum for some parameters, given by their ids."""
-    return type(optimizer) is SGD and any(map(Momentum.of, groups_with(optimizer, parameters)))
+    if type(optimizer) is not SGD:
+        return False
+    return any(Momentum.of(one) for one in optimizer.param_groups if not parameters.isdisjoint(map(id, one["params"])))
 
 
 class Spending:
