@@ -52,7 +52,8 @@ class NextForward:
     """
 
     def __init__(self, model: nn.Module, engine: ls.Engine) -> None:
-        self.stepper, self.comm, self.sender = engine.router, engine.router.comm.another(), Sender()
+        self.stepper, self.comm = engine.router, engine.router.comm.another()
+        self.sender = Sender(self.comm)
         self.waiting: dict[int, tuple[GroupReducer, Sent]] = {}
         self.taken = 0
         # The plan is in the order of backward; groups of small parameters come last there, and are used first.

@@ -15,6 +15,8 @@ backward before the step, clipping and loss scaling are errors, on all ranks.
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
 import time
 import weakref
@@ -93,9 +95,11 @@ class Sent:
         failing_together: Callable[[str], AbstractContextManager[None]],
     ) -> None:
         self._work, self._failing_together = work, failing_together
-        self._done, self._results = False, list[OfGroup]()
+        self._results: list[OfGroup] = []
+        self.done = False
+        """True if the work has ended."""
         self.error: BaseException | None = None
-        """With which the work has ended."""
+        """With which it has."""
         self._lock = threading.Lock()
         self._lock.acquire()
 
@@ -111,12 +115,12 @@ class Sent:
         except BaseException as error:
             self.error = self.error or error
         finally:
-            self._done = True
+            self.done = True
             self._lock.release()
 
     def wait(self) -> list[OfGroup]:
         """Return the results; a handler of a signal that runs meanwhile may call this, too."""
-        while not self._done:  # set before the lock is free: whoever has it may be a frame below this one
+        while not self.done:  # set before the lock is free: whoever has it may be a frame below this one
             self._lock.acquire(timeout=LOOK.total_seconds())
         if self.error is not None:
             raise self.error
@@ -124,25 +128,59 @@ class Sent:
 
 
 class Sender:
-    """A thread that does pieces of work in the order in which they come; it starts with the first one."""
+    """A thread that does pieces of work in the order in which they come; it starts with the first one.
 
-    def __init__(self) -> None:
+    Args:
+        comm: for whose messages it waits, and which ends with it.
+    """
+
+    def __init__(self, comm: TorchCollective) -> None:
+        self.comm = comm
         self._work: SimpleQueue[Sent | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._last: Sent | None = None
         self._ends = weakref.finalize(self, self._work.put, None)
+        _senders.add(self)
 
     def send(self, sent: Sent) -> None:
         """Let work be done."""
         if self._thread is None:
             self._thread = threading.Thread(target=_serve, args=(self._work,), name="sparse-overlap", daemon=True)
             self._thread.start()
+        self._last = sent
         self._work.put(sent)
 
+    @property
+    def works(self) -> bool:
+        """True if something is not done."""
+        return self._last is not None and not self._last.done
+
+    def abort(self) -> None:
+        """Let what the thread waits for fail, on all ranks."""
+        if self.works:
+            self.comm.interrupt()
+        self.comm.abort()
+
     def close(self) -> None:
-        """End the thread behind what it has begun."""
+        """End the thread, and what it waits for."""
+        if self.works:
+            self.comm.interrupt()
+        self.comm.close()
         self._ends()
         if self._thread is not None:
             self._thread.join(timeout=10)
+
+
+_senders: weakref.WeakSet[Sender] = weakref.WeakSet()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_senders.clear)  # whose threads are not there
+
+
+@atexit.register
+def _close_all() -> None:
+    """End threads that wait: the interpreter would end them within a message, and so the process by a signal."""
+    for sender in list(_senders):
+        sender.close()
 
 
 def _serve(queue: SimpleQueue[Sent | None]) -> None:
@@ -195,8 +233,8 @@ class Overlapped(Stepper):
         super().__init__(*args, **options)
         self.on_stream = ExchangeStream(self.device, priority=-1)
         threaded = self.on_stream.host_knows and self.comm.world_size > 1
-        self._sender = Sender() if threaded else None
-        self._sending = self.comm.another() if threaded else self.comm
+        self._sender = Sender(self.comm.another()) if threaded else None
+        self._sending = self.comm if self._sender is None else self._sender.comm
         self._waiting: Waiting | None = None
         self.hiding = True
         """False while gradients wait for the step, so that nothing runs beside a backward that is timed."""
@@ -248,7 +286,8 @@ class Overlapped(Stepper):
 
         Args:
             parameters: of the model.
-            gradients: of each of them, on this rank; they must stay as they are until their group is complete.
+            gradients: flat ones of each of them, on this rank, with coordinates as parameters have them in memory; they
+                must stay as they are until their group is complete.
         """
         if (waiting := self._waiting) is None:
             return
@@ -256,7 +295,7 @@ class Overlapped(Stepper):
         for p, grad in zip(parameters, gradients, strict=True):
             name = self.names.get(id(p), "")
             if name in waiting.used:
-                waiting.flat[name] = self._exchanged(name, grad)
+                waiting.flat[name] = grad
                 waiting.missing[id(self.group_of[name])].discard(name)
         ready = [group for group in waiting.plan if id(group) in waiting.missing and not waiting.missing[id(group)]]
         if ready:
@@ -457,14 +496,13 @@ class Overlapped(Stepper):
             with super().failing_together(where):
                 yield
         except Exception:
-            if self._sending is not self.comm:
-                self._sending.abort()
+            if self._sender is not None:
+                self._sender.abort()
             raise
 
     def close(self) -> None:
         """Give the process groups back, and end the thread."""
         super().close()
-        self._sending.close()
         if self._sender is not None:
             self._sender.close()
 
@@ -508,7 +546,8 @@ class OverlappedBackward(BackwardEnd):
     def _arrive(self, bucket: Any) -> None:
         if not self._pending:
             self._overlapped.begin()
-        self._overlapped.take(bucket.parameters(), bucket.gradients())
+        parameters = bucket.parameters()  # bucket.gradients() has coordinates of channels_last in another order
+        self._overlapped.take(parameters, bucket.buffer().split([p.numel() for p in parameters]))
 
     def _end(self, buckets: Any) -> None:
         with self._overlapped.naming_the_cause():

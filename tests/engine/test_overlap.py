@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ from lightning_sparse.methods.grouping import ParameterSize, make_plan
 from tests.covering import by_default, covering
 from tests.ranks import Ranks, error_of
 from tests.static_path import static_path
+from tests.warm import warm_python
 
 KINDS = ["sgd", "momentum", "adamw"]
 GROUPINGS = ["layer", "bucket", "model", ls.grouping.MergeBelow(1500)]
@@ -173,6 +175,50 @@ def test_averages_with_other_settings(two_ranks: Ranks, settings: dict[str, Any]
         assert all(torch.equal(a, b) for a, b in zip(plain[0][0], hidden[0][0], strict=True) if a.numel())
         return
     assert_alike(two_ranks, "sgd", settings, "rates" if "rates=True" in str(settings) else "")
+
+
+class Odd(nn.Module):
+    """Parameters that lie otherwise than most do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maps = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)).to(
+            memory_format=torch.channels_last
+        )
+        self.empty, self.factor = nn.Parameter(torch.empty(0)), nn.Parameter(torch.tensor(1.0))
+        self.turned = nn.Parameter(torch.randn(8, 30).t())
+        self.first, self.tied = nn.Linear(30, 30), nn.Linear(30, 30)
+        self.tied.weight = self.first.weight
+        self.short, self.frozen = nn.Linear(30, 30).bfloat16(), nn.Linear(30, 30).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.maps(x).mean((2, 3)) @ self.turned.t() * self.factor + self.empty.sum()
+        x = self.tied(self.frozen(self.first(x)).tanh())
+        return self.short(x.bfloat16()).float()
+
+
+def odd_weights(overlap: bool, views: bool) -> tuple[Tensor, int]:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Odd(), bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=views)
+    engine = ls.attach(ddp, density=0.1, watch=None, overlap=overlap, grouping="layer", rules=EVERYTHING)
+    held = [p for name, p in ddp.module.named_parameters() if p.requires_grad and name != "maps.2.weight"]
+    optimizer = torch.optim.SGD([{"params": held[:4], "lr": 0.1}, {"params": held[4:]}], lr=0.05, momentum=0.9)
+    generator, hidden = torch.Generator().manual_seed(dist.get_rank()), 0
+    for _ in range(5):
+        optimizer.zero_grad()
+        ddp.module.maps[2].weight.grad = None  # which no optimizer holds
+        ddp(torch.randn(4, 3, 8, 8, generator=generator)).square().mean().backward()
+        hidden += engine.router._waiting is not None if overlap else 0
+        optimizer.step()
+    return torch.cat([p.detach().flatten().float() for p in ddp.parameters()]), hidden
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_averages_of_parameters_that_lie_otherwise(two_ranks: Ranks, views: bool) -> None:
+    plain, hidden = two_ranks(odd_weights, False, views), two_ranks(odd_weights, True, views)
+    for weights, backwards in hidden:
+        assert backwards == 4
+        assert torch.equal(weights, plain[0][0])
 
 
 # ----------------------------------------------------------------------------------------------------- the law
@@ -609,6 +655,120 @@ def test_an_error_on_one_rank_ends_all(where: str) -> None:
     assert {"thread": "ValueError: a bad day", "backward": "ZeroDivisionError", "user": "a bad day"}[where] in said
     assert "lost another rank" in other or "failed" in other, other
     assert max(seconds, own) < WITHIN
+
+
+def waits_alone() -> tuple[str, float, str, float]:
+    """Rank 1 fails, and its engine is closed, while its thread waits for rank 0, which comes later."""
+    run = Run(rules=EVERYTHING)
+    for _ in range(2):
+        run.step()
+    odd = dist.get_rank() == 1
+    if odd:
+        run.model[0].weight.register_hook(lambda grad: 1 / 0)  # type: ignore[index]
+    else:
+        time.sleep(1.5)
+    begin = time.monotonic()
+    said = error_of(run.step)
+    middle = time.monotonic()
+    closing = error_of(run.engine.close) if odd else "nothing"
+    return said, middle - begin, closing, time.monotonic() - middle
+
+
+def test_a_thread_that_waits_ends_with_its_engine() -> None:
+    with Ranks(2) as ranks:
+        (other, *_), (said, seconds, closing, closes) = ranks(waits_alone)
+    assert "lost another rank" in other
+    assert "ZeroDivisionError" in said
+    assert closing == "nothing"
+    assert max(seconds, closes) < 1
+
+
+FAILS = """
+import time, torch, torch.distributed as dist, lightning_sparse as ls
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+model = torch.nn.Sequential(*[torch.nn.Linear(30, 30) for _ in range(4)])
+ddp = DistributedDataParallel(model, bucket_cap_mb=0.002)
+engine = ls.attach(ddp, overlap=True, grouping="layer", watch=None)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    if step == 2 and dist.get_rank() == 0:
+        time.sleep(3)
+    elif step == 2:
+        model[0].weight.register_hook(lambda grad: 1 / 0)
+    ddp(torch.randn(4, 30)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_process_that_fails_ends_with_its_error_and_not_with_a_signal() -> None:
+    """Where the interpreter ends a thread within a message of gloo, that ends the process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        of_all = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    command = [warm_python(), "-c", FAILS]
+    ranks = [
+        subprocess.Popen(command, env={**os.environ, **of_all, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=90)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 1], said
+    assert "LostRankError" in said[0]
+    assert "ZeroDivisionError" in said[1]
+
+
+def closed_between() -> tuple[str, float, bool]:
+    run = Run(rules=EVERYTHING)
+    for _ in range(2):
+        run.step()
+    run.backward()
+    before, begin = run.weights(), time.monotonic()
+    run.engine.close()
+    seconds = time.monotonic() - begin
+    return error_of(run.optimizer.step), seconds, torch.equal(before, run.weights())
+
+
+def test_an_engine_that_is_closed_between_backward_and_step() -> None:
+    with Ranks(2) as ranks:
+        for said, seconds, equal in ranks(closed_between):
+            assert "The engine was closed between a backward and this step of SGD" in said
+            assert seconds < WITHIN
+            assert equal
+
+
+def interrupted(often: bool) -> tuple[Tensor, set[int]]:
+    """Weights of a run whose states are asked for at any moment, and how many gradients they have absorbed."""
+    run = Run("sgd", torch.float64, rules=EVERYTHING, memory="residual", overlap=often)
+    for _ in range(2):
+        run.step()
+    absorbed, ends = set[int](), threading.Event()
+    before = signal.signal(signal.SIGUSR1, lambda *_: absorbed.add(len(run.engine.state_dict()["absorbed"])))
+    choose = torch.Generator().manual_seed(dist.get_rank())
+
+    def ask() -> None:
+        while not ends.wait(0.001 + 0.004 * float(torch.rand((), generator=choose))):
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    try:
+        if often:
+            asking.start()
+        for _ in range(40):
+            run.step()
+    finally:
+        ends.set()
+        if often:
+            asking.join()
+        signal.signal(signal.SIGUSR1, before)
+    return run.weights(), absorbed
+
+
+def test_states_at_any_moment_change_nothing(two_ranks: Ranks) -> None:
+    [(plain, _), _] = two_ranks(interrupted, False)
+    for weights, absorbed in two_ranks(interrupted, True):
+        assert torch.equal(weights, plain)
+        assert len(absorbed) > 2  # also within backward
 
 
 def threads() -> list[int]:
