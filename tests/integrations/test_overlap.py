@@ -1,8 +1,10 @@
-"""`overlap=True` in the Trainer: the weights are those without it, and what cannot be is refused at the start."""
+"""`overlap=True` in the Trainer and in Fabric: weights are those without it, and what cannot be is refused."""
 
 from __future__ import annotations
 
 import importlib
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +13,18 @@ from torch import Tensor
 
 import lightning_sparse as ls
 from tests.covering import by_default
+from tests.integrations.test_fabric import CASES, FABRICS
+from tests.integrations.test_fabric import train as train_in_fabric
 from tests.ranks import Ranks, error_of
-from tests.trainers import EVERYTHING_SPARSE, PACKAGES, flat, make_data, make_module, make_trainer
+from tests.trainers import (
+    EVERYTHING_SPARSE,
+    PACKAGES,
+    flat,
+    make_data,
+    make_module,
+    make_trainer,
+    straight_and_resumed,
+)
 
 
 class Looks:
@@ -81,3 +93,94 @@ def test_buckets_of_ddp_are_small_unless_they_are_given() -> None:
     assert "bucket_cap_mb" not in ls.SparseDDPStrategy()._ddp_kwargs
     assert ls.SparseDDPStrategy(overlap=True)._ddp_kwargs["bucket_cap_mb"] == 4.0
     assert ls.SparseDDPStrategy(overlap=True, bucket_cap_mb=10)._ddp_kwargs["bucket_cap_mb"] == 10
+
+
+def scaled(package: str) -> str:
+    mixed = importlib.import_module(f"{package}.plugins.precision").MixedPrecision
+    plugin = mixed("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=4.0))
+    trainer = make_trainer(package, strategy={"overlap": True, "rules": EVERYTHING_SPARSE}, plugins=[plugin])
+    return error_of(lambda: trainer.fit(make_module(package), make_data(), make_data(16)))
+
+
+@pytest.mark.parametrize("package", by_default(PACKAGES))
+def test_scaled_losses_are_refused_before_the_first_step(package: str) -> None:
+    with Ranks(2) as ranks:
+        for said in ranks(scaled, package):
+            assert "Expected no scaled losses with overlap=True" in said
+            assert "bfloat16" in said
+
+
+def flat_weights(module: Any) -> dict[str, Tensor]:
+    return {"": flat(module)}
+
+
+def resumed(package: str, path: Path) -> dict[str, Any]:
+    """Of a run, and of one that goes on from its checkpoint, both with everything that goes with overlap."""
+
+    def run(ckpt: Path | None = None, **options: Any) -> tuple[Any, Any]:
+        settings = {"density": 0.1, "rules": EVERYTHING_SPARSE, "bucket_cap_mb": 0.0005, "overlap": True}
+        module = make_module(package)
+        trainer = make_trainer(package, strategy={**settings, "strict_resume": True}, **options)
+        trainer.fit(module, make_data(), make_data(16), ckpt_path=ckpt)
+        return trainer, module
+
+    return straight_and_resumed(package, path, flat_weights, run, run, accumulate_grad_batches=2)
+
+
+@pytest.mark.parametrize("package", by_default(PACKAGES))
+def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(two_ranks: Ranks, package: str, tmp_path: Path) -> None:
+    for one in two_ranks(resumed, package, tmp_path):
+        assert one["first"]["steps"] == one["second"]["steps"]
+        assert torch.equal(one["first"]["weights"][""], one["second"]["weights"][""])
+
+
+def fitted_twice(package: str, overlap: bool) -> Tensor:
+    """A strategy that trains two modules, one after another; optimizers of the first one live on."""
+    module, kept = make_module(package), []
+    for _ in range(2):
+        settings = {"density": 0.1, "rules": EVERYTHING_SPARSE, "bucket_cap_mb": 0.0005, "overlap": overlap}
+        trainer = make_trainer(package, strategy=settings)
+        trainer.fit(module, make_data(), make_data(16))
+        kept.append(trainer.optimizers)
+    trainer.fit_loop.max_epochs = 4
+    trainer.fit(module, make_data(), make_data(16))
+    return flat(module)
+
+
+@pytest.mark.parametrize("package", by_default(PACKAGES))
+def test_several_fits(two_ranks: Ranks, package: str) -> None:
+    plain, hidden = two_ranks(fitted_twice, package, False), two_ranks(fitted_twice, package, True)
+    assert all(torch.equal(weights, plain[0]) for weights in (*plain, *hidden))
+
+
+FABRIC = {"sparsifier": "top_k", "density": 0.05, "rules": EVERYTHING_SPARSE, "bucket_cap_mb": 0.0005}
+
+
+@pytest.mark.parametrize("package", by_default(FABRICS))
+@pytest.mark.parametrize("case", ["plain", "view", "accumulate", "closure", "compiled"])
+def test_fabric_trains_as_without_overlap(two_ranks: Ranks, package: str, case: str) -> None:
+    job = partial(train_in_fabric, **CASES[case])
+    cap = 2.0 if case == "compiled" else FABRIC["bucket_cap_mb"]  # torch compiles for no smaller buckets
+    plain, hidden = (two_ranks(job, package, {**FABRIC, "bucket_cap_mb": cap, "overlap": on}) for on in (False, True))
+    for (weights, steps), (expected, known) in zip(hidden, plain, strict=True):
+        assert torch.equal(weights, expected)
+        assert steps == known == [6]
+
+
+def refused_in_fabric(package: str, case: str) -> str:
+    return error_of(lambda: train_in_fabric(package, {**FABRIC, "overlap": True}, **CASES[case]))
+
+
+@pytest.mark.parametrize("package", by_default(FABRICS))
+@pytest.mark.parametrize(
+    ("case", "sentence"),
+    [
+        ("clip", "Gradients cannot be clipped with overlap=True"),
+        ("clip value", "Gradients were changed between backward and the optimizer's step"),
+        ("scaled", "Gradients were changed between backward and the optimizer's step"),
+    ],
+)
+def test_fabric_refuses_what_changes_gradients(package: str, case: str, sentence: str) -> None:
+    with Ranks(2) as ranks:
+        for said in ranks(refused_in_fabric, package, case):
+            assert sentence in said
