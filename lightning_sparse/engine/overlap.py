@@ -34,7 +34,7 @@ from lightning_sparse.core.messages import Steps
 from lightning_sparse.engine.ahead import LOOK
 from lightning_sparse.engine.average import Average, place
 from lightning_sparse.engine.backward import BackwardEnd
-from lightning_sparse.engine.calls import BEGIN, EXCHANGE, HIDDEN, NORM, STEP, Call, Met, compare, digest_of
+from lightning_sparse.engine.calls import BEGIN, EXCHANGE, HIDDEN, STEP, Call, Met, compare, digest_of
 from lightning_sparse.engine.metrics import Stamp
 from lightning_sparse.engine.network import Going, TorchCollective, joined
 from lightning_sparse.engine.optimizers.kinds import ids_of
@@ -64,10 +64,6 @@ RATES = (
 OTHERS = (
     "An optimizer steps other parameters than those whose gradients were exchanged within backward. With overlap=True "
     f"one optimizer holds all parameters that are trained. For several, {INSTEAD}"
-)
-CLIPPED = (
-    "Gradients cannot be clipped with overlap=True: they are exchanged within backward, before their norm is known. "
-    f"Leave out clipping; {INSTEAD}"
 )
 SCALED = (
     "Losses cannot be scaled with overlap=True: gradients are exchanged within backward, before a scaler knows its "
@@ -373,16 +369,6 @@ class Overlapped(Stepper):
         super().gradients_are_here(names, finite, averaged)
 
     # --------------------------------------------------------------------------------------------------- step
-
-    def norm(self, local: Sequence[Tensor]) -> Tensor:
-        """Refuse to clip.
-
-        Raises:
-            RuntimeError: on all ranks.
-        """
-        with self.failing_together("in clipping"):
-            self.meet(NORM, [self.names[id(p)] for p in local], True)
-            raise RuntimeError(CLIPPED)
 
     def exchange(self, names: Sequence[str], scale: Tensor | None = None, kind: int = STEP) -> Exchanged | None:
         """See :meth:`.Stepper.exchange`.

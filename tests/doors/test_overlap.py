@@ -51,7 +51,7 @@ def refused(how: str) -> str:
 SENTENCES = {
     "scaled": "Expected no scaled losses with overlap=True",
     "two": "Expected one optimizer with overlap=True",
-    "norm": "Gradients cannot be clipped with overlap=True",
+    "norm": "Gradients were changed between backward and the optimizer's step",
     "value": "Gradients were changed between backward and the optimizer's step",
 }
 

@@ -432,7 +432,7 @@ ALL = (
 )
 BETWEEN: dict[str, tuple[Any, str]] = {
     "clipped by torch": (clip_by_hand, ALL),
-    "clipped by the engine": (lambda run: run.engine.clip_grad_norm_(run.model.parameters(), 1.0), "cannot be clipped"),
+    "clipped by the engine": (lambda run: run.engine.clip_grad_norm_(run.model.parameters(), 1e9), ALL),
     "values clipped": (lambda run: nn.utils.clip_grad_value_(run.model.parameters(), 1e9), ALL),
     "masked": (mask, WEIGHT),
     "scaled past the version": (lambda run: run.model[4].weight.grad.data.mul_(2), ALL),
@@ -789,6 +789,26 @@ def threads() -> list[int]:
 
 def test_the_thread_ends_with_the_engine(two_ranks: Ranks) -> None:
     assert two_ranks(threads) == [[0, 1, 0]] * 2
+
+
+def measured() -> tuple[list[Tensor], list[float]]:
+    """Weights and norms without overlap and with it, where gradients are only looked at."""
+    weights, norms = [], []
+    for overlap in (False, True):
+        run = Run(overlap=overlap)
+        for _ in range(4):
+            run.optimizer.zero_grad()
+            run.backward()
+            norms.append(float(run.engine.clip_grad_norm_(run.model.parameters(), float("inf"))))
+            run.optimizer.step()
+        weights.append(run.weights())
+    return weights, norms
+
+
+def test_a_norm_that_clips_nothing_may_be_asked_for(two_ranks: Ranks) -> None:
+    for (plain, hidden), norms in two_ranks(measured):
+        assert torch.equal(plain, hidden)
+        assert norms[:4] == norms[4:]
 
 
 def in_a_closure(kind: str, overlap: bool) -> Tensor:
