@@ -19,13 +19,18 @@ library counts it, with local work (`time/exposed_ms`); the messages of a step i
 them, and those of groups that are complete at 80 % of backward ("early"); the part of these that is hidden: by how much
 training waits less than without overlap; in how many rounds the step is shorter. A cell that loses says so.
 
-With `--groupings`, all with overlap, others take turns instead: each grouping that is named, `optimal_merge` (OMGS-SGD)
-by its own measurements among them, and `lags`, layers at densities that hide. Printed is what each adds to `noop`, and
-its ratio to the best of the groupings that are not measured, medians of paired rounds.
+With `--groupings`, all with overlap, others take turns instead: each grouping that is named, such as `merge_below:1e6`,
+`optimal_merge` (OMGS-SGD) by its own measurements among them, and `lags`, layers at densities that hide. Printed is
+what each adds to `noop`, what its profile has predicted of that, the predicted step as a multiple of the shortest of
+all ways to merge layers, and the ratio of the step to that of the best grouping that is not measured, medians of
+paired rounds.
 
-    python benchmarks/overlap.py
-    python benchmarks/overlap.py --groupings layer bucket merge_below model optimal_merge --densities 0.01
-    sudo python benchmarks/overlap.py --links shaped --models lstm --mbit 100
+    sudo python benchmarks/overlap.py --links wait shaped --csv overlap.csv
+    sudo python benchmarks/overlap.py --links wait shaped --densities 0.01 --groupings layer bucket merge_below \\
+        merge_below:1e6 model optimal_merge lags --steps 1 --csv groupings.csv
+    python benchmarks/overlap.py --docs docs/overlap.md --rows overlap.csv groupings.csv
+
+The last one writes the tables of a page, between two comments, and prints cells that lose.
 """
 
 import argparse
@@ -36,6 +41,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -53,8 +60,12 @@ import lightning_sparse as ls
 from lightning_sparse.core.console import Table
 from lightning_sparse.core.messages import Message
 from lightning_sparse.engine.network import TorchCollective
+from lightning_sparse.grouping import Group, ParameterSize, make_plan
+from lightning_sparse.tuning.controllers.planner import LATE, Planner
 
 VARIANTS = ("noop", "step", "overlap")
+MOST_LAYERS = 14
+"""Ways to merge more layers are too many."""
 MEASURED = ("optimal_merge", "lags")
 """Variants that time 15 steps first."""
 BUCKET_MB = 4.0
@@ -130,7 +141,8 @@ class Variant:
             if name == "lags":
                 settings |= {"density": ls.tuning.HiddenDensity(density / 10, 10 * density), "grouping": "layer"}
             elif name not in VARIANTS:
-                settings["grouping"] = name
+                kind, _, numel = name.partition(":")
+                settings["grouping"] = ls.grouping.MergeBelow(float(numel)) if numel else kind
             self.engine = ls.attach(self.ddp, overlap=name != "step", bucket_cap_mb=BUCKET_MB, **settings)
 
     def step(self, batch: Any, link: Link) -> dict[str, float]:
@@ -152,9 +164,41 @@ class Variant:
             "waits": 0.0 if self.engine is None else self.engine.router.exposed_ms() or 0.0,
         }
 
+    def promised(self) -> dict[str, float]:
+        """By the profile of a grouping that is measured, if it has one: what the exchange adds, in milliseconds, and
+        the step as a multiple of the shortest of all ways to merge layers."""
+        found = [one for one in self.engine.observers if isinstance(one, Planner)] if self.engine else []
+        if not found or (profile := found[0].profile) is None:
+            return {}
+        assert self.engine is not None
+        settings = self.engine.settings
+        density, plan = settings.density(LATE), list(self.engine.groups)
+        seconds = profile.step_seconds(plan, density)
+        promised = {"adds": 1e3 * (seconds - profile.compute_seconds)}
+        sizes = [ParameterSize.of(name, p) for name, p in self.ddp.module.named_parameters()]
+        layers = make_plan(sizes, "layer", settings.rules, BUCKET_MB)
+        ordered, _ = profile.timeline(layers)
+        if not settings.density.needs_profile and len(ordered) <= MOST_LAYERS:
+            dense = [group for group in layers if group.dense]
+            best = min(profile.step_seconds([*dense, *groups], density) for groups in merged(ordered))
+            promised["of all"] = seconds / best
+        return promised
+
     def close(self) -> None:
         if self.engine is not None:
             self.engine.close()
+
+
+def merged(layers: Sequence[Group]) -> Iterator[list[Group]]:
+    """All ways to merge neighbours."""
+    for cuts in product((False, True), repeat=len(layers) - 1):
+        groups = [layers[0]]
+        for layer, apart in zip(layers[1:], cuts, strict=True):
+            if apart:
+                groups.append(layer)
+            else:
+                groups[-1] = groups[-1]._replace(parameters=(*groups[-1].parameters, *layer.parameters))
+        yield groups
 
 
 def measure(job: dict[str, Any]) -> None:
@@ -178,8 +222,9 @@ def measure(job: dict[str, Any]) -> None:
             dist.all_reduce(middle, op=dist.ReduceOp.MAX)
             found[name] = dict(zip(steps[0], middle.tolist(), strict=True))
         rounds.append(found)
-        if dist.get_rank() == 0:
-            Path(job["out"]).write_text(json.dumps(rounds))
+    if dist.get_rank() == 0:
+        promised = {name: variant.promised() for name, variant in variants.items()}
+        Path(job["out"]).write_text(json.dumps({"rounds": rounds, "promised": promised}))
     for variant in variants.values():
         variant.close()
     dist.destroy_process_group()
@@ -233,7 +278,9 @@ def row_of(job: dict[str, Any], rounds: list[dict[str, dict[str, float]]]) -> di
     }
 
 
-def grouping_rows(job: dict[str, Any], rounds: list[dict[str, dict[str, float]]]) -> list[dict[str, Any]]:
+def grouping_rows(
+    job: dict[str, Any], rounds: list[dict[str, dict[str, float]]], promised: dict[str, dict[str, float]]
+) -> list[dict[str, Any]]:
     """A row for each grouping."""
     names = [name for name in rounds[0] if name != "noop"]
     fixed = [name for name in names if name not in MEASURED]
@@ -246,10 +293,57 @@ def grouping_rows(job: dict[str, Any], rounds: list[dict[str, dict[str, float]]]
             "grouping": name,
             "step ms": median(one[name]["ms"] for one in rounds),
             "adds": median(one[name]["ms"] - one["noop"]["ms"] for one in rounds),
+            "predicted": promised[name].get("adds", ""),
+            "predicted / of all": promised[name].get("of all", ""),
             "/ best fixed": median(one[name]["ms"] / one[best]["ms"] for one in rounds),
         }
         for name in names
     ]
+
+
+PAGE = {
+    "exposed": ("link", "model", "density", "step waits", "overlap waits", "early", "hidden of early", "shorter"),
+    "groupings": ("link", "model", "grouping", "adds", "predicted", "predicted / of all", "/ best fixed"),
+}
+HEADINGS = {
+    "step waits": "training waits, ms",
+    "overlap waits": "with overlap",
+    "early": "messages of early groups",
+    "hidden of early": "hidden of these",
+    "shorter": "rounds with a shorter step",
+    "adds": "added to a step, ms",
+    "predicted": "predicted",
+    "predicted / of all": "predicted step / shortest of all groupings",
+    "/ best fixed": "step / best fixed grouping",
+}
+
+
+def write_page(page: Path, files: Sequence[Path]) -> None:
+    """Write tables of measured rows between the comments of a page, and print cells that lose."""
+    text = page.read_text()
+    for file in files:
+        with file.open(newline="") as opened:
+            rows = list(csv.DictReader(opened))
+        kind = "groupings" if "grouping" in rows[0] else "exposed"
+        names = PAGE[kind]
+        lines = ["| " + " | ".join(HEADINGS.get(name, name) for name in names) + " |", "| --- " * len(names) + "|"]
+        lines += ["| " + " | ".join(map(shown, (row[name] for name in names))) + " |" for row in rows]
+        begin, end = f"<!-- {kind} -->", f"<!-- end of {kind} -->"
+        before, rest = text.split(begin)
+        _, after = rest.split(end)
+        text = "\n".join([before + begin, *lines, end + after])
+        for row in rows:
+            if row.get("shorter", "").endswith("LOSES") or float(row.get("/ best fixed") or 0) > 1.03:
+                print("loses:", ", ".join(map(shown, row.values())))
+    page.write_text(text)
+
+
+def shown(cell: str) -> str:
+    """A number with three digits, and words as they are."""
+    try:
+        return f"{float(cell):.3g}"
+    except ValueError:
+        return cell.replace(" LOSES", ", **loses**")
 
 
 def main() -> None:
@@ -264,8 +358,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="per turn, besides one to warm up (default: 3)")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for one cell (default: 900)")
     parser.add_argument("--csv", type=Path, help="file for the rows of the table")
+    parser.add_argument("--docs", type=Path, help="page whose tables are written anew, from files of --rows")
+    parser.add_argument("--rows", type=Path, nargs="+", default=[], help="files that --csv has written")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.docs:
+        write_page(arguments.docs, arguments.rows)
+        return
     if arguments.job:
         measure(json.loads(arguments.job))
         return
@@ -285,8 +384,9 @@ def main() -> None:
                         problem = run(job, arguments.timeout)
                         print(f"{link} {model} {mbit:g} Mbit/s, density {density:g}: {problem or 'done'}", flush=True)
                         if Path(job["out"]).exists():
-                            rounds = json.loads(Path(job["out"]).read_text())
-                            rows += grouping_rows(job, rounds) if arguments.groupings else [row_of(job, rounds)]
+                            found = json.loads(Path(job["out"]).read_text())
+                            rounds, groupings = found["rounds"], arguments.groupings
+                            rows += grouping_rows(job, *found.values()) if groupings else [row_of(job, rounds)]
     if not rows:
         return
     texts = [[f"{one:.3g}" if isinstance(one, float) else str(one) for one in row.values()] for row in rows]

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
+from lightning_sparse.hsdp.attach import refuse_without_ddp
 from lightning_sparse.methods.grouping import ParameterSize, make_plan
 from tests.covering import by_default, covering
 from tests.ranks import Ranks, error_of
@@ -455,6 +456,7 @@ BETWEEN: dict[str, tuple[Any, str]] = {
     "another rate": (another_rate, "Learning rates have changed between backward"),
     "another rate on one rank": (on_one_rank(another_rate), "The ranks have drifted apart"),
     "another optimizer": (half, "An optimizer steps other parameters"),
+    "an optimizer of half a group": (half, "Groups cannot change between a backward and the optimizer's step"),
     "a scaler": (unscaled, ALL),
     "a scaler of a fused optimizer": (fused_scaler, "Losses cannot be scaled with overlap=True"),
     "engine.exchange": (
@@ -474,7 +476,8 @@ BETWEEN: dict[str, tuple[Any, str]] = {
 def refused(what: str, views: bool) -> tuple[str, float, float]:
     """What is said, after how long, and what is lost with it."""
     rates = ls.memories.Residual(rates=True) if "rate" in what else "residual"
-    run = Run("sgd", torch.float64, views=views, rules=EVERYTHING, memory=rates)
+    grouping = "model" if "group" in what else "layer"
+    run = Run("sgd", torch.float64, views=views, rules=EVERYTHING, memory=rates, grouping=grouping)
     for _ in range(3):
         run.step()
     before = run.residual()
@@ -535,6 +538,11 @@ def test_settings_that_do_not_go_together(settings: dict[str, Any], sentence: st
         ls.SparseDDPStrategy(**{"overlap": True, **settings})
 
 
+def test_sharded_models_do_not_overlap() -> None:
+    with pytest.raises(ValueError, match="Expected overlap to be False for a sharded model, but got True"):
+        refuse_without_ddp(ls.SparseDDPStrategy(overlap=True).config)
+
+
 def refused_at_construction(options: dict[str, Any]) -> str:
     ddp = DistributedDataParallel(network(), **options)
     return error_of(lambda: ls.attach(ddp, overlap=True))
@@ -565,6 +573,22 @@ def test_two_optimizers_are_one_sentence() -> None:
     with Ranks(2) as ranks:
         for said in ranks(two_optimizers):
             assert "An optimizer steps other parameters than those" in said
+
+
+def beside_another_engine() -> str:
+    run = Run()
+    for _ in range(2):
+        run.step()
+    later = ls.attach(DistributedDataParallel(run.model), density=0.05, watch=None)
+    said = error_of(run.step)
+    later.close()
+    return said
+
+
+def test_two_engines_of_one_model_are_one_sentence() -> None:
+    with Ranks(2) as ranks:
+        for said in ranks(beside_another_engine):
+            assert "Another engine holds parameters of this one" in said
 
 
 # ---------------------------------------------------------------------------------- threads, signals, and errors
