@@ -331,7 +331,7 @@ def write_page(page: Path, files: Sequence[Path]) -> None:
         begin, end = f"<!-- {kind} -->", f"<!-- end of {kind} -->"
         before, rest = text.split(begin)
         _, after = rest.split(end)
-        text = "\n".join([before + begin, *lines, end + after])
+        text = "\n".join([before + begin, "", *lines, "", end + after])
         for row in rows:
             if row.get("shorter", "").endswith("LOSES") or float(row.get("/ best fixed") or 0) > 1.03:
                 print("loses:", ", ".join(map(shown, row.values())))
