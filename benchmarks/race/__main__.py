@@ -13,6 +13,7 @@ in it, or where they are downloaded to; the variable RACE_DATA names it, too.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 from pathlib import Path
 
@@ -21,7 +22,7 @@ import torch
 from benchmarks.machine import processor
 from benchmarks.race.configurations import CONFIGURATIONS
 from benchmarks.race.counted import count
-from benchmarks.race.plan import chosen_entries
+from benchmarks.race.plan import chosen_entries, wanted
 from benchmarks.race.results import FOLDER, Results
 from benchmarks.race.runner import SCRATCH, look, race
 from benchmarks.race.tasks import TASKS
@@ -61,9 +62,9 @@ def main() -> None:
         look(chosen.data)
     else:
         results = Results(chosen.results, on=processor(chosen.device))
-        entries = chosen_entries(chosen.tasks, chosen.methods)
+        missing = functools.partial(wanted, entries=chosen_entries(chosen.tasks, chosen.methods))
         where = chosen.data, chosen.scratch
-        race(results, entries, chosen.minutes, chosen.workers, *where, chosen.nice, chosen.device)
+        race(results, missing, chosen.minutes, chosen.workers, *where, chosen.nice, chosen.device)
 
 
 if __name__ == "__main__":

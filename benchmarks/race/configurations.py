@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.race.methods.base import Method
 from benchmarks.race.methods.demo import DeMo
 from benchmarks.race.methods.dense import Dense, PowerSGD
+from benchmarks.race.methods.drift import Drift
 from benchmarks.race.methods.local import Local
+from benchmarks.race.methods.optimizers import Averaged, Today
 from benchmarks.race.methods.ours import Ours, TopK
 from benchmarks.race.methods.sparseloco import SparseLoCo
 
@@ -83,3 +85,35 @@ CONFIGURATIONS: dict[str, Configuration] = {
     "ours-1000": Configuration(Ours, {"density": 0.001}, title="ours, 0.001", asks=ADAMW),
 }
 """By name. Settings of ours are fixed before any search."""
+
+STEPS = {"factor": "root", "longer": "steps"}
+"""The factor in each rank's own steps; else it is measured, and lengthens averages."""
+DRIFTS: dict[str, dict[str, Any]] = {
+    "average-gain": {},
+    "average-drift": {"score": "drift"},
+    "steps-gain": {**STEPS},
+    "steps-drift": {**STEPS, "score": "drift"},
+    "average-agreed": {"decay": "agreed"},
+    "steps-agreed": {**STEPS, "decay": "agreed"},
+    "average-sparse": {"embeddings": "second_moment"},
+    "steps-sparse": {**STEPS, "embeddings": "second_moment"},
+    "average-warm": {"warm_up": 150},
+    "steps-warm": {**STEPS, "warm_up": 150},
+}
+"""Variants of drift: where the factor is and the score, or what is special."""
+
+
+def _of_optimizers() -> Iterator[tuple[str, Configuration]]:
+    for optimizer in ("muon", "lion"):
+        own, title = {"optimizer": optimizer}, optimizer.capitalize()
+        yield f"{optimizer}-dense", Configuration(Averaged, own, title=f"{title}, dense (DDP)")
+        yield f"{optimizer}-today", Configuration(Today, own, title=f"{title}, today")
+        for name, settings in DRIFTS.items():
+            if optimizer == "muon" or not name.endswith("sparse"):
+                yield f"{optimizer}-{name}", Configuration(Drift, own | settings, title=f"{title}, drift: {name}")
+
+
+OPTIMIZERS: dict[str, Configuration] = dict(_of_optimizers())
+"""Other optimizers than AdamW, which have a plan and a report of their own: `python -m benchmarks.drift`."""
+ALL: dict[str, Configuration] = {**CONFIGURATIONS, **OPTIMIZERS}
+"""All that can be trained."""

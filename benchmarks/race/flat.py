@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,11 @@ class Flat:
 
     def __init__(self, model: nn.Module) -> None:
         kinds: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-        for parameter in model.parameters():
+        names: dict[bool, list[str]] = {True: [], False: []}
+        for name, parameter in model.named_parameters():
             kinds[parameter.dim() > 1].append(parameter)
+            names[parameter.dim() > 1].append(name)
+        self.names, self.vector_names = names[True], names[False]
         self.shapes = [tuple(p.shape) for p in kinds[True]]
         self.vector_shapes = [tuple(p.shape) for p in kinds[False]]
         self.matrices, self.vectors = _joined(kinds[True]), _joined(kinds[False])
@@ -26,6 +29,23 @@ class Flat:
     def both(self) -> list[nn.Parameter]:
         """Matrices, then vectors."""
         return [self.matrices, self.vectors]
+
+    def views(self) -> dict[str, nn.Parameter]:
+        """Each parameter of the model once more, by name: an optimizer that steps these moves the two vectors."""
+        kinds = (self.matrices, self.names, self.shapes), (self.vectors, self.vector_names, self.vector_shapes)
+        found: dict[str, nn.Parameter] = {}
+        for whole, names, shapes in kinds:
+            for name, value, grad in zip(names, pieces(whole.data, shapes), pieces(whole.grad, shapes), strict=True):
+                found[name] = nn.Parameter(value)
+                found[name].grad = grad
+        return found
+
+    def coordinates(self, names: Collection[str]) -> Tensor:
+        """Where some matrices lie in the vector of all."""
+        sizes = [torch.Size(shape).numel() for shape in self.shapes]
+        every = torch.arange(sum(sizes), device=self.matrices.device).split(sizes)
+        chosen = [part for part, name in zip(every, self.names, strict=True) if name in names]
+        return torch.cat([torch.zeros(0, dtype=torch.int64, device=self.matrices.device), *chosen])
 
     def zero_(self) -> None:
         """Forget gradients."""

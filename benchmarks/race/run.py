@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.adam import loss_of
-from benchmarks.race.configurations import CONFIGURATIONS
+from benchmarks.race.configurations import ALL
 from benchmarks.race.flat import Flat
 from benchmarks.race.methods.base import Method, Place, Rate
 from benchmarks.race.replay import Batches, Replay, Step, graphs
@@ -44,11 +44,11 @@ class Run:
     @property
     def settings(self) -> dict[str, Any]:
         """All settings of the method."""
-        return {**CONFIGURATIONS[self.method].settings, **dict(self.outer)}
+        return {**ALL[self.method].settings, **dict(self.outer)}
 
     def described(self) -> dict[str, Any]:
         """All that decides the result but code and machine."""
-        task, make = TASKS[self.task], CONFIGURATIONS[self.method].make
+        task, make = TASKS[self.task], ALL[self.method].make
         return {
             "task": [self.task, task.version],
             "method": [self.method, make.version],  # type: ignore[attr-defined]
@@ -74,7 +74,7 @@ class Rank:
             model = loaded.model()
         self.model = model.to(torch.get_default_device())
         self.flat = Flat(self.model)
-        make = CONFIGURATIONS[run.method].make
+        make = ALL[run.method].make
         at = Place(rank, task.ranks, task.steps, task.betas, task.decay, task.clip_of_averages)
         self.method: Method = make(self.flat, at, **run.settings)
         self.clip = task.clip_of_ranks(self.method.clips_averages, self.method.local)

@@ -7,14 +7,13 @@ import math
 import multiprocessing
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.race.plan import Entry, wanted
 from benchmarks.race.results import Results, commit, line_of
 from benchmarks.race.run import CPU, Run, Simulation
 from benchmarks.race.tasks import CACHE, TASKS, Loaded
@@ -24,14 +23,15 @@ SCRATCH = CACHE
 
 
 @functools.cache
-def _loaded(task: str, data: Path) -> Loaded:
+def loaded(task: str, data: Path) -> Loaded:
+    """The data of a task, read once in a process."""
     with CPU:
         return TASKS[task].load(data)
 
 
 def train(run: Run, data: Path, scratch: Path, deadline: float) -> dict[str, Any] | None:
     """Train in this process, from where it was interrupted; return the line to keep, or None if time is up."""
-    simulation = Simulation(run, _loaded(run.task, data))
+    simulation = Simulation(run, loaded(run.task, data))
     saved = scratch / f"{run.key}.pt"
     if saved.exists():
         simulation.load(torch.load(saved, weights_only=False))
@@ -43,7 +43,7 @@ def train(run: Run, data: Path, scratch: Path, deadline: float) -> dict[str, Any
 
 def race(
     results: Results,
-    entries: Sequence[Entry],
+    wanted: Callable[[Results], Sequence[Run]],
     minutes: float,
     workers: int,
     data: Path,
@@ -51,7 +51,7 @@ def race(
     niceness: int,
     device: str = "cpu",
 ) -> None:
-    """Train what is missing; results are kept as they come."""
+    """Train what is wanted, the first ones first; results are kept as they come."""
     deadline = time.time() + 60 * minutes
     context = multiprocessing.get_context("spawn")
     running: dict[Future[Any], Run] = {}
@@ -59,7 +59,7 @@ def race(
         while True:
             results.read()
             busy = {run.key for run in running.values()}
-            ready = [run for run in wanted(results, entries) if run.key not in busy]
+            ready = [run for run in wanted(results) if run.key not in busy]
             while ready and len(running) < workers and time.time() < deadline:
                 run = ready.pop(0)
                 running[pool.submit(train, run, data, scratch, deadline)] = run
@@ -70,7 +70,7 @@ def race(
                 if line is not None:
                     results.add(line)
                     print(_told(run, results), flush=True)
-    left = len(wanted(results, entries))
+    left = len(wanted(results))
     print(f"{left} trainings wait for more time." if left else "All of these trainings are done.")
 
 
@@ -96,7 +96,7 @@ def _told(run: Run, results: Results) -> str:
 def look(data: Path) -> None:
     """Three methods on a short training, in about four minutes on one core, for anyone to see."""
     for method, rate in (("dense", 8.0), ("ours", 8.0), ("averaging-10", 8.0)):
-        simulation = Simulation(Run("lstm-150", method, rate), _loaded("lstm-150", data))
+        simulation = Simulation(Run("lstm-150", method, rate), loaded("lstm-150", data))
         simulation.train(lambda: False, None)
         step, matrices, vectors, loss = simulation.curve[-1]
         print(f"{method:14} {step} steps, {matrices + vectors:8.2f} MB, perplexity {math.exp(loss):.1f}", flush=True)

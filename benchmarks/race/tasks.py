@@ -141,6 +141,8 @@ TASKS = {
         replace(GPT_300, name="gpt-300-nodes", ranks=2, batch=2 * GPT_300.batch),
         replace(LSTM_600, name="lstm-3000", steps=3000, every=150),
         replace(GPT_300, name="gpt-3000", steps=3000, every=150, warm_up=50),
+        replace(LSTM_600, name="lstm-3000-wide", steps=3000, every=150, batch=4 * LSTM_600.batch),
+        replace(GPT_300, name="gpt-3000-wide", steps=3000, every=150, warm_up=50, batch=4 * GPT_300.batch),
         SHAKESPEARE,
         replace(SHAKESPEARE, name="shakespeare-alone", batch=12, ranks=1),
         replace(SHAKESPEARE, name="shakespeare-pair"),

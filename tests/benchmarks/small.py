@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_h
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.race.configurations import CONFIGURATIONS
+from benchmarks.race.configurations import ALL as CONFIGURED
 from benchmarks.race.flat import Flat
 from benchmarks.race.methods.base import Method, Place
 from benchmarks.race.methods.dense import PowerSGD
@@ -216,4 +216,4 @@ def simulated(names: Sequence[str], n: int) -> list[tuple[list[Tensor], float]]:
     return found
 
 
-ALL = list(CONFIGURATIONS)
+ALL = list(CONFIGURED)

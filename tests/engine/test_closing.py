@@ -150,3 +150,20 @@ def test_a_rank_that_closes_alone_ends_the_others_soon() -> None:
         assert first.startswith(expected)
         assert again != "nothing"
         assert seconds < WITHIN
+
+
+def moved_after_a_step(closed: bool) -> bool:
+    """Torch moves the parts of a sharded model by swapping tensors, which none that is watched allows."""
+    model, engine = wrapped("sharded")
+    optimizer = optimizer_of("momentum", model)
+    backward(model)
+    optimizer.step()
+    if closed:
+        engine.close()
+    model.to("cpu")
+    return all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_sharded_model_may_be_moved_with_its_gradients(four_ranks: Ranks, closed: bool) -> None:
+    assert all(four_ranks(moved_after_a_step, closed))

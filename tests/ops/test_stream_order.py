@@ -35,8 +35,7 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-3, fused=True)
 @pytest.fixture
 def kernels(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
     """Streams that see launches, too."""
-    from lightning_sparse.engine.optimizers import momentum
-    from lightning_sparse.ops import adam
+    from lightning_sparse.ops import adam, momentum
 
     for module in (adam, momentum):  # rehearsals have tests of their own
         monkeypatch.setattr(module, "_rehearse", lambda *_: None)

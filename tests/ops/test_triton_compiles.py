@@ -52,6 +52,6 @@ def test_kernels_are_compiled_for_hopper(what: list[str]) -> None:
         if name.startswith("weigh"):  # gradient, accumulator and second moment are read and written
             assert min(numbers["wide_loads"], numbers["wide_stores"]) >= 5, f"{name}: {numbers}"
         if name.startswith(("squares", "adam")):
-            assert numbers["wide_loads"] >= 2, f"{name}: {numbers}"
+            assert numbers["wide_loads"] >= 1 + (name != "squares_bf16"), f"{name}: {numbers}"
         if name.startswith("momentum"):  # gradients; steps waited are single bytes
             assert numbers["wide_loads"] >= 1, f"{name}: {numbers}"

@@ -190,9 +190,9 @@ def member(engine: Any, name: str) -> Any:
         "ignore_skipped": ["skip_void"],
         "_skipped": ["skipped", "void"],
         "_flush_next_step": ["flush_next_step"],
-        "groups": ["plan"],  # which were more than plans
+        "groups": ["plan"],
     }
-    names = [*earlier[name], name] if name == "groups" else [name, *earlier[name]]
+    names = [*earlier[name], name]  # a present name may have been that of something else
     return getattr(engine, next(one for one in names if hasattr(engine, one)))
 
 

@@ -12,7 +12,6 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
-from torch.utils.weak import TensorWeakRef
 
 from lightning_sparse.engine.average import Average
 from lightning_sparse.engine.calls import EXCHANGE
@@ -51,6 +50,8 @@ APART = (
     "not torch's, also where an optimizer holds copies of the parameters. What is written to weights otherwise has to "
     "be equal on all ranks. Go on from a checkpoint that was written before."
 )
+AVERAGE = "_is_an_average"
+"""Attribute of gradients that are averages. A weak reference would not let a module's ``to`` replace them."""
 TWO = (
     "Two optimizers step {} after one backward. The first one has exchanged its gradient, and the second one would "
     "step with an average that is meant for the first. Call backward before each of the two steps, or let one of them "
@@ -95,8 +96,8 @@ class OptimizerBinding(MemoryChoice):
         stepper.hold = lambda: holding()[-1] if holding() else within if self._outermost is not None else beside
         self._depth = 0
         """Steps of optimizers that run within each other."""
-        self._averaged: dict[str, tuple[ref[Optimizer], TensorWeakRef]] = {}
-        """By parameter, which optimizer has exchanged its gradient last, and the average, unless it is given free."""
+        self._averaged: dict[str, ref[Optimizer]] = {}
+        """By parameter, which optimizer has exchanged its gradient last; the average is marked."""
         self._holds: tuple[Optimizer, list[str]] | None = None
         """The optimizer whose step has begun last, and what it holds."""
         self._empty: list[Parameter] = []
@@ -203,10 +204,12 @@ class OptimizerBinding(MemoryChoice):
             self._pass_over(held)
             self._say_skipped()
             return
+        by = ref(optimizer)
         for name in exchanged.averages:
             grad = stepper.parameters[name].grad
             assert grad is not None
-            self._averaged[name] = ref(optimizer), TensorWeakRef(grad)
+            self._averaged[name] = by
+            setattr(grad, AVERAGE, True)
         self._act(inner, exchanged.averages, 1)
 
     def _act(self, inner: Optimizer, averages: Mapping[str, Average], steps: int) -> None:
@@ -258,10 +261,10 @@ class OptimizerBinding(MemoryChoice):
         elif stepper.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             problem = CAPTURED.format(type(optimizer).__name__)
         for name in held:
-            by, average = self._averaged.get(name, (None, None))
-            if by is None or average is None or (other := by()) is None or other is optimizer or name in stepper.fresh:
+            by = self._averaged.get(name)
+            if by is None or (other := by()) is None or other is optimizer or name in stepper.fresh:
                 continue
-            if (left := average()) is not None and stepper.parameters[name].grad is left:
+            if hasattr(stepper.parameters[name].grad, AVERAGE):
                 problem = TWO.format(name)
         if problem:
             with stepper.failing_together("in the step"):

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.utils.weak import TensorWeakRef
 
 from lightning_sparse.engine.gradient_hooks import on_gradients
 from lightning_sparse.engine.optimizers.hooks import ask_before_steps, in_life
@@ -16,6 +15,9 @@ CLOSED = (
     "The engine was closed between a backward and this step of {}, so that gradients, such as that of {}, are each "
     "rank's own, and ranks would drift apart. Close an engine when optimizers have stepped, or clear the gradients."
 )
+
+MARK = "_of_a_closed_engine"
+"""Attribute of such gradients. A weak reference would not let a module's ``to`` replace them."""
 
 
 class LeftOver:
@@ -31,7 +33,10 @@ class LeftOver:
     """
 
     def __init__(self, parameters: Mapping[str, Parameter]) -> None:
-        self._left = {id(p): (name, TensorWeakRef(p.grad)) for name, p in parameters.items() if p.grad is not None}
+        self._left = {id(p): name for name, p in parameters.items() if p.grad is not None}
+        for p in parameters.values():
+            if p.grad is not None:
+                setattr(p.grad, MARK, True)
         self._hooks = on_gradients(parameters, self._arrived)
         ask_before_steps(self)
 
@@ -47,8 +52,8 @@ class LeftOver:
         if not self._left:
             self._hooks.close()  # not in one of them: they may be iterated over
         for p in (p for group in optimizer.param_groups for p in group["params"]):
-            name, left = self._left.get(id(p), ("", None))
-            if left is None or p.grad is None or p.grad is not left() or not p.grad.any():
+            name = self._left.get(id(p))
+            if name is None or p.grad is None or not hasattr(p.grad, MARK) or not p.grad.any():
                 continue
             if not any(one.exchanges(p) for one in in_life()):
                 raise RuntimeError(CLOSED.format(type(optimizer).__name__, name))
