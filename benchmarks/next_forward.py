@@ -55,7 +55,6 @@ class NextForward:
         self.stepper, self.comm = engine.router, engine.router.comm.another()
         self.sender = Sender(self.comm)
         self.waiting: dict[int, tuple[GroupReducer, Sent]] = {}
-        self.taken = 0
         # The plan is in the order of backward; groups of small parameters come last there, and are used first.
         self.groups = list(reversed(self.stepper.groups))
         for module in model.modules():
@@ -66,16 +65,16 @@ class NextForward:
     @torch.no_grad()
     def step(self) -> None:
         """Absorb and select; messages go on."""
-        world = self.comm.world_size
+        taken, world = self.stepper.record.counts.step, self.comm.world_size
         for group in self.groups:
             grads = {name: self.stepper.parameters[name].grad for name in group.spans}
             pieces = {name: grad.view(-1) for name, grad in grads.items() if grad is not None}
-            ctx = Context(self.taken, group.density(self.taken), self.comm.rank, world)
+            ctx = Context(taken, group.density(taken), self.comm.rank, world)
             going = Going(joined([group.exchange_steps(ctx, pieces)], self.comm), self.comm.start, at_once)
             sent = Sent(torch.no_grad()(going.run), self.stepper.failing_together)
             self.sender.send(sent)
             self.waiting[id(group)] = group, sent
-        self.taken += 1
+        self.stepper.record.count(skipped=False)  # by which sketches of norms differ from step to step
 
     @torch.no_grad()
     def wait(self, groups: list[GroupReducer]) -> None:
