@@ -37,6 +37,7 @@ import argparse
 import csv
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -49,7 +50,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from links import launch, limit, network, why_not
+from links import launch, limit, network, stop, why_not
 from machine import about, free_port, in_words
 from models14m import MODELS
 from torch import Tensor
@@ -301,6 +302,14 @@ def grouping_rows(
     ]
 
 
+def save(rows: Sequence[dict[str, Any]], file: Path) -> None:
+    """Write rows of a table, those before included."""
+    with file.open("w", newline="") as opened:
+        writer = csv.DictWriter(opened, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
 PAGE = {
     "exposed": ("link", "model", "density", "step waits", "overlap waits", "early", "hidden of early", "shorter"),
     "groupings": ("link", "model", "grouping", "adds", "predicted", "predicted / of all", "/ best fixed"),
@@ -371,6 +380,8 @@ def main() -> None:
     if "shaped" in arguments.links and (reason := why_not()):
         print(f"No shaped links: {reason}.")
         return
+    for number in (signal.SIGTERM, signal.SIGHUP):  # namespaces and ranks do not outlive this
+        signal.signal(number, stop)
     rows = []
     for link in arguments.links:
         for model in arguments.models:
@@ -387,16 +398,13 @@ def main() -> None:
                             found = json.loads(Path(job["out"]).read_text())
                             rounds, groupings = found["rounds"], arguments.groupings
                             rows += grouping_rows(job, *found.values()) if groupings else [row_of(job, rounds)]
+                            if arguments.csv:
+                                save(rows, arguments.csv)
     if not rows:
         return
     texts = [[f"{one:.3g}" if isinstance(one, float) else str(one) for one in row.values()] for row in rows]
     Table("what an exchange adds to a step, in ms", list(rows[0]), texts, left=(0, 1)).show()
     print(in_words(about()))
-    if arguments.csv:
-        with arguments.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
 
 
 if __name__ == "__main__":
