@@ -232,6 +232,8 @@ class Overlapped(Stepper):
         self._sender = Sender(self.comm.another()) if threaded else None
         self._sending = self.comm if self._sender is None else self._sender.comm
         self._waiting: Waiting | None = None
+        self._kept = False
+        """Whether gradients of the latest backward were absorbed, though some were not finite."""
         self.hiding = True
         """False while gradients wait for the step, so that nothing runs beside a backward that is timed."""
 
@@ -253,6 +255,7 @@ class Overlapped(Stepper):
             self.meet(BEGIN, (), True)
             _wait_for(waiting)  # the thread must not be within a message when groups are given back
             raise RuntimeError(SECOND)
+        self._kept = False
         ids = {key for optimizer in self.optimizers() for key in ids_of(optimizer)}
         names = [name for name, p in self.parameters.items() if id(p) in ids]
         if not names or not self.hiding:
@@ -365,7 +368,7 @@ class Overlapped(Stepper):
                     if static_shapes(self.device):
                         forget_overflow_(group.state, group.memory, self.comm.world_size)
             self._note_what_waits(waiting.used, waiting.flush, skipped=True)
-            self._waiting, self.busy = None, False
+            self._waiting, self.busy, self._kept = None, False, True
         super().gradients_are_here(names, finite, averaged)
 
     # --------------------------------------------------------------------------------------------------- step
@@ -430,6 +433,16 @@ class Overlapped(Stepper):
         self.busy = False
         return result[0]
 
+    def _start(self, fresh: Sequence[str], used: set[str], units: Units) -> Started:
+        """See the base; gradients that were not finite, and are now, were absorbed in part.
+
+        Raises:
+            RuntimeError: on all ranks, in that case.
+        """
+        if self._kept:
+            raise RuntimeError(_changed(fresh))
+        return super()._start(fresh, used, units)
+
     def _changed(self, waiting: Waiting) -> set[str]:
         """Return parameters whose ``.grad`` is not what DDP has left there."""
         found = set()
@@ -453,8 +466,7 @@ class Overlapped(Stepper):
             raise RuntimeError(OTHERS)
         changed = [name for name, number in self._numbers.items() if met.used[number]]
         if changed:
-            more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
-            raise RuntimeError(CHANGED.format(", ".join(changed[:5]) + more))
+            raise RuntimeError(_changed(changed))
         if not met.finite:
             raise RuntimeError(RATES)
 
@@ -496,6 +508,12 @@ class Overlapped(Stepper):
 def _wait_for(waiting: Waiting) -> list[OfGroup]:
     """Return what was exchanged, in the order of :attr:`Waiting.groups`."""
     return [one for sent in waiting.sent for one in sent.wait()]
+
+
+def _changed(names: Sequence[str]) -> str:
+    """Say that gradients of these were changed."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return CHANGED.format(", ".join(names[:5]) + more)
 
 
 def _sampled(gradients: Sequence[Tensor]) -> Tensor:

@@ -575,6 +575,38 @@ def test_two_optimizers_are_one_sentence() -> None:
             assert "An optimizer steps other parameters than those" in said
 
 
+def mended(how: str) -> tuple[str, float, bool, int]:
+    """What is said of gradients that were not finite in backward and are in the step, and what is lost with it."""
+    run = Run("sgd", torch.float64, rules=EVERYTHING, memory="residual")
+    for _ in range(3):
+        run.step()
+    run.optimizer.zero_grad()
+    before, start, here = run.residual(), run.weights(), dict[str, Tensor]()
+    parameters = run.engine._parameters
+    last = next(iter(parameters))
+    parameters[last].register_hook(lambda grad: grad.index_fill(0, torch.tensor([3]), float("inf")))
+    for name, p in parameters.items():
+        p.register_hook(lambda grad, name=name: here.update({name: grad.nan_to_num(posinf=0.0)}))  # type: ignore[misc]
+    run.backward()
+    for name, p in parameters.items() if how != "as they are" else ():
+        p.grad = here[name] if how == "mended" else torch.zeros_like(p)
+    said = error_of(run.optimizer.step)
+    local = torch.cat([here[name].flatten() for name in parameters])
+    lost = float((run.residual() - before - local).abs().max())
+    return said, lost, torch.equal(run.weights(), start), run.engine.skipped_steps
+
+
+@pytest.mark.filterwarnings("ignore:.*not finite")
+@pytest.mark.parametrize("how", ["as they are", "zeroed", "mended"])
+def test_gradients_that_were_not_finite_are_not_exchanged_again(how: str) -> None:
+    with Ranks(2) as ranks:
+        for said, lost, still, skipped in ranks(mended, how):
+            assert (said == "nothing") if how == "as they are" else ("Gradients were changed between" in said)
+            assert lost < 1e-12
+            assert still
+            assert skipped == 1
+
+
 def beside_another_engine() -> str:
     run = Run()
     for _ in range(2):
