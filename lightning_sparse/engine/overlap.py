@@ -103,8 +103,9 @@ class Sent:
         """Do the work; its error is raised where it is waited for."""
         try:
             with self._failing_together("in the exchange"):
+                work, self._work = self._work, list  # which holds gradients
                 try:
-                    self._results = self._work()
+                    self._results = work()
                 except BaseException as error:
                     self.error = error
                     raise
@@ -134,7 +135,7 @@ class Sender:
         self.comm = comm
         self._work: SimpleQueue[Sent | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._last: Sent | None = None
+        self._last: Callable[[], Sent | None] = lambda: None
         self._ends = weakref.finalize(self, self._work.put, None)
         _senders.add(self)
 
@@ -143,13 +144,14 @@ class Sender:
         if self._thread is None:
             self._thread = threading.Thread(target=_serve, args=(self._work,), name="sparse-overlap", daemon=True)
             self._thread.start()
-        self._last = sent
+        self._last = weakref.ref(sent)
         self._work.put(sent)
 
     @property
     def works(self) -> bool:
         """True if something is not done."""
-        return self._last is not None and not self._last.done
+        last = self._last()
+        return last is not None and not last.done
 
     def abort(self) -> None:
         """Let what the thread waits for fail, on all ranks."""
@@ -320,12 +322,12 @@ class Overlapped(Stepper):
         comm = self._sending
         going = Going(joined(steps, comm), comm.start, at_once)
 
-        begins = not waiting.sent and self._sender is not None
+        announce = None if waiting.sent or self._sender is None else waiting.announce
 
         @torch.no_grad()
         def work() -> list[OfGroup]:
-            if begins:  # looked at before the first message
-                waiting.announce(comm)
+            if announce is not None:  # looked at before the first message
+                announce(comm)
             return going.run()
 
         sent = Sent(work, self.failing_together)

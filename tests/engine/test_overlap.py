@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
@@ -834,6 +836,25 @@ def test_states_at_any_moment_change_nothing(two_ranks: Ranks) -> None:
     for weights, absorbed in two_ranks(interrupted, True):
         assert torch.equal(weights, plain)
         assert len(absorbed) > 2  # also within backward
+
+
+def given_free() -> list[bool]:
+    """Whether nothing holds gradients that are set to None, without a search for cycles."""
+    run, found = Run("momentum"), []
+    gc.disable()
+    try:
+        for _ in range(4):
+            run.step()
+            every = [StorageWeakRef(p.grad.untyped_storage()) for p in run.model.parameters()]  # type: ignore[union-attr]
+            run.optimizer.zero_grad()
+            found.append(all(one.expired() for one in every))
+    finally:
+        gc.enable()
+    return found
+
+
+def test_gradients_are_given_free(two_ranks: Ranks) -> None:
+    assert two_ranks(given_free) == [[True] * 4] * 2
 
 
 def threads() -> list[int]:
