@@ -55,6 +55,12 @@ ALLOWED = (
         composition=r"^Everything|\| (1\.0|norm|value) \|",
         moved=True,
     ),
+    Allowed(
+        "scaled averages",
+        "Averages of clipped gradients were rounded once more with a loss scale; they are those without one now.",
+        composition=r"ClipByNorm.*bfloat16.*\| scaler \|",
+        moved=True,
+    ),
 )
 """To be made shorter, not longer. Used differences are counted in the summary."""
 
