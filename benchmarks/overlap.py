@@ -15,9 +15,10 @@ its time is the slower rank's:
 - overlap: the same with `overlap=True`; messages of groups that are complete together travel together.
 
 Columns: what `step` and `overlap` add to `noop`, medians of paired rounds; for how long training waits in both, as the
-library counts it, with local work (`time/exposed_ms`); the messages of a step in `overlap`, as the thread waits for
-them, and those of groups that are complete at 80 % of backward ("early"); the part of these that is hidden: by how much
-training waits less than without overlap; in how many rounds the step is shorter. A cell that loses says so.
+library counts it, with local work (`time/exposed_ms`); the messages of a step in `overlap`, by the time that the
+link takes for their bytes, and those of groups that are complete at 80 % of backward ("early"); the part of these that
+is hidden: by how much training waits less than without overlap, above 1 where ranks also wait less for each other; in
+how many rounds the step is shorter. A cell that loses says so.
 
 With `--groupings`, all with overlap, others take turns instead: each grouping that is named, such as `merge_below:1e6`,
 `optimal_merge` (OMGS-SGD) by its own measurements among them, and `lags`, layers at densities that hide. Printed is
@@ -83,26 +84,28 @@ class Link:
     """A link of a rate beside that of loopback; what is sent waits for what was sent before.
 
     Args:
-        mbit: Mbit/s; None: messages take the time that they take.
+        mbit: Mbit/s.
+        waits: whether messages are to wait for it; else they take the time that they take.
     """
 
-    def __init__(self, mbit: float | None) -> None:
+    def __init__(self, mbit: float, waits: bool = True) -> None:
         self.mbit, self.free = mbit, 0.0
         self.taken: list[tuple[float, float]] = []
-        """When each message began, and the seconds until it was over."""
+        """When each message began, and the seconds that it takes on the link."""
         start = TorchCollective.start
 
         def timed(comm: TorchCollective, message: Message) -> Any:
             begin = time.perf_counter()
-            over = max(begin, self.free) + self.seconds(message)
+            seconds = self.seconds(message)
+            over = max(begin, self.free) + seconds
             answer = start(comm, message)
 
             def finished() -> Tensor:
                 result = answer()
-                if self.mbit is not None:
+                if waits:
                     self.free = over
                     time.sleep(max(0.0, over - time.perf_counter()))
-                self.taken.append((begin, time.perf_counter() - begin))
+                self.taken.append((begin, seconds))
                 return result
 
             return finished
@@ -116,8 +119,6 @@ class Link:
 
     def seconds(self, message: Message) -> float:
         """How long a message takes at least."""
-        if self.mbit is None:
-            return 0.0
         return ROUND_TRIP / 2 + 8 * message.bytes_sent(dist.get_world_size()) / (1e6 * self.mbit)
 
 
@@ -208,7 +209,7 @@ def measure(job: dict[str, Any]) -> None:
     """What each rank does; rank 0 writes the rounds to a file."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    link = Link(job["mbit"] if job["link"] == "wait" else None)
+    link = Link(job["mbit"], waits=job["link"] == "wait")
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     batch = MODELS[job["model"]].random_batch(generator)
     names = job["variants"]
