@@ -30,7 +30,6 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from lightning_sparse.core.layout import flattened
-from lightning_sparse.core.messages import Steps
 from lightning_sparse.engine.ahead import LOOK
 from lightning_sparse.engine.average import Average, place
 from lightning_sparse.engine.backward import BackwardEnd
@@ -396,8 +395,7 @@ class Overlapped(Stepper):
         met: list[Met] = []
         result: list[Exchanged] = []
         joining: Going[Joined] | None = None
-        nothing = Going(joined(list[Steps[OfGroup]](), self._sending), self._sending.start, at_once)
-        started = Started(waiting.groups, waiting.used, units, waiting.flush, nothing)
+        started = Started(waiting.groups, waiting.used, units, waiting.flush)
 
         def rest() -> None:
             """Go on to the end, see the base."""
@@ -435,7 +433,7 @@ class Overlapped(Stepper):
         self.busy = False
         return result[0]
 
-    def _start(self, fresh: Sequence[str], used: set[str], units: Units) -> Started:
+    def _start(self, fresh: Sequence[str], used: set[str], units: Units) -> tuple[Started, Going[list[OfGroup]]]:
         """See the base; gradients that were not finite, and are now, were absorbed in part.
 
         Raises:

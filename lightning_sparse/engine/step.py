@@ -66,15 +66,13 @@ class Units(NamedTuple):
 
 
 class Started(NamedTuple):
-    """An exchange whose local work is done, up to the first message."""
+    """What an exchange is of."""
 
     groups: list[GroupReducer]
     used: set[str]
     """Parameters that have a gradient on any rank."""
     units: Units
     flush: bool
-    going: Going[list[OfGroup]]
-    """From there on."""
 
 
 class Joined(NamedTuple):
@@ -473,7 +471,7 @@ class Stepper(Groups):
         here = {name for name in used_here if self.parameters[name].grad is not None}
         met: list[Met] = []
         result: list[Exchanged] = []
-        started: Started | None = None
+        started: tuple[Started, Going[list[OfGroup]]] | None = None
         joining: Going[Joined] | None = None
 
         def rest() -> None:
@@ -491,11 +489,12 @@ class Stepper(Groups):
                 started = self._listen(lambda: self._start(fresh, anywhere, units))
             self._unused = {name for name, number in self._numbers.items() if not used[number]}
             with self.on_stream.between_steps():
-                made = started.going.run()
-                joining = joining or Going(self._join(started, made), self._start_within, self._listening)
+                what, going = started
+                made = going.run()
+                joining = joining or Going(self._join(what, made), self._start_within, self._listening)
                 joined = joining.run()
                 if not result:
-                    result.append(self._settle(started, joined, begin))
+                    result.append(self._settle(what, joined, begin))
 
         self.busy, self._hold = True, self.hold()
         try:
@@ -541,7 +540,7 @@ class Stepper(Groups):
         self._before_exchange()
         self.busy, self._starts = True, False
 
-    def _start(self, fresh: Sequence[str], used: set[str], units: Units) -> Started:
+    def _start(self, fresh: Sequence[str], used: set[str], units: Units) -> tuple[Started, Going[list[OfGroup]]]:
         """Absorb gradients and select from them, up to the first message."""
         self._open()
         used = used - self._set_aside(used, units)  # of groups that are new
@@ -561,7 +560,7 @@ class Stepper(Groups):
                 self._steps_of(group, pieces, used, units, flush) for group, pieces in zip(groups, taken, strict=True)
             ]
             going = Going(joined(steps, self.comm), self.comm.start, self._listening)
-        return Started(groups, used, units, flush, going)
+        return Started(groups, used, units, flush), going
 
     def _join(self, started: Started, made: Sequence[OfGroup]) -> Steps[Joined]:
         """Put averages in the place of gradients, also those that ranks near this one have made of their parts."""
@@ -587,7 +586,7 @@ class Stepper(Groups):
 
     def _settle(self, started: Started, joined: Joined, begin: Stamp) -> Exchanged:
         """Conclude an exchange; averages are in the place of gradients."""
-        groups, used, units, flush, _ = started
+        groups, used, units, flush = started
         flag, skipped, averages, made = joined
         with self.record.changing():
             for group, one in zip(groups, made, strict=True):
