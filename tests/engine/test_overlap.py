@@ -438,7 +438,8 @@ def unscaled(run: Run) -> None:
     scaler.unscale_(run.optimizer)
 
 
-WEIGHT = "Gradients were changed between backward and the optimizer's step: 0.weight. "
+WEIGHT = "Gradients were changed between backward and the optimizer's step: 0.weight"
+"""Views of one bucket share a version, so that others of it are named, too."""
 ALL = (
     "Gradients were changed between backward and the optimizer's step: 0.weight, 0.bias, 2.weight, 2.bias, 4.weight and"
 )
