@@ -281,7 +281,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Streams:
     monkeypatch.setattr(torch, "empty", empty)
     monkeypatch.setattr(torch.cuda, "stream", streams.on)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: streams.current)
-    monkeypatch.setattr(stream, "side_stream", lambda device: streams.new("side"))
+    monkeypatch.setattr(stream, "side_stream", lambda device, priority=0: streams.new("side"))
     return streams
 
 

@@ -58,12 +58,13 @@ def test_a_config_can_be_made_from_another_one() -> None:
             {"grouping": "optimal_merge"},
             "Expected grouping to be one such as MergeBelow(8192), but got OptimalMerge(rule='optimal'), which hides "
             "messages behind backward, while gradients are exchanged after it, in optimizer.step(): use "
-            "grouping=MergeBelow(8192).",
+            "grouping=MergeBelow(8192), or overlap=True.",
         ),
         (
             {"density": ls.tuning.HiddenDensity()},
             "Expected density to be one such as 0.01, but got HiddenDensity(floor=0.001, cap=0.1), which hides "
-            "messages behind backward, while gradients are exchanged after it, in optimizer.step(): use density=0.01.",
+            "messages behind backward, while gradients are exchanged after it, in optimizer.step(): use density=0.01, "
+            "or overlap=True.",
         ),
         ({"fallback": "dense"}, "Expected fallback to be True or False, but got 'dense'."),
         ({"bucket_cap_mb": 0}, "Expected bucket_cap_mb to be a number above 0, or None, but got 0."),

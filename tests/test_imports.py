@@ -155,7 +155,11 @@ PUBLIC |= {
     "engine.pipeline",
 }
 PUBLIC |= {"integrations.packages", "tuning.unsuited"}
-PUBLIC |= {f"tuning.performance.{path.stem}" for path in PACKAGE.glob("tuning/performance/*.py")}
+PUBLIC |= {
+    f"tuning.{room}.{path.stem}"
+    for room in ("measuring", "performance")
+    for path in PACKAGE.glob(f"tuning/{room}/*.py")
+}
 """Modules that tools may import from, next to the package itself; as docs/design.md names them."""
 
 

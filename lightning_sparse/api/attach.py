@@ -29,6 +29,7 @@ from lightning_sparse.nodes.grid import nodes_of
 from lightning_sparse.nodes.parts import Parts
 from lightning_sparse.tuning.controllers import DenseFallback, StayDense
 from lightning_sparse.tuning.controllers.announcer import Announcer
+from lightning_sparse.tuning.controllers.planner import Planner
 from lightning_sparse.tuning.controllers.watchdog import Watchdog
 
 _settings, _strategies = ({field.name: None for field in fields(c)} for c in (SparsificationConfig, StrategyConfig))
@@ -101,10 +102,16 @@ def attach_config(
     alone = ranks.world_size in (1, nodes.size)
     with failing_together(ranks, device):
         _check_ddp(ddp)
+        if config.overlap and (ddp.find_unused_parameters or ddp.static_graph):
+            raise ValueError(
+                "Expected find_unused_parameters and static_graph to be False with overlap=True: which parameters a "
+                "backward has used is known when it is over, and gradients are exchanged before."
+            )
         parameters, frozen = _parameters_of(ddp)
         sizes = sizes_of(parameters)
         cap = ddp.bucket_bytes_cap / MIB if config.bucket_cap_mb is None else float(config.bucket_cap_mb)
-        if config.bucket_cap_mb is None and not config.fallback and device.type == "cuda":
+        own = config.fallback or config.overlap
+        if config.bucket_cap_mb is None and not own and device.type == "cuda":
             cap = max(cap, CUDA_BUCKET_MB)
         config = replace(config, bucket_cap_mb=cap)  # None means this size
         plan = make_plan(sizes, config.grouping, config.rules, cap, frozen=frozen)  # which checks rules, too
@@ -139,6 +146,8 @@ def attach_config(
             undo.callback(engine.close)
             engine._add_observer(AllRanksDivide(ddp))
             look_on(engine, config, stays_dense)
+            if Planner.wanted(config) and not stays_dense:
+                engine._add_observer(Planner(ddp, engine, sizes))
             if config.fallback and not stays_dense:
                 engine._add_observer(DenseFallback(sizes, cap))
             for observer in observers:

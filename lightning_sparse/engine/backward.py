@@ -59,12 +59,16 @@ class BackwardEnd:
                 future = stepper.comm.start_average(buffer, wait=last)
             else:
                 future = Future(devices=[buffer.device] if buffer.is_cuda else None)
-                self._near += filter(None, [stepper.share.average(buffer)])
+                self._arrive(bucket)
             self._pending.append((future, buffer))
             if last:
                 buckets, self._pending = self._pending, []
                 self._end(buckets)
         return future
+
+    def _arrive(self, bucket: Any) -> None:
+        """Act on gradients that DDP does not average."""
+        self._near += filter(None, [self._stepper.share.average(bucket.buffer())])
 
     def _end(self, buckets: list[tuple[Future[Tensor], Tensor]]) -> None:
         near, self._near = self._near, []

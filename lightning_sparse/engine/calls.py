@@ -32,9 +32,10 @@ KINDS = (
     "flushes",
     "begins a backward",
     "begins a forward",
+    "takes a step of an optimizer with averages of backward",
 )
 """What a call may be; its number is sent."""
-BACKWARD, STEP, EXCHANGE, NORM, FLUSH, BEGIN, FORWARD = range(len(KINDS))
+BACKWARD, STEP, EXCHANGE, NORM, FLUSH, BEGIN, FORWARD, HIDDEN = range(len(KINDS))
 
 
 class Call(NamedTuple):

@@ -49,9 +49,10 @@ def clip_by_norm(
         norm = norm_of_mean(steppers, given)
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError("The norm of the mean gradient is not finite, so it cannot be clipped.")
-        # Of gradients in parts, each rank scales its own by the norm of all.
-        here: Any = [SimpleNamespace(grad=p.grad if p.grad is None else own(p.grad)) for p in given]
-        torch.nn.utils.clip_grads_with_norm_(here, max_norm, norm, foreach)
+        if max_norm < math.inf:  # else the norm is asked for, and gradients are left alone
+            # Of gradients in parts, each rank scales its own by the norm of all.
+            here: Any = [SimpleNamespace(grad=p.grad if p.grad is None else own(p.grad)) for p in given]
+            torch.nn.utils.clip_grads_with_norm_(here, max_norm, norm, foreach)
     else:
         norm = torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
     for stepper in steppers:

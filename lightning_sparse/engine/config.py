@@ -334,6 +334,10 @@ class SparsificationConfig(Settings):
     """Number of ranks of a node, whose links are fast: gradients are averaged densely within a node and exchanged
     sparsely between nodes, by each rank a part of them. "auto": ranks of a host, by its name; None
     or 1: each rank exchanges its own gradients."""
+    overlap: bool = False
+    """True: exchange gradients within backward, as DDP hands them over, while it goes on. Gradients may not be changed
+    between backward and the optimizer's step then, and one optimizer steps after each synchronised backward: no
+    clipping, no loss scaling; see docs/developers/overlap.md."""
     fallback: bool = False
     """True: time some sparse and some dense steps at the start, and again when the step time changes by much, and
     continue with the faster ones."""
@@ -345,8 +349,8 @@ class SparsificationConfig(Settings):
     unsuited optimizers, see :class:`~lightning_sparse.Watch`; None: no warnings."""
     bucket_cap_mb: float | None = None
     """Size in MiB of groups that are cut by bucket, above 0. None: the size of DDP's buckets in ``attach``, 25 (DDP's
-    default) in strategies; on CUDA without a fallback at least 100. Strategies also make DDP's own buckets smaller,
-    unless this setting or ``fallback`` is given."""
+    default) in strategies; on CUDA, but for ``fallback`` and ``overlap``, at least 100. With ``overlap``, strategies
+    make DDP's own buckets 4 MiB small, so that groups are complete early."""
     timeout: timedelta | None = None
     """Time that ranks wait for each other before they end with an error. None: that of Lightning in strategies, of the
     model's process group in ``attach``. Inside hooks on CUDA, exchanges go through DDP's group, with its timeout."""
@@ -360,11 +364,14 @@ class SparsificationConfig(Settings):
         for name, hint in hints_of(type(self)).items():  # type: ignore[arg-type]
             _check_choice(name, getattr(self, name), hint)
         for name, instead in (("grouping", "MergeBelow(8192)"), ("density", "0.01")):
-            if (given := getattr(self, name)).needs_profile:
+            if (given := getattr(self, name)).needs_profile and not self.overlap:
                 raise ValueError(
                     f"Expected {name} to be one such as {instead}, but got {given!r}, which hides messages behind "
-                    f"backward, while gradients are exchanged after it, in optimizer.step(): use {name}={instead}."
+                    f"backward, while gradients are exchanged after it, in optimizer.step(): use {name}={instead}, or "
+                    "overlap=True."
                 )
+        alone = not self.overlap or not self.fallback
+        expect(alone, "fallback", "False with overlap=True: dense steps are not timed beside it", self.fallback)
         self._check_nodes()
         watch, size, timeout = self.watch, self.bucket_cap_mb, self.timeout
         fits = watch is None or isinstance(watch, Watch)
@@ -383,6 +390,7 @@ class SparsificationConfig(Settings):
         fits = size == "auto" or (is_integer(size) and int(size) >= 1)
         expect(fits, "node_size", "'auto', an integer from 1 on or None", size)
         expect(not self.fallback, "fallback", "False with node_size: DDP's own steps are not timed", self.fallback)
+        expect(not self.overlap, "overlap", "False with node_size: nodes average gradients in backward", self.overlap)
 
     @property
     def memory_in_use(self) -> Memory:

@@ -75,7 +75,8 @@ class Engine(EngineView):
         """Equal on all ranks, and different for every engine."""
         for network in (comm, share.within) if share else (comm,):
             network.listen(self.run_id)
-        stepper = Stepper(parameters, settings, comm, device, self._before_exchange, watch_usage, share)
+        stepper_of, source_of = (Stepper, BackwardEnd) if not settings.overlap else _overlapped()
+        stepper = stepper_of(parameters, settings, comm, device, self._before_exchange, watch_usage, share)
         super().__init__(stepper)
         try:
             with stepper.on_stream.between_steps():
@@ -84,10 +85,11 @@ class Engine(EngineView):
         except BaseException:
             stepper.close()
             raise
-        self._source = BackwardEnd(stepper)
+        self._source = source_of(stepper)
         stepper.on_skipped = self._after_skipped_step
         self._compared_kernels = False
         self._binding = OptimizerBinding(stepper, left_open, open_exchange, lambda: self._source.unfinished)
+        stepper.optimizers = lambda: self._binding.optimizers
         self._state = EngineState(stepper, self._binding, self.frozen)
         if not left_open:  # else optimizers settle the memory
             stepper.prepare()
@@ -458,6 +460,13 @@ class Engine(EngineView):
     def __reduce__(self) -> tuple[type[CopiedEngine], tuple[()]]:
         """Let a copy, pickled or not, be a :class:`CopiedEngine`."""
         return CopiedEngine, ()
+
+
+def _overlapped() -> tuple[Any, Any]:
+    """Return what exchanges within backward, which nobody else needs."""
+    from lightning_sparse.engine.overlap import Overlapped, OverlappedBackward
+
+    return Overlapped, OverlappedBackward
 
 
 class StepObserver(Protocol):

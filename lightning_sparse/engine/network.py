@@ -63,6 +63,8 @@ TRIALS = 3
 """Messages by which a round trip is measured."""
 LATE = "Operation timed out!"
 """What torch says when only that time is over."""
+UNSENT = 2
+"""Tag of a transfer that no rank sends; see :data:`~lightning_sparse.engine.ahead.TAG`."""
 LEAVE = timedelta(seconds=5)
 """Time that a rank with nothing more to exchange waits for the others."""
 
@@ -226,6 +228,12 @@ class TorchCollective:
             return self
         return self.of_its_own(self.group, self.timeout or self._asked, "gloo", self._beside)
 
+    def another(self) -> TorchCollective:
+        """Return a collective over the same ranks, for messages of another thread. All ranks must call this."""
+        if self.world_size == 1:
+            return self
+        return self.of_its_own(self.group, self.timeout or self._asked, beside=self._beside)
+
     @contextmanager
     def _together(self, operation: str) -> Iterator[Any]:
         """Return the group; explain the error of a collective that fails because of another rank, pass others on.
@@ -302,6 +310,15 @@ class TorchCollective:
             if self._ahead is not None:
                 self._ahead.end()
             self.close()
+
+    def interrupt(self) -> None:
+        """Let messages between CPUs fail, here and on other ranks, for which another thread waits."""
+        if not self._owned or self.group is None or not dist.is_initialized():
+            return
+        if "cpu:gloo" in dist.get_backend_config(self.group):
+            other, nothing = (self.rank + 1) % self.world_size, torch.empty(1, dtype=torch.uint8, device="cpu")
+            with suppress(RuntimeError):  # gloo ends all connections when one message comes too late
+                self.group.recv([nothing], other, UNSENT).wait(timedelta(milliseconds=1))
 
     def leave(self, fact: str) -> list[str]:
         """Collect a fact of each rank, when this one has nothing more to exchange.

@@ -386,6 +386,8 @@ class GroupReducer:
         """Parameters that no rank used in the latest step."""
         self.bounds = bounds_of(self.spans, self.device)
         self._like = torch.empty((), dtype=self.wide, device=self.device)
+        self.place: Tensor | None = None
+        """(numel,) vector that holds the gradient while it is exchanged in backward, beside ``.grad``; else None."""
         self._rooms: dict[torch.dtype, Tensor] = {}
         """Vectors for data without room in the gradient's place, see
         :class:`~lightning_sparse.core.layout.Gradient`."""
@@ -434,7 +436,7 @@ class GroupReducer:
     @property
     def memory_bytes(self) -> int:
         """Bytes that the memory keeps, and vectors for what finds no room in the gradient's place."""
-        kept = [*tensors_in(self.state.memory), *self._rooms.values()]
+        kept = [*tensors_in(self.state.memory), *self._rooms.values(), *([] if self.place is None else [self.place])]
         return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}.values())
 
     def exchange_steps(

@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from lightning_sparse.core.layout import flat_as, flattened, laid_out, own, whole_of
 from lightning_sparse.core.messages import AllReduce, Message, Steps, ring_all_reduce_bytes
@@ -65,15 +66,13 @@ class Units(NamedTuple):
 
 
 class Started(NamedTuple):
-    """An exchange whose local work is done, up to the first message."""
+    """What an exchange is of."""
 
     groups: list[GroupReducer]
     used: set[str]
     """Parameters that have a gradient on any rank."""
     units: Units
     flush: bool
-    going: Going[list[OfGroup]]
-    """From there on."""
 
 
 class Joined(NamedTuple):
@@ -134,7 +133,7 @@ class Stepper(Groups):
         self.hold: Callable[[], Hold] = lambda: hold
         """Returns what holds back signals that save, from an exchange to the end of the optimizer's step."""
         # On a device nothing is waited for, and a handler's messages would come between those of all ranks.
-        self._listening = self._listen if self.on_stream.host_knows else _at_once
+        self._listening = self._listen if self.on_stream.host_knows else at_once
         self._rest: Callable[[], None] | None = None
         """Goes on with an exchange that waits for other ranks."""
         self._unapplied: Set[str] = frozenset()
@@ -145,6 +144,8 @@ class Stepper(Groups):
         """() norm by which gradients of the next step were clipped."""
         self.paused = False
         """True while gradients are left alone, which somebody else averages."""
+        self.optimizers: Callable[[], Iterable[Optimizer]] = list
+        """Returns the optimizers that are known."""
         self.owners: Callable[[Sequence[str]], Mapping[Stepper, Sequence[str]]] = lambda names: {self: names}
         """Returns who exchanges parameters of this engine: another one, where it came later and has them, too."""
         self._before_exchange = before_exchange
@@ -204,7 +205,7 @@ class Stepper(Groups):
 
     def whole(self, averages: Sequence[Average]) -> Sequence[Average]:
         """See :meth:`.Groups.whole`."""
-        return Going(self.share.whole(averages), self._start_within, _at_once).run()
+        return Going(self.share.whole(averages), self._start_within, at_once).run()
 
     # ------------------------------------------------------------------------------------------------ agreement
 
@@ -299,7 +300,7 @@ class Stepper(Groups):
 
     def _begin(self, kind: int) -> None:
         call = Call(kind, 0, self.backwards, self.steps, self.flush_asked, self._digest)
-        self._announce_near(call, True, [False] * len(self.parameters), _look)
+        self._announce_near(call, True, [False] * len(self.parameters), look)
 
     def end_backward(
         self, names: Sequence[str], gradients: Sequence[Tensor], averaged: bool, used: Sequence[bool] = ()
@@ -362,7 +363,7 @@ class Stepper(Groups):
         """
         with self.failing_together("in clipping"):
             names = [self.names[id(p)] for p in local]
-            self._announce(NORM, names, True, [], _look)
+            self._announce(NORM, names, True, [], look)
             self._hosts.hear()
             pieces = [self._exchanged(name, self.parameters[name].grad) for name in names]
             sums = sketch(pieces, self.record.counts.step)
@@ -470,7 +471,7 @@ class Stepper(Groups):
         here = {name for name in used_here if self.parameters[name].grad is not None}
         met: list[Met] = []
         result: list[Exchanged] = []
-        started: Started | None = None
+        started: tuple[Started, Going[list[OfGroup]]] | None = None
         joining: Going[Joined] | None = None
 
         def rest() -> None:
@@ -488,11 +489,12 @@ class Stepper(Groups):
                 started = self._listen(lambda: self._start(fresh, anywhere, units))
             self._unused = {name for name, number in self._numbers.items() if not used[number]}
             with self.on_stream.between_steps():
-                made = started.going.run()
-                joining = joining or Going(self._join(started, made), self._start_within, self._listening)
+                what, going = started
+                made = going.run()
+                joining = joining or Going(self._join(what, made), self._start_within, self._listening)
                 joined = joining.run()
                 if not result:
-                    result.append(self._settle(started, joined, begin))
+                    result.append(self._settle(what, joined, begin))
 
         self.busy, self._hold = True, self.hold()
         try:
@@ -530,13 +532,17 @@ class Stepper(Groups):
                 self.record.counts = counts._replace(skipped=counts.skipped - more, streak=counts.streak - more)
         return Exchanged(True, {})
 
-    def _start(self, fresh: Sequence[str], used: set[str], units: Units) -> Started:
-        """Absorb gradients and select from them, up to the first message."""
+    def _open(self) -> None:
+        """Let observers act, which may change groups, before anything is absorbed."""
         if self._stood_aside:  # second moments go on from those of the optimizers
             self._stood_aside, self.adoptions = False, self.adoptions + 1
-        self.busy, self._starts = False, True  # observers may change groups
+        self.busy, self._starts = False, True
         self._before_exchange()
         self.busy, self._starts = True, False
+
+    def _start(self, fresh: Sequence[str], used: set[str], units: Units) -> tuple[Started, Going[list[OfGroup]]]:
+        """Absorb gradients and select from them, up to the first message."""
+        self._open()
         used = used - self._set_aside(used, units)  # of groups that are new
         for group in self.groups if self._begins else ():  # none has run in this step yet
             group.unused = set(group.spans)
@@ -554,7 +560,7 @@ class Stepper(Groups):
                 self._steps_of(group, pieces, used, units, flush) for group, pieces in zip(groups, taken, strict=True)
             ]
             going = Going(joined(steps, self.comm), self.comm.start, self._listening)
-        return Started(groups, used, units, flush, going)
+        return Started(groups, used, units, flush), going
 
     def _join(self, started: Started, made: Sequence[OfGroup]) -> Steps[Joined]:
         """Put averages in the place of gradients, also those that ranks near this one have made of their parts."""
@@ -580,7 +586,7 @@ class Stepper(Groups):
 
     def _settle(self, started: Started, joined: Joined, begin: Stamp) -> Exchanged:
         """Conclude an exchange; averages are in the place of gradients."""
-        groups, used, units, flush, _ = started
+        groups, used, units, flush = started
         flag, skipped, averages, made = joined
         with self.record.changing():
             for group, one in zip(groups, made, strict=True):
@@ -787,10 +793,10 @@ def _digest_of(names: tuple[str, ...]) -> int:
     return digest_of(sorted(names))
 
 
-def _at_once(wait: Callable[[], T]) -> T:
+def at_once(wait: Callable[[], T]) -> T:
     """Wait, and let no handler of a signal that saves run."""
     return wait()
 
 
-def _look(*_: object) -> None:
+def look(*_: object) -> None:
     """Look at nothing but whether ranks do the same."""

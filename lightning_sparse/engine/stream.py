@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 
 
-def side_stream(device: torch.device) -> torch.cuda.Stream | None:
+def side_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream | None:
     """Return a stream for groups; None if a device has no streams."""
-    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+    return torch.cuda.Stream(device, priority=priority) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
 class ExchangeStream:
@@ -18,10 +18,11 @@ class ExchangeStream:
 
     Args:
         device: of the gradients.
+        priority: of the stream; the lower, the sooner its work runs beside that of others.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.stream = side_stream(device)
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
+        self.stream = side_stream(device, priority)
         self.host_knows = self.stream is None
         """True if there is no stream, so that results are on the host at once."""
         self._device = device
@@ -41,6 +42,16 @@ class ExchangeStream:
         with torch.cuda.stream(self.stream):
             yield
         caller.wait_stream(self.stream)
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Queue work on the stream, after all earlier work of the caller's stream, which does not wait for it."""
+        if self.stream is None:
+            yield
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self.stream):
+            yield
 
     def synchronize(self) -> None:
         """Wait until all work is done."""

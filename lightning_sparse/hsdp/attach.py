@@ -74,6 +74,7 @@ def refuse_without_ddp(config: SparsificationConfig) -> None:
         ValueError: naming the setting.
     """
     expect(not config.fallback, "fallback", "False for a sharded model", config.fallback)
+    expect(not config.overlap, "overlap", "False for a sharded model", config.overlap)
     nodes = config.node_size
     expect(nodes is None, "node_size", "None for a sharded model, whose replicas are what nodes would be", nodes)
 

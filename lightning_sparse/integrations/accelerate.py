@@ -28,6 +28,7 @@ from lightning_sparse.engine.metrics import Totals
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.kinds import stepping
 from lightning_sparse.engine.step import Stepper
+from lightning_sparse.integrations.base import refuse_with_overlap
 from lightning_sparse.integrations.earlier import Left, go_on
 from lightning_sparse.tuning.controllers.announcer import Announcer
 
@@ -62,12 +63,13 @@ class Accelerated:
         """Number among the models of this Accelerator, for files of its own."""
         _known.add(self)
 
-    def attach(self, model: Any, optimizers: Sequence[Any]) -> Engine | None:
+    def attach(self, model: Any, optimizers: Sequence[Any], clips: str = "") -> Engine | None:
         """Attach an engine, or let the one that the model has go on with these optimizers; collective.
 
         Args:
             model: as the Accelerator has prepared it.
             optimizers: that apply its averages, as the Accelerator has prepared them.
+            clips: the host's setting that clips gradients, with its value, if it has one.
 
         Raises:
             ValueError: if the Accelerator has not wrapped the model in ``DistributedDataParallel``.
@@ -85,6 +87,7 @@ class Accelerated:
             self._redirect_clipping()
             go_on(self.engine, left)
         with self.engine._failing_together():
+            refuse_with_overlap(self.engine, optimizers, clips, self.accelerator.scaler)
             self.engine._show(map(stepping, optimizers))
         return self.engine
 

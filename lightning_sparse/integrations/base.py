@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from functools import partial, wraps
@@ -25,7 +25,7 @@ from lightning_sparse.engine.config import StrategyConfig, from_keywords
 from lightning_sparse.engine.metrics import Totals
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.step import Stepper
-from lightning_sparse.methods.grouping.groupings import CUDA_BUCKET_MB, DDP_BUCKET_MB
+from lightning_sparse.methods.grouping.groupings import CUDA_BUCKET_MB, DDP_BUCKET_MB, OVERLAPPED_MB
 
 CHECKPOINT_KEY = "lightning_sparse"
 """Key of this package's entry in checkpoints."""
@@ -126,7 +126,7 @@ class SparseStrategy:
         """Further observers, for the engine that is attached next."""
         self._side_files = SideFiles()
         told: dict[str, Any] = chosen.for_lightning()
-        return told
+        return {"bucket_cap_mb": OVERLAPPED_MB, **told} if self.config.overlap else told
 
     def __repr__(self) -> str:
         """Name the class to import instead: Lightning prints this if its Trainer or Fabric is of the other package."""
@@ -163,8 +163,8 @@ class SparseStrategy:
     @property
     def _default_bucket_mb(self) -> float:
         """Size in MiB of groups that are cut by bucket. A fallback to dense exchanges DDP's own buckets."""
-        on_cuda = self.root_device.type == "cuda"
-        return CUDA_BUCKET_MB if on_cuda and not self.config.fallback else DDP_BUCKET_MB
+        on_cuda, overlap = self.root_device.type == "cuda", self.config.overlap
+        return CUDA_BUCKET_MB if on_cuda and not self.config.fallback and not overlap else DDP_BUCKET_MB
 
     def _attach(self, ddp: Any) -> Engine:
         cap = self.config.bucket_cap_mb or self._default_bucket_mb
@@ -207,6 +207,29 @@ class SparseStrategy:
         """Let an engine continue with side files beside a checkpoint, see :func:`.checkpoint.restore`."""
         load = partial(self.checkpoint_io.load_checkpoint, weights_only=True)
         restore(engine, path, marker, load, self.config.resize, self.config.strict_resume, dense)
+
+
+def refuse_with_overlap(engine: Engine, optimizers: Sequence[Any], clips: str, scaler: Any) -> None:
+    """Raise for what cannot be with ``overlap=True``, as far as a host knows it before the first step.
+
+    Args:
+        engine: of any settings.
+        optimizers: of the host.
+        clips: the host's setting that clips gradients, with its value; empty: it does not.
+        scaler: of losses; None: there is none.
+
+    Raises:
+        ValueError: naming the setting.
+    """
+    if not engine.settings.overlap or engine._direct:
+        return
+    instead = "with overlap=True, which exchanges gradients within backward"
+    if clips:
+        raise ValueError(f"Expected no clipping {instead}, before their norm is known, but got {clips}.")
+    if scaler is not None:
+        raise ValueError(f"Expected no scaled losses {instead}: take bfloat16 in place of float16.")
+    if len(optimizers) > 1:
+        raise ValueError(f"Expected one optimizer {instead}, but got {len(optimizers)}.")
 
 
 def readable(entry: Any) -> dict[str, Any] | None:

@@ -20,7 +20,13 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.engine.config import keywords_of
 from lightning_sparse.engine.network import BATCHES, LostRankError, TorchCollective, is_loss
 from lightning_sparse.engine.optimizers.hooks import uninterrupted
-from lightning_sparse.integrations.base import CHECKPOINT_KEY, SparseStrategy, StrategyArguments, readable
+from lightning_sparse.integrations.base import (
+    CHECKPOINT_KEY,
+    SparseStrategy,
+    StrategyArguments,
+    readable,
+    refuse_with_overlap,
+)
 from lightning_sparse.integrations.earlier import Left, checksums, go_on
 from lightning_sparse.integrations.telling import Telling
 
@@ -135,10 +141,13 @@ class SparseTrainerMixin(SparseStrategy, ParallelStrategy):
 
         A plugin whose class clips in a way of its own goes on to do so.
         """
+        plugin: Any = self.precision_plugin
+        clips = self._trainer.gradient_clip_val
         with engine._failing_together():
+            given = f"gradient_clip_val={clips}" if clips else ""
+            refuse_with_overlap(engine, self.optimizers, given, getattr(plugin, "scaler", None))
             engine._show(self.optimizers)
         self._shown = list(self.optimizers)
-        plugin: Any = self.precision_plugin
         ours: dict[str, Callable[..., Any]]
         ours = {"clip_grad_by_norm": self._clip_by_norm, "clip_grad_by_value": self._clip_by_value}
         for name, clip in ours.items():

@@ -81,7 +81,8 @@ class SparseDDPCallback(TrainerCallback):  # type: ignore[misc]  # without types
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Attach to the wrapped model, bind the optimizer, and continue with the residuals of a checkpoint."""
         self._attached.accelerator = self._trainer.accelerator
-        self._attached.attach(self._trainer.model_wrapped, [self._trainer.optimizer])
+        clips = f"max_grad_norm={args.max_grad_norm}" if args.max_grad_norm else ""
+        self._attached.attach(self._trainer.model_wrapped, [self._trainer.optimizer], clips)
         resume, self.resume = self.resume, None
         if resume is True:
             resume = get_last_checkpoint(args.output_dir)

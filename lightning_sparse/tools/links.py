@@ -14,9 +14,9 @@ from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.metrics import Stamp
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.memories import SecondMoment
-from lightning_sparse.tools.measuring.collectives import measure_network
-from lightning_sparse.tools.measuring.microbenchmark import measure_group, sizes_up_to
-from lightning_sparse.tools.measuring.rank_sync import gathered, start_together
+from lightning_sparse.tuning.measuring.collectives import measure_network
+from lightning_sparse.tuning.measuring.microbenchmark import measure_group, sizes_up_to
+from lightning_sparse.tuning.measuring.rank_sync import gathered, start_together
 from lightning_sparse.tuning.performance.network import Network
 from lightning_sparse.tuning.performance.profile import GroupCost
 

@@ -37,6 +37,8 @@ class Expectation(NamedTuple):
     """The default at the given density, its computation included."""
     pays_below_seconds: float
     """Computation of a step below which the sparse step is shorter than DDP's; 0: never."""
+    messages_seconds: float
+    """Of the sparse exchange, the part that ``overlap=True`` may hide behind backward."""
 
     @property
     def label(self) -> str:
@@ -70,7 +72,8 @@ class Probe(NamedTuple):
             "Measured: the links from each rank to the next; all-reduces and all-gathers of all ranks; the default's "
             "exchange of up to 4 million made-up gradients, with AdamW's second moments.",
             f"DDP hides its all-reduce behind backward, which is {BACKWARD:.0%} of a step's computation. The sparse "
-            "exchange hides nothing: messages of a step travel together, at its end.",
+            "exchange hides nothing: messages of a step travel together, at its end. With overlap=True its messages "
+            "may hide behind backward, too, but for those of the groups that backward finishes last.",
             f"Sparse pays if it makes the step at least {MARGIN:.0%} shorter than DDP's with 32 bits.",
             (
                 "An added round trip delays each of the 2 (n - 1) hops of DDP's all-reduce, an exchange's all-gather "
@@ -86,7 +89,12 @@ class Probe(NamedTuple):
     def tables(self) -> list[Table]:
         """Return the links and the expectations as tables."""
         rows = [
-            [one.label, plain(one.parameters / 1e6), *(plain(1e3 * seconds) for seconds in one[4:7]), _below(one)]
+            [
+                one.label,
+                plain(one.parameters / 1e6),
+                *(plain(1e3 * seconds) for seconds in (*one[4:7], one.messages_seconds)),
+                _below(one),
+            ]
             for one in self.expected
         ]
         header = [
@@ -95,6 +103,7 @@ class Probe(NamedTuple):
             "dense ms",
             "16 bits ms",
             f"sparse {self.density:g} ms",
+            "messages of it ms",
             "pays below",
         ]
         return [self._links(), Table("Exchange of a step; computation of a step below which sparse pays", header, rows)]
@@ -159,7 +168,8 @@ def expect_on(
             dense, half = network.all_reduce(4 * count), network.all_reduce(2 * count)
             longer = on(network, cost).transfer(count) - on(near, cost).transfer(count)
             sparse = float(cost.compute(count) + cost.transfer(count)) + longer
-            yield Expectation(*scenario, count, dense, half, sparse, pays_below(dense, sparse))
+            messages = float(cost.transfer(count)) + longer
+            yield Expectation(*scenario, count, dense, half, sparse, pays_below(dense, sparse), messages)
 
 
 def check_sizes(parameters: Sequence[float]) -> None:

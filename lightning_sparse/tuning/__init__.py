@@ -1,4 +1,4 @@
-"""Observers that change an engine between two steps: cost models, dense fallback, watchdogs."""
+"""Observers that change an engine between two steps: cost models, planner, dense fallback, watchdogs."""
 
 from lightning_sparse.tuning.performance.densities import HiddenDensity
 from lightning_sparse.tuning.performance.merge import OptimalMerge

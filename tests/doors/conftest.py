@@ -2,5 +2,10 @@
 
 from importlib.util import find_spec
 
-NEEDS = {"test_huggingface.py": "transformers", "test_accelerate.py": "accelerate", "test_ray.py": "ray"}
+NEEDS = {
+    "test_huggingface.py": "transformers",
+    "test_accelerate.py": "accelerate",
+    "test_overlap.py": "transformers",
+    "test_ray.py": "ray",
+}
 collect_ignore = [file for file, package in NEEDS.items() if find_spec(package) is None]

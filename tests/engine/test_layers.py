@@ -16,6 +16,7 @@ LAYERS = (
     {"optimizers"},
     {"state"},
     {"backward", "clipping", "view"},
+    {"overlap"},
     {"engine"},
 )
 """From the lowest on: the network, groups, the step, optimizers, states, the engine."""

@@ -238,6 +238,41 @@ def as_ddp_does() -> None:
     training.steps(2)
 
 
+HIDDEN: dict[str, Any] = {"overlap": True, "ddp": {"bucket_cap_mb": 0.004}}
+
+
+def within_backward() -> None:
+    for memory in (None, ls.memories.NoMemory(), ls.memories.MomentumCorrection(0.5)):
+        training = Training(memory=memory, **HIDDEN)
+        training.steps()
+        assert training.engine.router._waiting is None
+
+
+def within_backward_with_adam() -> None:
+    training = Training(overlap=True, ddp={"bucket_cap_mb": 0.004, "gradient_as_bucket_view": True})
+    training.optimizer = torch.optim.AdamW(training.ddp.parameters(), fused=True)
+    for scale in (1.0, 1.0, float("inf"), 1.0, 1.0):
+        training.step(scale=scale)
+    assert training.engine.skipped_steps == 1
+
+
+def states_within_backward() -> None:
+    training = Training(watch=ls.Watch(every=1), grouping="model", **HIDDEN)
+    training.steps(2)
+    for _ in range(2):
+        training.ddp(torch.randn(4, 30), "left+right").square().mean().backward()
+        training.engine.state_dict()
+        training.optimizer.step()
+        training.engine.summary()
+        training.optimizer.zero_grad()
+
+
+def regroup_within_backward() -> None:
+    training = Training(observers=[Regrouping("model", "layer", "bucket")], bucket_cap_mb=25, **HIDDEN)
+    training.steps(6)
+    assert [group.name for group in training.engine.groups] == ["bucket0"]
+
+
 RUNS: list[Callable[[], None]] = [
     other_sparsifiers,
     steps_of_adam,
@@ -261,13 +296,17 @@ RUNS: list[Callable[[], None]] = [
     static_graph,
     bucket_views,
     as_ddp_does,
+    within_backward,
+    within_backward_with_adam,
+    states_within_backward,
+    regroup_within_backward,
 ]
 
 
 @pytest.mark.filterwarnings("ignore:Nothing is sparsified")
 @pytest.mark.parametrize(
     "run",
-    by_default(RUNS, 5),
+    by_default(RUNS[-4:] + RUNS[:-4], 5),
     ids=lambda run: run.__name__,
 )
 def test_streams_wait_for_each_other_and_memory_is_not_given_back_in_use(
@@ -288,6 +327,17 @@ def test_a_step_of_adam_hardly_waits(streams: Streams) -> None:
     begun = streams.host_waits
     training.optimizer.step()
     assert (begun - before, streams.host_waits - begun) == (1, 1)  # whether gradients are finite, and averages
+
+
+def test_a_backward_that_exchanges_waits_once(streams: Streams) -> None:
+    training = Training(**HIDDEN)
+    training.steps(3)
+    before = streams.host_waits
+    training.ddp(torch.randn(4, 30), "left+right").square().mean().backward()
+    begun = streams.host_waits
+    training.optimizer.step()
+    # Whether gradients are finite, whether some were changed, and averages.
+    assert (begun - before, streams.host_waits - begun) == (1, 2)
 
 
 def test_who_waits_for_the_device_hears_of_a_rank_that_has_failed(
@@ -333,6 +383,7 @@ def test_no_handler_runs_between_messages_that_share_a_group_with_others(
         ("wait_stream", unused_parameters),
         ("wait_stream", flush),
         ("wait_stream", sharded_replicas),
+        ("wait_stream", within_backward),
     ],
 )
 def test_an_engine_that_forgets_to_wait_is_noticed(

@@ -62,7 +62,7 @@ class DensitySchedule(Settings, ABC):
         """Return the density in (0, 1] for a step, counted in synchronised backward passes from 0."""
 
     needs_profile = False
-    """True if densities come from a profile of a step; refused as a setting of training."""
+    """True if densities come from a profile of a step; a setting of training with ``overlap=True`` only."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from lightning_sparse.methods.grouping.groupings import (
     DDP_BUCKET_MB,
     GROUPINGS,
+    OVERLAPPED_MB,
     Bucket,
     Cut,
     Grouping,
@@ -25,6 +26,7 @@ __all__ = [
     "Layer",
     "MergeBelow",
     "Model",
+    "OVERLAPPED_MB",
     "ParameterSize",
     "Rules",
     "as_rules",

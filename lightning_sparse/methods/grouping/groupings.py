@@ -33,6 +33,8 @@ class ParameterSize(NamedTuple):
 MIB = 1 << 20
 DDP_BUCKET_MB = 25
 """Default size of DDP's buckets in MiB."""
+OVERLAPPED_MB = 4
+"""Size of DDP's buckets in MiB where exchanges hide behind backward: gradients come in small deliveries."""
 CUDA_BUCKET_MB = 100
 """Default least size in MiB of groups that are cut by bucket, on CUDA: the host takes more than a millisecond to launch
 the local step of a group of any size, an H200 a third of one for this size (docs/reports/gpu.md)."""
@@ -59,7 +61,7 @@ class Grouping(Settings, ABC):
         """
 
     needs_profile = False
-    """True if groups are final only with a profile of a step, by :meth:`cut_by`; refused as a setting of training."""
+    """True if groups are final only with a profile of a step, by :meth:`cut_by`; of training with ``overlap=True``."""
 
     def cut_by(self, profile: Any, density: float, parameters: Sequence[ParameterSize], bucket_cap_mb: float) -> Cut:
         """Cut a run of parameters, given a profile; by :meth:`cut` unless overridden.

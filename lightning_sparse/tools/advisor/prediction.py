@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from lightning_sparse import Rules
 from lightning_sparse.core.checks import check_integer, check_number, check_positive, plain
-from lightning_sparse.grouping import DDP_BUCKET_MB, ParameterSize, bucket_numels, make_plan
+from lightning_sparse.grouping import DDP_BUCKET_MB, OVERLAPPED_MB, ParameterSize, bucket_numels, make_plan
 from lightning_sparse.memories import SecondMoment
 from lightning_sparse.tools.advisor.networks import between, farther, on, ring
 from lightning_sparse.tools.advisor.plain import Plain
@@ -135,6 +135,7 @@ class Measured(Plain):
         grouping: str,
         rules: Rules = ALL_SPARSE,
         network: Network | None = None,
+        overlap: bool = False,
     ) -> tuple[float, int]:
         """Return the seconds of a whole step with a method's cost, and the number of groups.
 
@@ -143,13 +144,14 @@ class Measured(Plain):
             grouping: of its groups.
             rules: of the parameters that stay dense behind a sparsifier.
             network: of dense groups; None: as measured.
+            overlap: whether a sparsifier exchanges within backward.
         """
         profile = replace(self._on(network), costs=[method.cost])
-        if method.builtin:  # DDP starts each bucket at once, and does not wait for it in backward
-            rules = ALL_SPARSE
-            overlap: Overlap = "comm" if self.on_cpu else "full"
-            buckets = bucket_numels(self.sizes, DDP_BUCKET_MB)
-            profile = replace(profile, overlap=overlap, messages="group", bucket_numels=buckets)
+        rules = ALL_SPARSE if method.builtin else rules
+        if method.builtin or overlap:  # DDP starts each bucket at once, and does not wait for it in backward
+            beside: Overlap = "comm" if self.on_cpu else "full"
+            buckets = bucket_numels(self.sizes, DDP_BUCKET_MB if method.builtin else OVERLAPPED_MB)
+            profile = replace(profile, overlap=beside, messages="group", bucket_numels=buckets)
         plan = make_plan(self.sizes, grouping, rules, DDP_BUCKET_MB, profile, method.density)
         return profile.step_seconds(plan, method.density), len(plan)
 
@@ -186,6 +188,8 @@ class Prediction(NamedTuple):
     exposed_seconds: float
     over_dense: float
     """Step time / that of dense DDP."""
+    overlapped_seconds: float
+    """Step time with ``overlap=True``; with methods of DDP, which overlap anyway, that of the step."""
 
     @property
     def sparse(self) -> bool:
@@ -246,12 +250,13 @@ def predict(measured: Measured, wanted: Sequence[Scenario], rules: Rules = ALL_S
             methods = [method.between(known, scenario.ranks, network, value_bytes) for method in measured.methods]
         for method in methods:
             for grouping in ["bucket"] if method.builtin else list(TRIED):
-                rows.append((method, grouping, *measured.step_seconds(method, grouping, rules, network)))
-        dense = next(seconds for method, _, seconds, _ in rows if method.name == "dense")
-        for method, grouping, seconds, groups in rows:
+                hidden, _ = measured.step_seconds(method, grouping, rules, network, overlap=True)
+                rows.append((method, grouping, *measured.step_seconds(method, grouping, rules, network), hidden))
+        dense = next(seconds for method, _, seconds, *_ in rows if method.name == "dense")
+        for method, grouping, seconds, groups, hidden in rows:
             exposed = seconds - measured.profile.compute_seconds
             what = (method.name, method.density, method.builtin, grouping, groups)
-            yield Prediction(scenario, *what, seconds, exposed, seconds / dense)
+            yield Prediction(scenario, *what, seconds, exposed, seconds / dense, hidden)
 
 
 def best_groupings(predictions: Sequence[Prediction]) -> list[Prediction]:
@@ -260,6 +265,12 @@ def best_groupings(predictions: Sequence[Prediction]) -> list[Prediction]:
     for one in sorted(predictions, key=lambda p: (p.step_seconds, p.groups)):
         best.setdefault((one.scenario, one.method, one.density), one)
     return list(best.values())
+
+
+def overlapped(predictions: Sequence[Prediction], best: Prediction) -> Prediction:
+    """Return the grouping of a method and density whose step with ``overlap=True`` is the shortest in its scenario."""
+    same = [p for p in predictions if p[:4] == best[:4]]
+    return min(same, key=lambda p: (p.overlapped_seconds, p.groups))
 
 
 def winner(

@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from lightning_sparse.core.console import Table
-from lightning_sparse.tools.advisor.prediction import EVERYTHING, HALVED, Prediction, Scenario, best_groupings
+from lightning_sparse.tools.advisor.prediction import (
+    EVERYTHING,
+    HALVED,
+    Prediction,
+    Scenario,
+    best_groupings,
+    overlapped,
+)
 from lightning_sparse.tools.advisor.run import Advice, arguments_of, kept_settings
 from lightning_sparse.tools.style import INK, label_ends, look, panels, plain_numbers, save
 
@@ -35,10 +42,11 @@ def overview(advice: Advice, scenario: Scenario | None = None, rows: int | None 
                     str(p.groups),
                     f"{1e3 * p.step_seconds:.4g}",
                     f"{1e3 * p.exposed_seconds:.4g}",
+                    "" if p.builtin else f"{1e3 * overlapped(advice.predictions, p).overlapped_seconds:.4g}",
                     f"{p.over_dense:.2f}",
                 ]
             )
-    header = ["method", "density", "grouping", "groups", "step ms", "exposed ms", "step / dense DDP"]
+    header = ["method", "density", "grouping", "groups", "step ms", "exposed ms", "with overlap ms", "step / dense DDP"]
     return Table(f"Predicted step time, {scenario.label}", header, cells)
 
 

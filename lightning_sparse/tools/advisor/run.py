@@ -30,6 +30,7 @@ from lightning_sparse.tools.advisor.prediction import (
     Prediction,
     Scenario,
     best_groupings,
+    overlapped,
     predict,
     scenarios,
     winner,
@@ -142,7 +143,16 @@ class Advice:
         """Return further changes to the training if this advice is followed, one paragraph each."""
         unsuited, best = self.measured.unsuited, self.best(scenario)
         served = any(method.second_moments for method in self.measured.methods if method.name == best.method)
-        return [unsuited.remedy()] if unsuited is not None and best.sparse and not served else []
+        told = [unsuited.remedy()] if unsuited is not None and best.sparse and not served else []
+        beside = overlapped(self.predictions, best)
+        if best.sparse and beside.overlapped_seconds < (1 - MARGIN) * best.step_seconds:
+            hidden = best.step_seconds - beside.overlapped_seconds
+            told.append(
+                f"overlap=True with grouping={beside.grouping!r} hides {1e3 * hidden:.4g} ms of the "
+                f"{1e3 * best.exposed_seconds:.4g} ms of its exchange behind backward: a step of "
+                f"{1e3 * beside.overlapped_seconds:.4g} ms. It goes without clipping and loss scaling."
+            )
+        return told
 
     def assumptions(self) -> list[str]:
         """Return the assumptions of the predictions, one sentence each."""
@@ -155,7 +165,8 @@ class Advice:
             "Small parameters are counted as sparsified; by default they stay dense, which is one short message more. "
             "Those that patterns of names keep dense are one all-reduce more, after backward.",
             "DDP's all-reduces go on beside backward, bucket by bucket. A sparsified exchange comes after it, in the "
-            "optimizer's step: messages of all groups travel together, and nothing hides them.",
+            "optimizer's step: messages of all groups travel together, and nothing hides them. With overlap=True those "
+            "of a group go beside the rest of backward, and take nothing of the processor.",
             f"A sparsifier must shorten the step by {MARGIN:.0%} at least. Of those within {MARGIN:.0%} of the "
             "fastest, the mildest density wins, then the sparsifier that trains best at equal traffic "
             f"({', '.join(BEST_TRAINED[:3])}, ...): step time is not training time, and a lower density may need more "

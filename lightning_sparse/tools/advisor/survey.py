@@ -19,8 +19,8 @@ from lightning_sparse.grouping import ParameterSize
 from lightning_sparse.memories import Residual
 from lightning_sparse.sparsifiers import SPARSIFIERS
 from lightning_sparse.tools.advisor.prediction import Measured, Method
-from lightning_sparse.tools.measuring.profiler import Profiler
-from lightning_sparse.tools.measuring.rank_sync import measure
+from lightning_sparse.tuning.measuring.profiler import Profiler
+from lightning_sparse.tuning.measuring.rank_sync import measure
 from lightning_sparse.tuning.performance.cost import NOTHING, Line
 from lightning_sparse.tuning.performance.profile import GroupCost, Traffic
 from lightning_sparse.tuning.unsuited import unsuited

@@ -21,9 +21,10 @@ Groups = Sequence[tuple[int, float | None]]
 class HiddenDensity(DensitySchedule):
     """Each group has the largest density that hides behind the backward pass of the next group: LAGS-SGD.
 
-    A function of a plan and a given profile, see :meth:`assign` and
-    :func:`~lightning_sparse.tuning.performance.densities.hidden_densities`. As a setting of training it is refused:
-    gradients are exchanged when the optimizer steps, after backward, where nothing hides.
+    A setting of training with ``overlap=True``: the first steps are timed, at the smallest density, and then each group
+    gets its own, see :func:`~lightning_sparse.tuning.performance.densities.hidden_densities`. Most useful with
+    ``grouping="layer"`` or ``OptimalMerge()``. Without overlap it is refused: nothing hides there. With a given
+    profile, :meth:`assign` is a function of a plan.
 
     Args:
         floor: smallest density, in (0, 1]; also of the last group, which no computation can hide.
@@ -58,6 +59,11 @@ class HiddenDensity(DensitySchedule):
     def __call__(self, step: int) -> float:
         """Return the floor."""
         return float(self.floor)
+
+    @property
+    def tried(self) -> list[float]:
+        """Densities at which costs are measured; between them, costs are taken as straight lines."""
+        return sorted({self.floor, math.sqrt(self.floor * self.cap), self.cap})
 
     def assign(self, plan: list[Group], profile: Profile) -> list[Group]:
         """Return the plan with the density of each group that hides, unless it has one of its own."""

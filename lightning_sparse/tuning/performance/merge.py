@@ -198,10 +198,10 @@ def _check_layers(numels: Sequence[int], backward_seconds: Sequence[float]) -> N
 class OptimalMerge(Grouping):
     """Layers, merged for the shortest step of a given profile, where exchanges hide behind backward.
 
-    :func:`~lightning_sparse.methods.grouping.make_plan` merges layers by a :class:`.Profile`, exactly
-    (:func:`optimal_merge`); without one, all of them are one group. :meth:`.Engine.regroup` takes such a plan. As a
-    setting of training it is refused: gradients are exchanged when the optimizer steps, after backward, where nothing
-    hides.
+    A setting of training with ``overlap=True``: the first steps are timed, with all layers in one group, and then
+    layers are merged by these times, exactly (:func:`optimal_merge`). Without overlap it is refused: nothing hides
+    there. With a given profile, :func:`~lightning_sparse.methods.grouping.make_plan` merges layers by it, and
+    :meth:`.Engine.regroup` takes such a plan.
 
     Args:
         rule: "optimal", or "published" for the greedy rule of OMGS-SGD, which is not always the best.

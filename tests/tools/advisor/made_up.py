@@ -72,7 +72,7 @@ def predicted(
     if builtin:
         density, grouping = 1.0, "bucket"
     what = (method, density, builtin, grouping, groups)
-    return Prediction(scenario, *what, seconds, seconds - 7e-3, seconds / 10e-3)
+    return Prediction(scenario, *what, seconds, seconds - 7e-3, seconds / 10e-3, seconds)
 
 
 def advice(rows: Sequence[Prediction], kind: str = "float32.cpu") -> Advice:

@@ -118,7 +118,7 @@ def test_what_is_measured_and_predicted() -> None:
 @pytest.mark.thorough
 @pytest.mark.usefixtures("alone")
 def test_by_default_all_sparsifiers_that_may_be_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_sparse.tools.measuring import profiler
+    from lightning_sparse.tuning.measuring import profiler
 
     tried = []
     measure_group = profiler.measure_group

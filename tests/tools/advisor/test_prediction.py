@@ -21,7 +21,7 @@ from lightning_sparse.api import simulation
 from lightning_sparse.core.messages import Steps
 from lightning_sparse.core.step import Context
 from lightning_sparse.engine.pipeline import exchange_group
-from lightning_sparse.methods.grouping import ParameterSize
+from lightning_sparse.methods.grouping import OVERLAPPED_MB, ParameterSize, bucket_numels
 from lightning_sparse.methods.sparsifiers import SPARSIFIERS
 from lightning_sparse.tools.advisor import Measured, Method, Prediction, Scenario
 from lightning_sparse.tools.advisor.networks import farther, ring
@@ -30,6 +30,7 @@ from lightning_sparse.tools.advisor.prediction import (
     LATENCY,
     TRIED,
     best_groupings,
+    overlapped,
     predict,
     scenarios,
     winner,
@@ -386,6 +387,33 @@ def test_every_method_is_predicted_in_every_scenario() -> None:
             assert row.over_dense == pytest.approx(row.step_seconds / dense.step_seconds)
             assert row.exposed_seconds == pytest.approx(row.step_seconds - seen.profile.compute_seconds)
             assert row.exposed_seconds >= 0
+
+
+def test_overlap_sends_each_group_when_ddp_has_delivered_it() -> None:
+    seen = measured(1, "none")
+    gathered = GroupCost(0.01, Line(1e-5, 1e-9), NOTHING, Line(2e-4, 5e-9), ())
+    seen = replace(seen, methods=[*seen.methods[:4], method("top_k", 0.01, gathered)])
+    wanted = [Scenario(seen.profile.network.ranks, None)]
+    rows = {(row.method, row.grouping): row for row in predict(seen, wanted)}
+    assert all(row.overlapped_seconds == row.step_seconds for row in rows.values() if row.builtin)
+    first, others = bucket_numels(seen.sizes, OVERLAPPED_MB)
+    now = ready = done = 0.0
+    full, cap = 0, first
+    held: list[int] = []
+    for number, layer in enumerate(seen.profile.layers):
+        now, full = now + layer.backward_seconds, full + layer.numel
+        held.append(layer.numel)
+        if full >= cap or number == len(seen.profile.layers) - 1:
+            for numel in held:
+                ready = max(ready, now) + 1e-5 + 1e-9 * numel
+                now = max(now, ready)  # the thread that computes backward selects, too
+                done = max(done, ready) + 2e-4 + 5e-9 * numel
+            held, full, cap = [], 0, others
+    expected = seen.profile.rest_seconds + max(done, sum(seen.profile.backward_seconds))
+    assert rows["top_k", "layer"].overlapped_seconds == pytest.approx(expected)
+    assert overlapped(list(rows.values()), rows["top_k", "model"]).overlapped_seconds == min(
+        row.overlapped_seconds for row in rows.values() if row.method == "top_k"
+    )
 
 
 def test_the_network_here_is_priced_as_it_was_measured() -> None:

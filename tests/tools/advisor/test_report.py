@@ -52,9 +52,9 @@ def test_the_table_marks_what_to_use_and_what_loses() -> None:
         "top_k (losing)",
     ]
     rows = rows_of(table)
-    assert rows["union_top_k <- use this 0.01"][2:] == ["merge_below", "3", "8.2", "1.2", "0.82"]
-    assert rows["top_k 0.01"][2:] == ["layer", "7", "8", "1", "0.80"]  # of the two groupings the faster one
-    assert rows["dense"][1:] == ["", "DDP's buckets", "1", "10", "3", "1.00"]
+    assert rows["union_top_k <- use this 0.01"][2:] == ["merge_below", "3", "8.2", "1.2", "8.2", "0.82"]
+    assert rows["top_k 0.01"][2:] == ["layer", "7", "8", "1", "8", "0.80"]  # of the two groupings the faster one
+    assert rows["dense"][1:] == ["", "DDP's buckets", "1", "10", "3", "", "1.00"]
 
 
 def test_a_short_table_keeps_ddp_and_what_to_use() -> None:
@@ -103,6 +103,18 @@ def test_step_times_by_name() -> None:
     assert found.step_seconds("top_k", 0.01, scenario=THERE) == pytest.approx(14e-3)
     with pytest.raises(KeyError, match=r"There is no prediction of dgc at density 0\.5 with grouping layer"):
         found.step_seconds("dgc", 0.5, "layer")
+
+
+def test_what_overlap_hides_is_said_where_it_shortens_the_step() -> None:
+    row = predicted("top_k", 0.9)
+    assert advice([row]).remarks() == []
+    found = advice([row._replace(overlapped_seconds=7.5e-3)])
+    assert found.remarks() == [
+        "overlap=True with grouping='model' hides 1.5 ms of the 2 ms of its exchange behind backward: a step of 7.5 "
+        "ms. It goes without clipping and loss scaling."
+    ]
+    header, cells = overview(found).header, overview(found).rows
+    assert [row[header.index("with overlap ms")] for row in cells] == ["7.5", ""]
 
 
 def test_the_page_has_verdicts_tables_and_assumptions() -> None:

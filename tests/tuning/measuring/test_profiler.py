@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sparse.engine.network import TorchCollective
-from lightning_sparse.tools.measuring.profiler import BackwardTimer, _by_module
+from lightning_sparse.tuning.measuring.profiler import BackwardTimer, _by_module
 from lightning_sparse.tuning.performance.profile import LayerTime
 from tests.ranks import Ranks
 

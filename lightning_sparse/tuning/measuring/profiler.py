@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_sparse import Engine
+from lightning_sparse.engine import Engine
 from lightning_sparse.engine.gradient_hooks import on_gradients
 from lightning_sparse.engine.metrics import Stamp
 from lightning_sparse.engine.network import TorchCollective
-from lightning_sparse.grouping import ParameterSize, bucket_numels
-from lightning_sparse.tools.measuring.collectives import measure_network
-from lightning_sparse.tools.measuring.microbenchmark import measure_group, sizes_up_to
-from lightning_sparse.tools.measuring.rank_sync import gathered
+from lightning_sparse.methods.grouping import ParameterSize, bucket_numels
+from lightning_sparse.tuning.measuring.collectives import measure_network
+from lightning_sparse.tuning.measuring.microbenchmark import measure_group, sizes_up_to
+from lightning_sparse.tuning.measuring.rank_sync import gathered
 from lightning_sparse.tuning.performance.network import Network
 from lightning_sparse.tuning.performance.profile import GroupCost, LayerTime, Profile
 

@@ -15,11 +15,11 @@ from lightning_sparse.core.step import Context
 from lightning_sparse.engine.metrics import Stamp
 from lightning_sparse.engine.network import TorchCollective, drive, send
 from lightning_sparse.engine.pipeline import init_group, reduce_group
-from lightning_sparse.exchanges import Exchange
-from lightning_sparse.memories import Memory
+from lightning_sparse.methods.exchanges import Exchange
+from lightning_sparse.methods.memory import Memory
+from lightning_sparse.methods.sparsifiers import Sparsifier
 from lightning_sparse.ops import static_shapes
-from lightning_sparse.sparsifiers import Sparsifier
-from lightning_sparse.tools.measuring.rank_sync import gathered, start_together
+from lightning_sparse.tuning.measuring.rank_sync import gathered, start_together
 from lightning_sparse.tuning.performance.cost import Curve, Line
 from lightning_sparse.tuning.performance.profile import GroupCost, Traffic
 

@@ -16,13 +16,13 @@ from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.methods.exchanges import as_exchange
 from lightning_sparse.methods.memory import Residual
 from lightning_sparse.tools.advisor.networks import on
-from lightning_sparse.tools.measuring import microbenchmark as module
-from lightning_sparse.tools.measuring.microbenchmark import measure_group, sizes_up_to
+from lightning_sparse.tuning.measuring import microbenchmark as module
+from lightning_sparse.tuning.measuring.microbenchmark import measure_group, sizes_up_to
 from lightning_sparse.tuning.performance.cost import NOTHING, Line
 from lightning_sparse.tuning.performance.network import Network
 from lightning_sparse.tuning.performance.profile import GroupCost
 from tests.ranks import Ranks
-from tests.tools.measuring.priced import Priced
+from tests.tuning.measuring.priced import Priced
 
 CPU = torch.device("cpu")
 SIZES = [6000, 18_000, 60_000]

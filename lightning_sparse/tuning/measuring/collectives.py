@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.engine.network import TorchCollective
-from lightning_sparse.tools.measuring.rank_sync import measure
+from lightning_sparse.tuning.measuring.rank_sync import measure
 from lightning_sparse.tuning.performance.cost import NOTHING, Line
 from lightning_sparse.tuning.performance.network import Network
 

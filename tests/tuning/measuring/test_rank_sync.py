@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_sparse.engine.network import TorchCollective
-from lightning_sparse.tools.measuring.rank_sync import gathered, measure, slowest
+from lightning_sparse.tuning.measuring.rank_sync import gathered, measure, slowest
 from tests.ranks import Ranks
-from tests.tools.measuring.priced import set_clock
+from tests.tuning.measuring.priced import set_clock
 
 CPU = torch.device("cpu")
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from lightning_sparse.engine.network import TorchCollective
-from lightning_sparse.tools.measuring.collectives import measure_network
+from lightning_sparse.tuning.measuring.collectives import measure_network
 from lightning_sparse.tuning.performance.cost import NOTHING, Line
 from lightning_sparse.tuning.performance.network import Network
 from tests.ranks import Ranks
-from tests.tools.measuring.priced import Priced
+from tests.tuning.measuring.priced import Priced
 
 CPU = torch.device("cpu")
 
