@@ -138,7 +138,7 @@ def assert_alike(ranks: Ranks, kind: str, settings: dict[str, Any], more: str = 
 
 
 @pytest.mark.parametrize(
-    ("kind", "grouping", "n"), covering((k, g, n) for k in KINDS for g in GROUPINGS for n in (2, 3, 4))
+    ("kind", "grouping", "n"), by_default(covering((k, g, n) for k in KINDS for g in GROUPINGS for n in (2, 3, 4)), 8)
 )
 def test_averages_are_those_of_the_step_bit_for_bit(request: Any, kind: str, grouping: Any, n: int) -> None:
     most = assert_alike(ranks_of(request, n), kind, {"grouping": grouping})
@@ -154,7 +154,7 @@ CARRIED = [
 """Two exchanges carry no second moments."""
 
 
-@pytest.mark.parametrize(("sparsifier", "kind", "n"), covering(CARRIED, together=1))
+@pytest.mark.parametrize(("sparsifier", "kind", "n"), by_default(covering(CARRIED, together=1), 6))
 def test_averages_of_every_sparsifier(request: Any, sparsifier: str, kind: str, n: int) -> None:
     chosen = ls.sparsifiers.HardThreshold(0.01) if sparsifier == "hard_threshold" else sparsifier
     assert_alike(ranks_of(request, n), kind, {"sparsifier": chosen, "rules": EVERYTHING})
@@ -319,7 +319,7 @@ def history(seed: int, save: bool) -> tuple[float, float, int, int]:
 
 
 @pytest.mark.filterwarnings("ignore:.*not finite")
-@pytest.mark.parametrize("seed", by_default(range(12), 4))
+@pytest.mark.parametrize("seed", by_default(range(12), 2))
 @pytest.mark.parametrize("n", [2, 3])
 def test_nothing_is_lost_in_random_histories(request: Any, seed: int, n: int) -> None:
     for worst, apart, steps, skipped in ranks_of(request, n)(history, seed, seed % 2 == 0):
@@ -501,7 +501,7 @@ def refused(what: str, views: bool) -> tuple[str, float, float]:
     return said, seconds, float((waits - before - local).abs().max())
 
 
-@pytest.mark.parametrize("what", BETWEEN)
+@pytest.mark.parametrize("what", by_default(BETWEEN, 14))
 @pytest.mark.parametrize("views", by_default([False, True]))
 def test_refusals_are_errors_on_all_ranks_and_lose_nothing(what: str, views: bool) -> None:
     with Ranks(2) as ranks:
