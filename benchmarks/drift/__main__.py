@@ -12,8 +12,6 @@ that decide the gate first, and goes on with trainings that were interrupted. No
 from __future__ import annotations
 
 import argparse
-import os
-from pathlib import Path
 
 import torch
 
@@ -23,7 +21,7 @@ from benchmarks.drift.seconds import estimate
 from benchmarks.machine import processor
 from benchmarks.race.results import FOLDER, Results
 from benchmarks.race.run import Run
-from benchmarks.race.runner import SCRATCH, race
+from benchmarks.race.runner import add_arguments, race
 
 OWN = FOLDER / "optimizers"
 """Apart from the race's, whose page counts all that lies beside it."""
@@ -33,15 +31,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.drift", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=60.0, help="that trainings may take (default: 60)")
-    parser.add_argument("--workers", type=int, default=1, help="processes of one thread each (default: 1)")
+    add_arguments(parser, OWN)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, metavar="TASK", help=f"of {', '.join(TASKS)}")
-    data = Path(os.environ.get("RACE_DATA", "data"))
-    parser.add_argument("--data", type=Path, default=data, help="folder of the texts (default: RACE_DATA, or data)")
-    parser.add_argument("--results", type=Path, default=OWN, help="folder of the results")
-    parser.add_argument("--scratch", type=Path, default=SCRATCH, help="folder of trainings that were interrupted")
-    parser.add_argument("--device", default="cpu", help="of the trainings (default: cpu); results tell devices apart")
-    parser.add_argument("--nice", type=int, default=10, help="niceness of the workers (default: 10)")
     parser.add_argument("--report", action="store_true", help="print tables and the verdict, and train nothing")
     parser.add_argument("--seconds", action="store_true", help="print how long trainings take, by ten steps of each")
     return parser.parse_args()

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
-from pathlib import Path
 
 import torch
 
@@ -24,7 +22,7 @@ from benchmarks.race.configurations import CONFIGURATIONS
 from benchmarks.race.counted import count
 from benchmarks.race.plan import chosen_entries, wanted
 from benchmarks.race.results import FOLDER, Results
-from benchmarks.race.runner import SCRATCH, look, race
+from benchmarks.race.runner import add_arguments, look, race
 from benchmarks.race.tasks import TASKS
 
 
@@ -32,17 +30,10 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.race", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=60.0, help="that trainings may take (default: 60)")
-    parser.add_argument("--workers", type=int, default=1, help="processes of one thread each (default: 1)")
+    add_arguments(parser, FOLDER)
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), metavar="TASK", help=f"of {', '.join(TASKS)}")
     names = ", ".join(CONFIGURATIONS)
     parser.add_argument("--methods", nargs="+", choices=list(CONFIGURATIONS), metavar="METHOD", help=f"of {names}")
-    data = Path(os.environ.get("RACE_DATA", "data"))
-    parser.add_argument("--data", type=Path, default=data, help="folder of the texts (default: RACE_DATA, or data)")
-    parser.add_argument("--results", type=Path, default=FOLDER, help="folder of the results")
-    parser.add_argument("--scratch", type=Path, default=SCRATCH, help="folder of trainings that were interrupted")
-    parser.add_argument("--device", default="cpu", help="of the trainings (default: cpu); results tell devices apart")
-    parser.add_argument("--nice", type=int, default=10, help="niceness of the workers (default: 10)")
     parser.add_argument("--quick", action="store_true", help="train three methods on a short task; nothing is kept")
     parser.add_argument("--report", action="store_true", help="write tables and figures, and train nothing")
     parser.add_argument("--count", action="store_true", help="count bytes for 4, 8 and 32 ranks, on LSTM gradients")

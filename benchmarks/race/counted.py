@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
 from benchmarks.race.configurations import CONFIGURATIONS
 from benchmarks.race.run import Rank, Run, take
 from benchmarks.race.tasks import TASKS
-from lightning_sparse.core.messages import AllReduce, Meter, Steps
+from lightning_sparse.core.messages import AllReduce, Message, Meter
 
-T = TypeVar("T")
 FILE = "race-bytes.jsonl"
 STEPS = 30
 """Counted ones, after as many that are not."""
@@ -28,15 +26,9 @@ class Hops(Meter):
         super().__init__(world_size)
         self.hops = 0
 
-    def watch(self, steps: Steps[T]) -> Steps[T]:
-        watched, answer = super().watch(steps), None
-        try:
-            while True:
-                message = watched.send(answer)
-                self.hops += (1 + isinstance(message, AllReduce)) * (self.world_size - 1)
-                answer = yield message
-        except StopIteration as end:
-            return end.value
+    def count(self, message: Message) -> None:
+        super().count(message)
+        self.hops += (1 + isinstance(message, AllReduce)) * (self.world_size - 1)
 
 
 def count(task: str, data: Path, folder: Path) -> None:

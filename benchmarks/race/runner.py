@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import math
 import multiprocessing
@@ -20,6 +21,18 @@ from benchmarks.race.tasks import CACHE, TASKS, Loaded
 
 SCRATCH = CACHE
 """Interrupted trainings; git ignores it."""
+
+
+def add_arguments(parser: argparse.ArgumentParser, results: Path) -> None:
+    """Add what says how trainings run, and where their results are kept by default."""
+    parser.add_argument("--minutes", type=float, default=60.0, help="that trainings may take (default: 60)")
+    parser.add_argument("--workers", type=int, default=1, help="processes of one thread each (default: 1)")
+    data = Path(os.environ.get("RACE_DATA", "data"))
+    parser.add_argument("--data", type=Path, default=data, help="folder of the texts (default: RACE_DATA, or data)")
+    parser.add_argument("--results", type=Path, default=results, help="folder of the results")
+    parser.add_argument("--scratch", type=Path, default=SCRATCH, help="folder of trainings that were interrupted")
+    parser.add_argument("--device", default="cpu", help="of the trainings (default: cpu); results tell devices apart")
+    parser.add_argument("--nice", type=int, default=10, help="niceness of the workers (default: 10)")
 
 
 @functools.cache

@@ -151,10 +151,14 @@ class Meter:
         try:
             while True:
                 message = steps.send(answer)
-                self.bytes_sent += message.bytes_sent(self.world_size)
+                self.count(message)
                 answer = yield message
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
+
+    def count(self, message: Message) -> None:
+        """Count a message."""
+        self.bytes_sent += message.bytes_sent(self.world_size)
 
 
 def ring_all_reduce_bytes(payload_bytes: float, world_size: int) -> float:

@@ -397,6 +397,7 @@ class Overlapped(Stepper):
         joining: Going[Joined] | None = None
         started = Started(waiting.groups, waiting.used, units, waiting.flush)
 
+        @self.naming_the_cause()
         def rest() -> None:
             """Go on to the end, see the base."""
             nonlocal joining
@@ -416,21 +417,13 @@ class Overlapped(Stepper):
                 result.append(self._settle(started, ended, begin))
                 self._unused, self._begins, self._waiting = frozenset(), False, None
 
-        self.busy, self._hold = True, self.hold()
-        try:
-            with self.failing_together("in the exchange"), self.naming_the_cause():
-                changed = self._changed(waiting)
-                flags = [name in changed for name in self.parameters]
-                self._announce(HIDDEN, fresh, units.rates == waiting.units.rates, flags, met.append, units.rates)
-                self._hold.start(SAVING)
-                self._rest = rest
-                rest()
-        except BaseException:
-            self._hold.end()
-            raise
-        finally:
-            self._rest = None
-        self.busy = False
+        @self.naming_the_cause()
+        def announce() -> None:
+            changed = self._changed(waiting)
+            flags = [name in changed for name in self.parameters]
+            self._announce(HIDDEN, fresh, units.rates == waiting.units.rates, flags, met.append, units.rates)
+
+        self._carry_out(announce, rest)
         return result[0]
 
     def _start(self, fresh: Sequence[str], used: set[str], units: Units) -> tuple[Started, Going[list[OfGroup]]]:

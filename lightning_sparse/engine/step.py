@@ -496,15 +496,29 @@ class Stepper(Groups):
                 if not result:
                     result.append(self._settle(what, joined, begin))
 
+        def announce() -> None:
+            nonlocal started
+            asked = set(fresh)
+            flags = [name in here if name in asked else p.grad is not None for name, p in self.parameters.items()]
+            finite = self._are_finite(here)
+            self._announce(kind, fresh, finite, flags, met.append, units.rates)
+            if len(here) == len(fresh) and not self._broken:  # local work goes on, whatever the others say
+                started = self._start(fresh, here, units)
+
+        self._carry_out(announce, rest)
+        return result[0]
+
+    def _carry_out(self, announce: Callable[[], None], rest: Callable[[], None]) -> None:
+        """Carry out an exchange, after which handlers of signals that save wait for the end of the optimizer's step.
+
+        Args:
+            announce: begins it.
+            rest: goes on from there to its end; a handler may call it, too.
+        """
         self.busy, self._hold = True, self.hold()
         try:
             with self.failing_together("in the exchange"):
-                asked = set(fresh)
-                flags = [name in here if name in asked else p.grad is not None for name, p in self.parameters.items()]
-                finite = self._are_finite(here)
-                self._announce(kind, fresh, finite, flags, met.append, units.rates)
-                if len(here) == len(fresh) and not self._broken:  # local work goes on, whatever the others say
-                    started = self._start(fresh, here, units)
+                announce()
                 self._hold.start(SAVING)
                 self._rest = rest
                 rest()
@@ -514,7 +528,6 @@ class Stepper(Groups):
         finally:
             self._rest = None
         self.busy = False
-        return result[0]
 
     def _listen(self, wait: Callable[[], T]) -> T:
         """Wait for other ranks; only meanwhile do handlers of signals that save run."""
