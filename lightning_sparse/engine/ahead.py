@@ -14,7 +14,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
@@ -115,13 +114,6 @@ class Ahead:
         arrived = room[:, :length].view(rows.dtype).view(rows.shape)
         arrived[self._rank] = rows[self._rank].detach()
         return Arrival(asked, arrived, self._awaited.put)
-
-    def end(self) -> None:
-        """End the connections of this rank, also where a thread waits for a message: other ranks must not."""
-        for work in self._asked:
-            with suppress(RuntimeError):
-                work.wait(timedelta(milliseconds=1))  # gloo ends all connections when one message comes too late
-        self.close()
 
     def close(self) -> None:
         """Ask for no more messages."""

@@ -307,12 +307,14 @@ class TorchCollective:
         if self._owned and self.group is not None and dist.is_initialized():
             if "nccl" in dist.get_backend_config(self.group):  # maybe beside gloo, for tensors on the CPU
                 self.group.abort()  # destroy_process_group would wait for it
-            if self._ahead is not None:
-                self._ahead.end()
+            self.interrupt()
             self.close()
 
     def interrupt(self) -> None:
-        """Let messages between CPUs fail, here and on other ranks, for which another thread waits."""
+        """Let messages between CPUs fail, here and on other ranks, also those for which another thread waits.
+
+        To close the group is not enough: that thread's message would keep connections open, and other ranks waiting.
+        """
         if not self._owned or self.group is None or not dist.is_initialized():
             return
         if "cpu:gloo" in dist.get_backend_config(self.group):

@@ -152,12 +152,6 @@ class Sender:
         last = self._last()
         return last is not None and not last.done
 
-    def abort(self) -> None:
-        """Let what the thread waits for fail, on all ranks."""
-        if self.works:
-            self.comm.interrupt()
-        self.comm.abort()
-
     def close(self) -> None:
         """End the thread, and what it waits for."""
         if self.works:
@@ -488,7 +482,7 @@ class Overlapped(Stepper):
                 yield
         except Exception:
             if self._sender is not None:
-                self._sender.abort()
+                self._sender.comm.abort()
             raise
 
     def close(self) -> None:

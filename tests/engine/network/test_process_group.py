@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -214,6 +215,29 @@ def test_inside_hooks_on_cuda_ddps_own_group_is_used_and_stays(
     assert two_ranks(share, backend, device) == [(shared, 2.0)] * 2
 
 
+def gives_up_beside_its_thread() -> tuple[str, str]:
+    """Rank 1 gives up while its own thread waits for rank 0, which comes later."""
+    comm, said = TorchCollective.of_its_own(), []
+    comm.all_reduce(torch.ones(1))
+    if comm.rank == 0:
+        time.sleep(0.5)
+        return error_of(comm.broadcast, torch.ones(1), 1), ""
+    wait = comm.start(AllReduce(torch.ones(1 << 21)))
+    thread = threading.Thread(target=lambda: said.append(error_of(wait)))
+    thread.start()
+    time.sleep(0.2)
+    comm.abort()
+    thread.join(5)
+    return "".join(said), error_of(comm.broadcast, torch.ones(1), 1)
+
+
+def test_a_rank_that_gives_up_ends_what_its_other_threads_wait_for(two_ranks: Ranks) -> None:
+    (said, _), (of_thread, later) = two_ranks(gives_up_beside_its_thread)
+    assert "lost another rank" in said
+    assert "lost another rank" in of_thread
+    assert "has ended on this rank" in later
+
+
 def give_back() -> str:
     comm = TorchCollective.of_its_own()
     comm.close()
@@ -233,6 +257,9 @@ class Given:
 
     def abort(self) -> None:
         self.aborted += 1
+
+    def recv(self, *_: Any) -> Any:
+        raise RuntimeError("nobody is there")
 
 
 @pytest.mark.parametrize(("backends", "aborted"), [("cuda:nccl", 1), ("cpu:gloo,cuda:nccl", 1), ("cpu:gloo", 0)])
