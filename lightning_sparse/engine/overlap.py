@@ -16,6 +16,7 @@ backward before the step, clipping and loss scaling are errors, on all ranks.
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import threading
 import time
@@ -35,7 +36,7 @@ from lightning_sparse.engine.average import Average, place
 from lightning_sparse.engine.backward import BackwardEnd
 from lightning_sparse.engine.calls import BEGIN, EXCHANGE, HIDDEN, STEP, Call, Met, compare, digest_of
 from lightning_sparse.engine.metrics import Stamp
-from lightning_sparse.engine.network import Going, TorchCollective, joined
+from lightning_sparse.engine.network import LISTEN, Going, LostRankError, TorchCollective, joined
 from lightning_sparse.engine.optimizers.kinds import ids_of
 from lightning_sparse.engine.pipeline import Exchanged as OfGroup
 from lightning_sparse.engine.pipeline import GroupReducer, forget_overflow_
@@ -114,10 +115,15 @@ class Sent:
             self.done = True
             self._lock.release()
 
-    def wait(self) -> list[OfGroup]:
-        """Return the results; a handler of a signal that runs meanwhile may call this, too."""
-        while not self.done:  # set before the lock is free: whoever has it may be a frame below this one
+    def end(self, seconds: float = math.inf) -> None:
+        """Wait for the end, and no longer than that; a handler of a signal that runs meanwhile may call this, too."""
+        latest = time.monotonic() + seconds
+        while not self.done and time.monotonic() < latest:  # set before the lock is free: a frame below may have it
             self._lock.acquire(timeout=LOOK.total_seconds())
+
+    def wait(self) -> list[OfGroup]:
+        """Return the results when they are here, see :meth:`end`."""
+        self.end()
         if self.error is not None:
             raise self.error
         return self._results
@@ -333,14 +339,18 @@ class Overlapped(Stepper):
 
     @contextmanager
     def naming_the_cause(self) -> Iterator[None]:
-        """Raise an error of the thread in place of one that follows from it here: process groups have ended."""
+        """Raise the first error of the thread in place of one that follows from it: process groups have ended."""
         try:
             yield
         except Exception as error:
-            for sent in self._waiting.sent if self._waiting is not None else ():
-                if sent.error is not None and sent.error is not error:
-                    raise sent.error from error
-            raise
+            every = [] if self._waiting is None else self._waiting.sent
+            if isinstance(error, LostRankError):  # a rank that fails ends all its groups: the thread may know why
+                for sent in every:
+                    sent.end(LISTEN)
+            first = next((sent.error for sent in every if sent.error is not None), error)
+            if first is error:
+                raise
+            raise first from error
 
     def note_gradients(self) -> None:
         """Note what DDP has left in ``.grad``, when it has ended a backward."""
