@@ -50,40 +50,49 @@ LEVELS = tuple(INSTRUCTIONS)
 FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-fvisibility=hidden")
 
 
-def files(library: Path = LIBRARY) -> list[Path]:
-    """Return the library, which all processors can use, and those for further instructions of this architecture."""
-    further = LEVELS[1:] if platform.machine() in ("x86_64", "AMD64") else ()
+def files(library: Path = LIBRARY, machine: str = "") -> list[Path]:
+    """Return the library, which all processors can use, and those for further instructions of an architecture.
+
+    Args:
+        library: its file.
+        machine: the architecture; empty: that of this machine.
+    """
+    further = LEVELS[1:] if (machine or platform.machine()) in ("x86_64", "AMD64") else ()
     return [library, *(library.with_stem(f"{library.stem}-{level.lower()}") for level in further)]
 
 
-def build(library: Path = LIBRARY) -> str | None:
+def build(library: Path = LIBRARY, machine: str = "") -> str | None:
     """Compile the library with ``$CC``, or else ``cc``; what was there before is replaced.
+
+    Args:
+        library: its file.
+        machine: the architecture that the compiler compiles for; empty: that of this machine.
 
     Returns:
         Why there is no library now; None if there is one.
     """
-    trouble = f"{SETTING} is numpy" if _asked(CHOICES[0]) == "numpy" else _compile(library)
+    trouble = f"{SETTING} is numpy" if _asked(CHOICES[0]) == "numpy" else _compile(library, machine)
     if trouble:
-        for file in files(library):
+        for file in files(library, machine):
             with suppress(OSError):  # it may lie where nobody may write
                 file.unlink(missing_ok=True)
     return trouble
 
 
-def _compile(library: Path) -> str | None:
+def _compile(library: Path, machine: str) -> str | None:
     """Put new libraries in this place; or why not."""
     try:
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             compiler = shlex.split(os.environ.get("CC", "cc"))
             code = [str(source) for source in SOURCES if source.suffix == ".c"]
-            for file, instructions in zip(files(library), INSTRUCTIONS.values(), strict=False):
+            for file, instructions in zip(files(library, machine), INSTRUCTIONS.values(), strict=False):
                 made = str(Path(folder) / file.name)
                 told = [*FLAGS, *instructions, *_definitions(), f'-DSOURCE="{_digest()}"']
                 command = [*compiler, *told, *code, "-o", made, "-lm"]
                 done = subprocess.run(command, capture_output=True, text=True, timeout=300)
                 if done.returncode:
                     return done.stderr.strip() or f"{command[0]} ended with {done.returncode}"
-            for file in files(library):
+            for file in files(library, machine):
                 (Path(folder) / file.name).replace(file)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
