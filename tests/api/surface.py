@@ -27,6 +27,7 @@ from lightning_sparse.api.checkpoint import FORMAT
 from lightning_sparse.core.registry import Registry
 from lightning_sparse.engine.metrics import QUANTITIES
 from lightning_sparse.engine.state.schema import STATE_FORMAT
+from lightning_sparse.integrations.packages import PYTORCH_LIGHTNING, preferred
 from lightning_sparse.ops.c.library import CHOICES, SETTING
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +35,7 @@ PACKAGE = ROOT / "lightning_sparse"
 FILE = Path(__file__).with_name("surface.txt")
 PAGE = ROOT / "docs" / "reference" / "api.md"
 REWRITE = "python -m tests.api.surface"
+HEAD = f"Public names, written by `{REWRITE}`; docs/developers/versions.md says what is promised of them."
 ADVICE = f"If this is intended, run `{REWRITE}` and write a line in CHANGELOG.md (docs/developers/versions.md)."
 WIDTH = 110
 """Characters of a call on one line; a longer one has a line for each keyword."""
@@ -228,21 +230,22 @@ def options(parsers: Mapping[str, argparse.ArgumentParser]) -> Iterator[str]:
             if isinstance(one, (argparse._HelpAction, argparse._SubParsersAction)):
                 continue
             many = " ..." if one.nargs in ("*", "+") else ""
-            default = f" = {shown(one.default)}" if one.default not in (None, False, []) else ""
+            empty = one.default is None or one.default is False or one.default == []
+            default = "" if empty else f" = {shown(one.default)}"
             required = ", required" if one.required and one.option_strings else ""
             yield f"{name} {'|'.join(one.option_strings) or one.dest}{many}{default}{required}"
 
 
 def strategies() -> Iterator[str]:
     """Lines of the names that are registered for Trainer and Fabric."""
-    from lightning_sparse.integrations.packages import preferred
-
     top = preferred()
+    other = "lightning_fabric" if top == PYTORCH_LIGHTNING else "lightning.fabric"
     trainer = importlib.import_module(f"{top}.strategies").StrategyRegistry
-    other = "lightning_fabric" if top == "pytorch_lightning" else "lightning.fabric"
     fabric = importlib.import_module(f"{other}.strategies").STRATEGY_REGISTRY
     for host, registry in (("Trainer", trainer), ("Fabric", fabric)):
-        yield from (f'{host}(strategy="{name}")' for name in registry.available_strategies() if "sparse_" in name)
+        yield from (
+            f'{host}(strategy="{name}")' for name in registry.available_strategies() if name.startswith("sparse_")
+        )
 
 
 def surface() -> str:
@@ -265,7 +268,7 @@ def surface() -> str:
         f"# {title}\n\n" + "".join(f"{line}\n" for line in sorted(set(lines), key=order))
         for title, lines in sections.items()
     ]
-    return "\n".join(parts)
+    return "\n".join([f"{HEAD}\n", *parts])
 
 
 def difference(kept: str, now: str) -> str:

@@ -203,11 +203,13 @@ def test_an_option_has_a_line_with_its_default() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("runs", nargs="*", default=[])
     parser.add_argument("--steps", default=10)
+    parser.add_argument("--seed", default=0)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--config", nargs="+", required=True)
     assert list(options({"tool": parser})) == [
         "tool runs ...",
         "tool --steps = 10",
+        "tool --seed = 0",
         "tool --json",
         "tool --config ..., required",
     ]
