@@ -20,7 +20,7 @@ COMPILED := hatch_build.py $(wildcard lightning_sparse/ops/c/*.[ch]) lightning_s
 .DELETE_ON_ERROR:
 .PHONY: demo test test-doors lint docs gpu clean
 
-demo: $(VENV)/.installed-examples
+demo: $(VENV)/.installed-all
 	@$(BIN)/python examples/demo.py
 
 test: lint

@@ -26,8 +26,8 @@ NEEDED = {
     "plotly": ("plotly", "cli"),
     "sklearn": ("scikit-learn", "cli"),
     "yaml": ("pyyaml", "cli"),
-    "wandb": ("wandb", "dashboard"),
-    "wandb_workspaces": ("wandb-workspaces", "dashboard"),
+    "wandb": ("wandb", "wandb"),
+    "wandb_workspaces": ("wandb-workspaces", "wandb"),
 }
 """Modules that commands need, the packages that they come from, and the extra that has them."""
 

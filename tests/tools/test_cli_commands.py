@@ -329,8 +329,8 @@ def test_torch_and_lightning_are_not_waited_for(option: str) -> None:
         ("rich", "rich", REPLAY, "cli"),
         ("sklearn", "scikit-learn", COMPARE, "cli"),
         ("plotly", "plotly", ["report", "somewhere"], "cli"),
-        ("wandb", "wandb", ["report", "--workspace", "a/b"], "dashboard"),
-        ("wandb_workspaces", "wandb-workspaces", ["report", "--workspace", "a/b"], "dashboard"),
+        ("wandb", "wandb", ["report", "--workspace", "a/b"], "wandb"),
+        ("wandb_workspaces", "wandb-workspaces", ["report", "--workspace", "a/b"], "wandb"),
     ],
 )
 def test_a_missing_package_is_named_with_the_command_that_installs_it(

@@ -145,7 +145,7 @@ def choose() -> tuple[ctypes.CDLL | None, str]:
         if wanted == "compiled":
             raise ImportError(f"{SETTING} asks for the compiled kernels: {error}") from error
         if not LIBRARY.exists():
-            return None, "numpy, as nothing was compiled at installation"
+            return None, f"{INSTEAD}nothing was compiled at installation"
         return None, f"{INSTEAD}{error}. To compile it again: python {__file__}"
     return found, f"compiled, {level}"
 
