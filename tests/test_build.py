@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PARTS = "hatchling.builders.hooks.plugin.interface".split(".")
+PARTS = ["hatchling", "builders", "hooks", "plugin", "interface"]
 
 Build = Callable[[str], dict[str, Any]]
 
@@ -82,5 +82,5 @@ def test_only_a_wheel_that_was_asked_for_must_have_kernels(build: Build, monkeyp
     data = build("")
     assert (data["artifacts"], data["pure_python"]) == ([], True)
     assert "no-such-compiler" in data["said"][0]
-    with pytest.raises(RuntimeError, match="kernels for macosx_11_0_arm64.*no-such-compiler"):
+    with pytest.raises(RuntimeError, match=r"kernels for macosx_11_0_arm64.*no-such-compiler"):
         build("macosx_11_0_arm64")
