@@ -7,7 +7,6 @@ import importlib
 import json
 import math
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from tests.warm import warm_python
 
 ROOT = Path(__file__).parent.parent
 ABOUT = {"processor", "cores", "python", "torch", "lightning_sparse", "kernels"}
@@ -333,7 +334,7 @@ def test_a_gpt_as_a_new_user_writes_it_is_trained_densely_and_behind_the_exchang
 
 def test_the_hosts_time_of_a_step_is_told_by_parts() -> None:
     pytest.importorskip("triton")
-    words = [sys.executable, "-m", "benchmarks.host_step", "--optimizers", "momentum", "--steps", "1", "--groups", "2"]
+    words = [warm_python(), "-m", "benchmarks.host_step", "--optimizers", "momentum", "--steps", "1", "--groups", "2"]
     said = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=100).stdout
     rows = {cells[1].strip(): cells[2:5] for line in said.splitlines() if len(cells := line.split("│")) == 6}
     whole, exchange = ([float(cell) for cell in rows[name]] for name in ("ours", "exchange"))

@@ -78,7 +78,7 @@ CELLS = [(density, inputs, moves) for moves in MOVES for inputs in (20, 5) for d
 
 
 @pytest.mark.parametrize(("density", "inputs", "moves"), by_default([CELLS[0], CELLS[-2], *CELLS[1:-2], CELLS[-1]], 2))
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", by_default([3, 2]))
 def test_the_engine_equals_it_bit_for_bit(
     two_ranks: Ranks, three_ranks: Ranks, n: int, density: float, inputs: int, moves: dict[str, float]
 ) -> None:

@@ -24,10 +24,15 @@ MADE = (".md", ".csv")
 """Endings of files that nothing else puts into these folders."""
 
 
-def pages() -> dict[str, str]:
-    """Text of every generated file by its path below docs/."""
+def pages(folders: Sequence[str] = FOLDERS) -> dict[str, str]:
+    """Text of every generated file of some folders by its path below docs/."""
     known = reports.read()
-    made = reports.pages(known) | methods.pages(known) | reference.pages()
+    makers = {
+        "methods": lambda: methods.pages(known),
+        "reference": reference.pages,
+        "reports": lambda: reports.pages(known),
+    }
+    made = {path: text for folder in folders for path, text in makers[folder]().items()}
     return {path: BEHIND + text if path.endswith(".md") else text for path, text in made.items()}
 
 

@@ -50,7 +50,7 @@ CELLS = [(seed, (4, 1) if seed % 3 == 0 else (2, 2)) for seed in range(1, 41)]
 
 
 @pytest.mark.filterwarnings("ignore:.*not finite")
-@pytest.mark.parametrize(("seed", "shape"), by_default(CELLS, 2))
+@pytest.mark.parametrize(("seed", "shape"), by_default(CELLS))
 def test_whatever_happens_no_part_loses_anything(four_ranks: Ranks, seed: int, shape: tuple[int, int]) -> None:
     taken, *others = four_ranks(history, seed, shape)
     assert all(other == taken for other in others)

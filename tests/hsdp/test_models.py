@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
+from tests.covering import by_default
 from tests.hsdp.model import engine_of, grid, weights, whole
 from tests.ranks import Ranks
 
@@ -123,7 +124,7 @@ def test_density_1_is_native_hsdp(four_ranks: Ranks, what: str) -> None:
         assert all(torch.equal(mine[0][name], w) for name, w in theirs.items())
 
 
-@pytest.mark.parametrize("what", WAYS)
+@pytest.mark.parametrize("what", by_default(WAYS, 5))
 def test_below_it_replicas_stay_equal_and_learn(four_ranks: Ranks, what: str) -> None:
     of_ranks = four_ranks(train, what, 0.05, 15)
     for found, losses, norms in of_ranks:

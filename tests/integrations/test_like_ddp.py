@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.covering import covering, in_turns
+from tests.covering import by_default, covering, in_turns
 from tests.integrations.test_strategy import strategy_class
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE, PACKAGES, flat, make_data, make_module, make_trainer
@@ -78,7 +78,7 @@ def fit(package: str, case: str, density: float | None) -> tuple[Tensor, int]:
     return flat(made), 0 if density is None else strategy.engine.step
 
 
-@pytest.mark.parametrize(("case", "package"), covering(in_turns(CASES, PACKAGES), together=1))
+@pytest.mark.parametrize(("case", "package"), by_default(covering(in_turns(CASES, PACKAGES), together=1), 5))
 def test_loops_train_like_ddp_at_density_1_and_alike_on_all_ranks_below(
     two_ranks: Ranks, case: str, package: str
 ) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from tests.covering import covering
+from tests.covering import by_default, covering
 from tests.nodes.model import weights
 from tests.ranks import Ranks
 from tests.static_path import static_path
@@ -101,7 +101,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("which", "kind", "size", "static"), covering(CASES))
+@pytest.mark.parametrize(("which", "kind", "size", "static"), by_default(covering(CASES), 6))
 def test_small_parameters_train_as_with_plain_ddp(
     four_ranks: Ranks, which: str, kind: str, size: int, static: bool
 ) -> None:
