@@ -7,6 +7,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from mkdocs.plugins import event_priority
+
 REDIRECTS = {
     "adam": "guide/optimizers",
     "advise": "guide/should-i-use-it",
@@ -61,6 +63,7 @@ PAGE = """<!doctype html>
 """
 
 
+@event_priority(100)  # before mike, which adds the version to the site's address
 def on_config(config: Any) -> None:
     """Take addresses from pyproject.toml, as far as it has them."""
     project = tomllib.loads((Path(config.config_file_path).parent / "pyproject.toml").read_text(encoding="utf-8"))
@@ -70,7 +73,6 @@ def on_config(config: Any) -> None:
     if repository := addresses.get("Repository"):
         config.repo_url = repository
         config.repo_name = "Repository"
-        config.edit_uri = "edit/main/docs/"
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
