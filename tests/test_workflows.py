@@ -103,13 +103,22 @@ def test_a_release_waits_for_its_tag_its_date_and_the_addresses(tmp_path: Path) 
 
     project = tmp_path / "pyproject.toml"
     project.write_text('[project]\nversion = "1.2.0"\n')
+    package = tmp_path / "lightning_sparse" / "core" / "version.py"
+    package.parent.mkdir(parents=True)
+    package.write_text('__version__ = "1.1.0"\n')
     (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## 1.2.0 (unreleased)\n\n- New.\n\n## 1.1.0 (2020-01-01)\n")
     refused = check("v1.2.1")
     assert refused.returncode == 1 and not refused.stdout
-    assert [line.split()[0] for line in refused.stderr.splitlines()] == ["The", "CHANGELOG.md", "[project.urls]"]
+    assert [line.split()[0] for line in refused.stderr.splitlines()] == [
+        "The",
+        "lightning_sparse/core/version.py",
+        "CHANGELOG.md",
+        "[project.urls]",
+    ]
     assert "Homepage, Repository, Documentation, Security" in refused.stderr
     names = ("Homepage", "Repository", "Documentation", "Security")
     project.write_text(project.read_text() + "[project.urls]\n" + "".join(f'{n} = "https://{n}"\n' for n in names))
+    package.write_text('__version__ = "1.2.0"\n')
     changes = tmp_path / "CHANGELOG.md"
     changes.write_text(changes.read_text().replace("unreleased", "2021-02-03"))
     taken = check("v1.2.0")
