@@ -1,10 +1,13 @@
-"""Hooks of MkDocs: redirects of pages that moved, and guides before reports in the search."""
+"""Hooks of MkDocs: the project's addresses, redirects of pages that moved, and guides before reports in the search."""
 
 from __future__ import annotations
 
 import os
+import tomllib
 from pathlib import Path
 from typing import Any
+
+from mkdocs.plugins import event_priority
 
 REDIRECTS = {
     "adam": "guide/optimizers",
@@ -58,6 +61,18 @@ PAGE = """<!doctype html>
 <body>This page has moved: <a href="{target}">{target}</a></body>
 </html>
 """
+
+
+@event_priority(100)  # before mike, which adds the version to the site's address
+def on_config(config: Any) -> None:
+    """Take addresses from pyproject.toml, as far as it has them."""
+    project = tomllib.loads((Path(config.config_file_path).parent / "pyproject.toml").read_text(encoding="utf-8"))
+    addresses = project["project"].get("urls", {})
+    if site := addresses.get("Documentation"):
+        config.site_url = site
+    if repository := addresses.get("Repository"):
+        config.repo_url = repository
+        config.repo_name = "Repository"
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
