@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,6 +20,9 @@ from tests.warm import warm_python
 
 if TYPE_CHECKING:
     from tests.streams import Streams
+
+BROWSER = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
+BROWSER += ["--disable-background-networking", "--disable-component-update"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -123,3 +128,24 @@ def streams(monkeypatch: pytest.MonkeyPatch, one_rank: None) -> Iterator[Streams
     played = play(monkeypatch)
     with played:
         yield played
+
+
+@pytest.fixture
+def chromium(tmp_path: Path) -> Iterator[Any]:
+    """A page of a browser that notes requests and complaints."""
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if found is None:
+        pytest.skip("there is no Chromium")
+    with api.sync_playwright() as playwright:
+        context = playwright.chromium.launch_persistent_context(
+            tmp_path / "profile", executable_path=found, args=BROWSER, viewport={"width": 1200, "height": 800}
+        )
+        page = context.pages[0]
+        page.set_default_timeout(100_000)
+        page.noted = []
+        page.on("console", lambda message: page.noted.append(f"{message.type}: {message.text}"))
+        page.on("pageerror", lambda error: page.noted.append(f"error: {error}"))
+        page.on("request", lambda request: page.noted.append(f"request: {request.url[:100]}"))
+        yield page
+        context.close()

@@ -157,25 +157,51 @@ class Loaded(HTMLParser):
             self.found.append(given.get("href") or "")
 
 
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_the_site_is_built_without_warnings_and_needs_no_network(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the site, built without a warning."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
     assert not done.stderr.strip()
-    pages = list(tmp_path.rglob("*.html"))
+    return folder
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1200, 390])  # of a screen and of a phone
+def test_the_search_finds_guides_first_and_pages_fit_the_screen(site: Path, chromium: Any, width: int) -> None:
+    chromium.set_viewport_size({"width": width, "height": 800})
+    for words in ("clipping", "checkpoint", "AdamW", "10 Gbit", "FSDP", "density"):
+        chromium.goto((site / "index.html").as_uri())
+        if width < 900:
+            chromium.locator('label[for="__search"]').first.click()
+        chromium.locator("input.md-search__input").press_sequentially(words)
+        chromium.locator(".md-search-result__link", has_text=words).first.wait_for()
+        first = chromium.locator(".md-search-result__link").first.get_attribute("href")
+        assert f"{site.as_uri()}/guide/" in first, (words, first)
+    for page in [*site.glob("guide/*.html"), site / "index.html", site / "methods" / "index.html"]:
+        chromium.goto(page.as_uri())
+        assert chromium.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), page
+    assert not [said for said in chromium.noted if said.startswith(("error", "request: http"))]
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_the_site_needs_no_network(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
     assert len(pages) > len(PAGES)
-    moved = (tmp_path / "quickstart.html").read_text()
-    assert 'url=guide/quick-start.html"' in moved and (tmp_path / "guide" / "quick-start.html").exists()
-    found = json.loads((tmp_path / "search" / "search_index.json").read_text())["docs"]
+    moved = (site / "quickstart.html").read_text()
+    assert 'url=guide/quick-start.html"' in moved and (site / "guide" / "quick-start.html").exists()
+    found = json.loads((site / "search" / "search_index.json").read_text())["docs"]
     assert all(place.get("boost") == 4 for place in found if place["location"].startswith("guide/"))
     for page in pages:
         loaded = Loaded()
         loaded.feed(page.read_text())
         assert not [target for target in loaded.found if target.startswith(("http:", "https:", "//"))], page
-    api = (tmp_path / "reference" / "api.html").read_text()
+    api = (site / "reference" / "api.html").read_text()
     assert ":class:" not in api
     headings = [re.sub(r"<[^>]+>", "", found) for found in re.findall(r"<h3 .*?</h3>", api, flags=re.DOTALL)]
     assert set(ls.__all__) <= {word for heading in headings for word in heading.split()}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,35 +17,12 @@ from tests.tools.report.made_up import compared, rows, write_csv
 for needed in ("plotly", "matplotlib"):
     pytest.importorskip(needed, reason=f"{needed} is not installed")
 
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
-FLAGS += ["--disable-background-networking", "--disable-component-update"]
 MANY = 19
 
 
 @pytest.fixture(scope="module")
 def few(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
     return read_runs(compared(tmp_path_factory.mktemp("few")))
-
-
-@pytest.fixture
-def chromium(tmp_path: Path) -> Iterator[Any]:
-    """A page of a browser that notes requests and complaints."""
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if found is None:
-        pytest.skip("there is no Chromium")
-    with api.sync_playwright() as playwright:
-        context = playwright.chromium.launch_persistent_context(
-            tmp_path / "profile", executable_path=found, args=FLAGS, viewport={"width": 1200, "height": 800}
-        )
-        page = context.pages[0]
-        page.set_default_timeout(100_000)
-        page.noted = []
-        page.on("console", lambda message: page.noted.append(f"{message.type}: {message.text}"))
-        page.on("pageerror", lambda error: page.noted.append(f"error: {error}"))
-        page.on("request", lambda request: page.noted.append(f"request: {request.url[:100]}"))
-        yield page
-        context.close()
 
 
 DATA = """() => plots.map(plot => ({
