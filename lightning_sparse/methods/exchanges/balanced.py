@@ -34,9 +34,9 @@ class Balanced(Exchange):
     many in step 3. More than m selected coordinates in a region are thinned evenly, others in each step; of more than m
     sums, the largest are sent. The rest stays in the residuals. With 4-byte values a rank sends at most
     ``6 k (n - 1) / n`` words of 4 bytes, as the paper says, and 12 (n - 1) more for boundaries, counts and rounding up.
-    (The paper sends 2 to 5 k/4 pairs without a limit, balances the lengths of the results, and finds both boundaries
-    and a threshold for the sums anew only every few dozen steps. An exchange has no memory: here all ranks find the
-    exact k-th largest of the sums that they have received.)
+    (The authors' code sends 2 k/3 to 5 k/4 pairs without a limit, balances the lengths of the results, and finds both
+    boundaries and a threshold for the sums anew only every few dozen steps. An exchange has no memory: here all ranks
+    find the exact k-th largest of the sums that they have received.)
 
     References:
         Li, Hoefler, Near-Optimal Sparse Allreduce for Distributed Deep Learning (Ok-Topk), PPoPP 2022,

@@ -84,8 +84,8 @@ GROUPINGS: Registry[Grouping] = Registry("grouping", Grouping)  # type: ignore[t
 class Bucket(Grouping):
     """Runs of about ``bucket_cap_mb`` MiB; if that is at most 25, the first is of 1 MiB, to start early, as DDP's is.
 
-    Where it is above 25, a step is to have few groups: the first one is as long as the others, and a last one of less
-    than half of that joins the one before it.
+    Above 25 MiB, all groups have that size, the first one, too; a last one of less than half of it joins the one
+    before.
     """
 
     def cut(self, parameters: Sequence[ParameterSize], bucket_cap_mb: float) -> Cut:

@@ -26,13 +26,13 @@ class LowPass(Feedback):
     """Error feedback with a low-pass filter: ``residual' = residual + beta (gradient - sent)``.
 
     The accumulator is ``acc = residual + gradient``; after the exchange ``residual' = (1 - beta) residual + beta (acc -
-    sent)``. The residual is an average over about ``1 / beta`` steps instead of a sum. This makes the residuals of the
-    ranks more alike, so that one rank's selection suits the others better (:class:`.CLTK`), and damps
-    the noise that a large learning rate feeds back.
+    sent)``. Coordinates that are not sent sum gradients times beta; one that is sent keeps ``1 - beta`` of its old
+    residual, so that it forgets within about ``1 / beta`` times. This makes the residuals of the ranks more alike, so
+    that one rank's selection suits the others better (:class:`.CLTK`), and damps the noise that a large learning rate
+    feeds back.
 
     The factor also appears in the conservation law: over the ranks, ``sum residual' - sum residual = beta (sum
-    gradient - n update)``. A coordinate that is never sent keeps the fraction beta of its gradients; one that is sent
-    keeps ``1 - beta`` of its old residual. This memory costs two vectors of ``numel`` accumulator elements a rank.
+    gradient - n update)``. This memory costs two vectors of ``numel`` accumulator elements a rank.
 
     Args:
         beta: in (0, 1]; 1 is :class:`.Residual`. Values of 0.1 to 0.3 are meant for the large

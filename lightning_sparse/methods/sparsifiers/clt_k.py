@@ -22,8 +22,8 @@ class CLTK(Sparsifier):
     Every rank clears its residual at S. Exactly k coordinates are sent for any n: no build-up, no padding, one vector
     of indices on the wire. Only the leader searches its accumulator; the others are idle meanwhile.
 
-    The method relies on similar accumulators on all ranks. A coordinate that is large on one rank only waits for up to
-    n steps. For large batches and learning rates ScaleCom smooths the residual with a low-pass filter: that is
+    The method relies on similar accumulators on all ranks. If a coordinate is large on one rank alone, it waits for up
+    to n steps. For large batches and learning rates ScaleCom smooths the residual with a low-pass filter: that is
     ``memory=ls.memories.LowPass(beta)``, not part of the selection.
 
     Formula:

@@ -51,8 +51,8 @@ class ExDyna(Sparsifier):
     previous moves (algorithm 3).
 
     Formula:
-        ``S_i = {j in range (t + i) mod n : |acc_i[j]| >= threshold}``; ``update[U] = (1/n) sum_i acc_i[U]``, U the
-        union of the S_i
+        ``S_i``: the ``k_i`` largest ``|acc_i[j]|`` with j in range ``(t + i) mod n``, ``sum_i k_i = k`` (published: all
+        that reach a common threshold); ``update[U] = (1/n) sum_i acc_i[U]``, U the union of the S_i
 
     Differs from the paper:
         Two rules, as in MiCRO:

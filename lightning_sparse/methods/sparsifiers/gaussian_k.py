@@ -33,7 +33,8 @@ class GaussianK(Sparsifier):
     search.
 
     Formula:
-        ``S_i = {j : |acc_i[j]| >= threshold_i}``, ``threshold = mean + z std`` with ``z = Phi^-1(1 - d/2)`` and ``d = k
+        ``S_i = {j : |acc_i[j]| >= threshold_i}``, ``threshold_i`` found from ``|mean| + z std`` (published: ``mean + z
+        std``) with ``z = Phi^-1(1 - d/2)`` and ``d = k
         / numel``; ``update = (1/n) sum_i scatter(S_i, acc_i[S_i])``
 
     Differs from the paper:

@@ -33,8 +33,9 @@ class HardThreshold(Sparsifier):
         ``S_i = {j : |acc_i[j]| >= threshold}``; ``update[U] = (1/n) sum_i acc_i[U]``, U the union of the S_i
 
     Differs from the paper:
-        The default threshold is that of the MiCRO and ExDyna experiments. On CUDA a rank sends at most 8 times the
-        target.
+        Threshold and exchange are by default those of the MiCRO and ExDyna experiments; in the paper of Sahu et al.
+        each rank sends and releases its own values: ``exchange="gather_pairs"``. On CUDA a rank sends at most 8 times
+        the target.
 
     Args:
         threshold: magnitude above 0, in units of the accumulated gradient; with ``Residual(rates=True)`` of the

@@ -31,20 +31,22 @@ class MiCRO(Sparsifier):
     coordinate once in n steps.
 
     Formula:
-        ``S_i = {j in range (t + i) mod n : |acc_i[j]| >= threshold}``; ``update[U] = (1/n) sum_i acc_i[U]``, U the
-        union of the S_i
+        ``S_i``: the ``k_i`` largest ``|acc_i[j]|`` with j in range ``(t + i) mod n``, ``sum_i k_i = k`` (published: all
+        that reach a common threshold); ``update[U] = (1/n) sum_i acc_i[U]``, U the union of the S_i
 
     Differs from the paper:
         Two rules for the threshold:
 
-        - ``variant="corrected"`` (default): the threshold that exactly k coordinates of all ranges reach, found in each
-          step from order statistics that the ranks share before they select (in place of the counts, which are then
-          known), with at most 2 k/n coordinates per rank. It follows the gradients' scale at once and has no start-up
-          phase.
-        - ``variant="published"``: the released code's controller. It starts at ``1 / (2 sqrt(k))`` for any scale of the
-          gradients, moves 0.5 % a step, settles at about 0.94 of the target and overshoots by 15-34 times at first; a
-          rank that finds nothing sends one forced coordinate. ``k = int(density * numel)``. On CUDA a rank sends at
-          most 4 k/n, more are thinned evenly.
+        - ``variant="corrected"`` (default): in each step, ranks share 8 to 32 order statistics of their ranges before
+          they select (in place of the counts, which are then known). From these they estimate the threshold that k
+          coordinates of all ranges reach, and how many each range has above it: its ``k_i <= ceil(2 k/n)``. The
+          threshold is approximate, the sum of the ``k_i`` is k. It follows the gradients' scale at once and has no
+          start-up phase.
+        - ``variant="published"``: the released code's controller. The threshold starts at ``1 / (2 sqrt(k))`` for any
+          scale of the gradients. With q = (coordinates of all ranks) / k, a step multiplies it by ``1 + gamma`` if
+          ``q > beta``, by ``1 + gamma/4`` if ``q > 1/beta``, and else by ``1 - gamma``. On made-up gradients it settles
+          at q of about 0.94, after up to 34 times the target at first. A rank that finds nothing sends one forced
+          coordinate. ``k = int(density * numel)``. On CUDA a rank sends at most 4 k/n, more are thinned evenly.
 
     Args:
         variant: "corrected" or "published".

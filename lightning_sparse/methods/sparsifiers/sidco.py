@@ -146,11 +146,12 @@ class SIDCoE(_SIDCo):
         Two rules for the shares of the stages:
 
         - ``variant="corrected"`` (default, ours): stages aim from the real number of survivors, which corrects the
-          errors of earlier stages. The last keeps ``k / survivors``, each between it and the first the square root of
-          that. At first there are as many stages as it takes to leave 3/4 to the last one, and one more whenever the
-          mean of ``count / k`` over ``interval`` steps is outside ``1 +- tolerance``, on either side. Moreover the fits
-          aim for ``c k`` instead of k: after each step ``ln c -= 0.1 (count / k - 1)``, with at most 4 for the quotient
-          and at least 1/4 for c. This is an integral controller, which removes the remaining bias of the fits.
+          errors of earlier stages. The last keeps ``c k / survivors``, each between it and the first ``max(sqrt(c k /
+          survivors), first_ratio)``. At first there are as many stages as it takes to leave 3/4 to the last one, and
+          one more whenever the mean of ``count / k`` over ``interval`` steps is outside ``1 +- tolerance``, on either
+          side. Moreover the fits aim for ``c k`` instead of k: after each step ``ln c -= 0.1 (count / k - 1)``, with at
+          most 4 for the quotient and at least 1/4 for c. This is an integral controller, which removes the remaining
+          bias of the fits.
         - ``variant="published"``: every stage after the first keeps ``(d / first_ratio) ** (1 / (M - 1))``, where M
           starts at 1, loses one when the mean is too large and gains one when it is too small. That direction is right
           for tails lighter than exponential only. With heavier ones a single stage selects too many, and M stays at 1.
