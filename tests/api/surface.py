@@ -77,7 +77,7 @@ def call(path: str, parameters: Iterable[inspect.Parameter]) -> list[str]:
 
 
 def order(line: str) -> str:
-    """What lines are sorted by: keywords come after what can be given by position."""
+    """Return what lines are sorted by: keywords come after what can be given by position."""
     return line.replace("(..., ", "(~")
 
 
@@ -272,7 +272,7 @@ def surface() -> str:
 
 
 def difference(kept: str, now: str) -> str:
-    """What has changed, with what to do; empty if nothing has."""
+    """Say what has changed, with what to do; empty if nothing has."""
     lines = difflib.unified_diff(kept.splitlines(), now.splitlines(), n=0, lineterm="")
     changed = [line for line in lines if not line.startswith(("---", "+++", "@@"))]
     if not changed:

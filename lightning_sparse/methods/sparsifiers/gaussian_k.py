@@ -34,8 +34,7 @@ class GaussianK(Sparsifier):
 
     Formula:
         ``S_i = {j : |acc_i[j]| >= threshold_i}``, ``threshold_i`` found from ``|mean| + z std`` (published: ``mean + z
-        std``) with ``z = Phi^-1(1 - d/2)`` and ``d = k
-        / numel``; ``update = (1/n) sum_i scatter(S_i, acc_i[S_i])``
+        std``) with ``z = Phi^-1(1 - d/2)`` and ``d = k / numel``; ``update = (1/n) sum_i scatter(S_i, acc_i[S_i])``
 
     Differs from the paper:
         - ``variant="corrected"`` (default): once one threshold is known to be too low and one too high, the next trial
