@@ -27,6 +27,8 @@ def flush(what: Any, optimizers: Optimizer | Iterable[Optimizer] | None = None) 
     nothing moves, and with ``Residual(rates=True)`` what waits goes on waiting. Afterwards, parameters hold the same
     gradients as before.
 
+    With :class:`~lightning_sparse.memories.Drift`, copies of the weights are averaged, and no optimizer steps.
+
     Call this between two steps, for example before a model is exported. A parameter without a pending update is left
     alone, so that at density 1 there is no step. Residuals of 16-bit parameters keep what the cast rounds off.
 
@@ -92,7 +94,8 @@ def flush(what: Any, optimizers: Optimizer | Iterable[Optimizer] | None = None) 
         name
         for engine in engines
         for name, p in engine._parameters.items()
-        if id(p) not in held and p.requires_grad and engine.residual(name) is not None
+        if id(p) not in held and p.requires_grad and not engine.router.group_of[name].drifts
+        and engine.residual(name) is not None
     ]
     if left and all(engine._rank == 0 for engine in engines):
         more = f", and {len(left) - 1} more" if len(left) > 1 else ""
@@ -101,11 +104,12 @@ def flush(what: Any, optimizers: Optimizer | Iterable[Optimizer] | None = None) 
             "With the Trainer, return all optimizers from configure_optimizers; with Fabric, pass all of them to "
             "fabric.setup; elsewhere, call flush(engine, [...]) with all of them."
         )
-    square = 0.0
+    square = drifted = 0.0
     with gradients_aside(chosen, parameters), ExitStack() as end:
         for engine in engines:
             end.callback(engine._end_flush)
             engine._binding.know(chosen)
+            drifted += engine._meet_weights()
             pending = engine._take_pending()
             found = [float(own(average).double().square().sum()) for average in pending.values()]
             squares = torch.tensor(found, dtype=torch.float64, device="cpu")
@@ -116,7 +120,7 @@ def flush(what: Any, optimizers: Optimizer | Iterable[Optimizer] | None = None) 
         for optimizer in chosen if square else ():
             with uninterrupted():
                 optimizer.step()
-    return math.sqrt(square)
+    return math.sqrt(square + drifted)
 
 
 def engines_of(strategy: Any) -> list[Engine]:

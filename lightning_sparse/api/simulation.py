@@ -111,6 +111,8 @@ def simulate(
     """
     sparsifier = SPARSIFIERS.resolve(sparsifier)
     memory = as_memory(memory)
+    gradients_do = memory.averages != "moves"
+    expect(gradients_do, "memory", "one of gradients: Drift averages what optimizers do to weights", memory)
     exchange = as_exchange(exchange, sparsifier, memory)
     many = isinstance(gradients, Iterable) and not (isinstance(gradients, Tensor) and gradients.dim() == 0)
     expect(many, "gradients", "an iterable of (n, numel) tensors", gradients)

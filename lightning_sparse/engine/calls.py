@@ -56,17 +56,20 @@ class Call(NamedTuple):
     rates: int = 0
     """Digest of the learning rates of these parameters, where residuals are in units of them; else 0."""
 
-    def words(self, finite: bool, used: Sequence[bool], sums: Sequence[float] = ()) -> Tensor:
+    def words(
+        self, finite: bool, used: Sequence[bool], sums: Sequence[float] = (), changed: bool = False
+    ) -> Tensor:
         """Return (length,) int64 on the CPU; the length follows from the number of parameters.
 
         Args:
             finite: whether all gradients of this rank are finite.
             used: of each parameter of the engine, whether this rank has a gradient that would be exchanged.
             sums: numbers that the others see as they are; none: zeros.
+            changed: whether somebody else has written to weights of this rank that drift.
         """
         bits = struct.unpack(_WORDS, struct.pack(_NUMBERS, *sums)) if sums else (0,) * SUMS
         return torch.tensor(
-            [*map(int, self), int(finite), *bits, *_written(tuple(used))], dtype=torch.int64, device="cpu"
+            [*map(int, self), int(finite) | int(changed) << 1, *bits, *_written(tuple(used))], dtype=torch.int64, device="cpu"
         )
 
 
@@ -85,6 +88,8 @@ class Met(NamedTuple):
     """Of each parameter whether any of them uses it; as long as all flags in the words."""
     words: Sequence[Sequence[int]]
     """Of each rank, those of its sums."""
+    changed: bool = False
+    """Whether somebody else has written to weights that drift on any of them."""
 
     def sums(self) -> list[tuple[float, ...]]:
         """Return the sums of each rank."""
@@ -107,12 +112,13 @@ def compare(rows: Tensor, ranks: Sequence[int]) -> Met:
         RuntimeError: if ranks are about to do different things, saying what each of them does.
     """
     every = rows.tolist()
-    lead, finite, flags = every[0][:LENGTH], True, every[0][HEAD:]
+    lead, finite, changed, flags = every[0][:LENGTH], True, False, every[0][HEAD:]
     for row in every:
         if row[:LENGTH] != lead:
             raise RuntimeError(_told({rank: Call(*one[:LENGTH]) for rank, one in zip(ranks, every, strict=True)}))
-        finite, flags = finite and bool(row[LENGTH]), list(map(or_, flags, row[HEAD:]))
-    return Met(finite, _read(tuple(flags)), [row[LENGTH + 1 : HEAD] for row in every])
+        finite, flags = finite and bool(row[LENGTH] & 1), list(map(or_, flags, row[HEAD:]))
+        changed = changed or bool(row[LENGTH] & 2)
+    return Met(finite, _read(tuple(flags)), [row[LENGTH + 1 : HEAD] for row in every], changed)
 
 
 @lru_cache(maxsize=64)

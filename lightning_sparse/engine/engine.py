@@ -230,6 +230,38 @@ class Engine(EngineView):
         finally:
             router.paused = before
 
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Let parameters hold the weights that all ranks agree on, within the block.
+
+        With :class:`~lightning_sparse.memories.Drift`, each rank trains a copy of its own. Evaluate, export and average
+        weights in here; each rank may do so by itself. ``state_dict()`` of the model has the agreed weights anyway.
+        Parameters that somebody has written to since the last step are left as they are, and what is written within the
+        block stays. With other memories, all ranks have the same weights, and nothing happens.
+
+        Example:
+            >>> import tempfile, torch, lightning_sparse as ls
+            >>> import torch.distributed as dist
+            >>> from torch.nn.parallel import DistributedDataParallel
+            >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(tempfile.mktemp(), 1))
+            >>> model = torch.nn.Linear(20, 20, bias=False)
+            >>> ddp = DistributedDataParallel(model)
+            >>> engine = ls.attach(ddp, memory="drift", density=0.1, single_device="sparse")
+            >>> optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+            >>> before = model.weight.detach().clone()
+            >>> ddp(torch.ones(1, 20)).sum().backward()
+            >>> optimizer.step()                          # moves all weights of this rank
+            >>> int((model.weight != before).sum())
+            400
+            >>> with engine.agreed():                     # 40 of them have been sent
+            ...     int((model.weight != before).sum())
+            40
+            >>> engine.close()
+            >>> dist.destroy_process_group()
+        """
+        with self.router.copies.agreed():
+            yield
+
     def exchange(self, parameters: Tensor | Iterable[Tensor]) -> bool:
         """Exchange the gradients of parameters before an optimizer that is none of torch's steps them; collective.
 
@@ -345,6 +377,11 @@ class Engine(EngineView):
         """
         self.router.flush_asked = True
 
+    def _meet_weights(self) -> float:
+        """Average copies of the weights densely, see :meth:`.Groups.meet_weights`; collective, between two steps."""
+        self._check_between_steps("Weights can only be averaged")
+        return self.router.meet_weights()
+
     def _take_pending(self) -> dict[str, Tensor]:
         """Return the mean of the ranks' residuals, ``(1/n) sum_i residual_i``, and clear these; collective.
 
@@ -455,6 +492,7 @@ class Engine(EngineView):
         for observer in self.observers:
             observer.close()
         self._binding.close()
+        self.router.copies.close()
         self.router.close()
 
     def __reduce__(self) -> tuple[type[CopiedEngine], tuple[()]]:

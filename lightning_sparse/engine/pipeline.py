@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_sparse.core.console import say
-from lightning_sparse.core.layout import Gradient, InRuns, rates_at, sum_dtype
+from lightning_sparse.core.layout import Gradient, InRuns, flattened, rates_at, sum_dtype
 from lightning_sparse.core.messages import Meter, Steps
 from lightning_sparse.core.step import Absorbed, Agreement, Candidates, Context, GroupState, Selection, Update
 from lightning_sparse.engine.average import Average, bounds_of, scatter_average_
@@ -28,7 +28,7 @@ from lightning_sparse.methods.exchanges import Dense, Exchange
 from lightning_sparse.methods.grouping import Group
 from lightning_sparse.methods.memory import Memory
 from lightning_sparse.methods.sparsifiers import Everything, Sparsifier
-from lightning_sparse.ops import choose, on_device, static_shapes
+from lightning_sparse.ops import all_finite, choose, on_device, static_shapes
 from lightning_sparse.ops.on_cuda import on_cuda
 from lightning_sparse.ops.reference import as_gradient
 
@@ -165,8 +165,8 @@ def exchange_group(
     ctx = ctx._replace(second=second)
     if state.candidates is not None:
         state.candidates.forget()
+    del absorbed, given, score
     if static:  # scores of 16-bit gradients have a vector of their own, which other groups can take
-        del absorbed, given, score
         grad.rooms.clear()
     picked = Stamp.now(grad.device)
     if not exchange.tells_trouble if static else not finite:
@@ -179,7 +179,10 @@ def exchange_group(
     if memory.reads_rates and ctx.rates:
         rate = rates_at(ctx.rates, update.indices, grad.numel, average)
         average = average / rate
-    handed, rounding, skipped = hand_over_(grad, update.indices, average, scale, state.candidates)
+    if memory.averages == "moves":  # settling takes weights there
+        handed, rounding, skipped = average, None, ~_is_finite(average, update.indices, grad.numel)
+    else:
+        handed, rounding, skipped = hand_over_(grad, update.indices, average, scale, state.candidates)
     sent = handed
     if rate is not None:
         sent, rounding = handed * rate, None if rounding is None else rounding * rate
@@ -343,6 +346,13 @@ def hand_over_(
     return handed, rounding, skipped
 
 
+def _is_finite(average: Tensor, indices: Tensor | None, numel: int) -> Tensor:
+    """Return () whether an average is finite, wherever its values count."""
+    if indices is not None and static_shapes(average.device):
+        average = average.masked_fill(indices == numel, 0.0)
+    return all_finite(average)
+
+
 class GroupReducer:
     """Exchanges the gradients of one group, and keeps its state."""
 
@@ -366,6 +376,8 @@ class GroupReducer:
         elif self.always_whole:
             memory = memory.for_whole()
         self.memory: Memory = memory
+        self.drifts = memory.averages == "moves"
+        """True if weights take the place of gradients, see :class:`~lightning_sparse.methods.memory.Drift`."""
         self.sparsifier: Sparsifier = Everything() if plan.dense else settings.sparsifier
         self.sparsified = self.sparsifier.agreement is not Agreement.EVERYTHING
         """True if coordinates are selected, by plan, so that others wait."""
@@ -386,11 +398,19 @@ class GroupReducer:
         """Parameters that no rank used in the latest step."""
         self.bounds = bounds_of(self.spans, self.device)
         self._like = torch.empty((), dtype=self.wide, device=self.device)
+        self._copies: Gradient | None = None
+        """Weights of this rank that are exchanged, where they lie in several runs and are exchanged as one."""
         self.place: Tensor | None = None
         """(numel,) vector that holds the gradient while it is exchanged in backward, beside ``.grad``; else None."""
+        if self.drifts and plan.numel:
+            memory.begin_(self.state.memory, self.weights(parameters))  # type: ignore[attr-defined]
         self._rooms: dict[torch.dtype, Tensor] = {}
         """Vectors for data without room in the gradient's place, see
         :class:`~lightning_sparse.core.layout.Gradient`."""
+
+    def weights(self, parameters: Mapping[str, Parameter]) -> Gradient:
+        """Return the weights of this rank, where they lie."""
+        return Gradient.of([flat for name in self.spans if (flat := flattened(parameters[name])).numel()])
 
     def prepare(self, ctx: Context) -> None:
         """Compile what steps will need, if anything, before the first of them."""
@@ -468,8 +488,8 @@ class GroupReducer:
         # Where no rank has used a parameter, there may be an old average, which must neither be accumulated nor
         # changed; and nothing of what is remembered of it may be sent, because nobody would step with it.
         spans = [span for name, span in self.spans.items() if name in unused] if unused else []
-        old = [grad[span].clone() for span in spans] if unused else []
-        for span in spans:
+        old = [(span, grad[span].clone()) for span in spans if not self.drifts]
+        for span, _ in old:
             grad[span].zero_()
         if ctx.parameters is not None:
             used_ones = [p for name, p in zip(self.spans, ctx.parameters, strict=True) if name not in unused]
@@ -491,9 +511,11 @@ class GroupReducer:
             flush=flush,
             changing=partial(changing, used),
         )
-        for span, values in zip(spans, old, strict=True):
+        for span, values in old:
             grad[span].copy_(values)
-        if grad is not given:
+        if self.drifts:
+            self._copies = given if grad is not given else None
+        elif grad is not given:
             given.spread_(grad.runs[0])
         average = self.average(proposed.update.indices, proposed.handed, proposed.divisor, ctx.world_size)
         return Exchanged(proposed, spans, average)
@@ -517,7 +539,14 @@ class GroupReducer:
             skipped: () flag: the step counts for nothing.
         """
         self.statistics = made.proposed.statistics
+        place = self.state.memory.work.copy if self.drifts else None
+        kept = [] if place is None else [(span, place[span].clone()) for span in made.unused]
         self.state = settle_group(self.state, made.proposed, skipped, self.memory, made.unused)
+        for span, values in kept:
+            place[span].copy_(values)
+        if self._copies is not None:
+            self._copies.spread_(place.flat())
+            self._copies = None
 
     def residual_norm(self) -> float:
         """Return the Euclidean norm of this rank's residual; waits for the device."""

@@ -23,7 +23,7 @@ from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.record import Counts, Record
 from lightning_sparse.engine.share import Share
 from lightning_sparse.engine.stream import ExchangeStream
-from lightning_sparse.methods.grouping import Group
+from lightning_sparse.methods.grouping import Group, ParameterSize
 from lightning_sparse.methods.memory import Memory
 
 
@@ -58,6 +58,8 @@ class Groups:
         self.direct = False
         """True if buckets are averaged just as DDP does, past the groups."""
         self.settings = settings
+        self.memories: Mapping[str, Memory] = {}
+        """Of parameters whose optimizers need another memory than that of the settings, by name."""
         self.rates: Callable[[], Mapping[str, float]] = dict
         """Returns the learning rate of each parameter, by name, of optimizers that are known."""
         self.record = Record(self.names)
@@ -98,6 +100,8 @@ class Groups:
             settings: that it will have; None: the current ones.
         """
         step, settings = self.step if step is None else step, settings or self.settings
+        if memory := self.memories.get(group.parameters[0].name):
+            settings = replace(settings, memory=memory)
         density = group.density or settings.density(step)
         ctx = Context(step, density, self.comm.rank, self.comm.world_size)
         return GroupReducer(group, self.parameters, settings, ctx, flush)
@@ -120,7 +124,7 @@ class Groups:
         self._number = counts.step
         self.adoptions += 1
         self._model_numel = sum(g.plan.numel for g in groups if not g.plan.dense) or None
-        self._digest_of_plan = digest_of([group.plan for group in groups])
+        self._digest_of_plan = digest_of([group.plan for group in groups], sorted(self.memories.items(), key=repr))
         self._digest = digest_of(self.settings, self._digest_of_plan)
         self._digest_of_names = digest_of(self.settings, [(group.plan.name, list(group.spans)) for group in groups])
         self._reads_rates = self.settings.memory_in_use.reads_rates
@@ -137,21 +141,39 @@ class Groups:
         """
         groups = []
         with self.on_stream.between_steps():
-            for group in plan:
+            for group in self._uniform(plan):
                 before = {p.name: self.group_of[p.name] for p in group.parameters}
                 flush = any(old.waits if for_good else old.remembers for old in before.values())
-                running = self.form(group, flush)
+                groups.append((self.form(group, flush), before))
+            if any(old.drifts and not running.drifts for running, before in groups for old in before.values()):
+                self.meet_weights()
+            for running, before in groups:
                 for name, old in before.items():
                     running.carry(name, old)
                 if direct and not running.memory.vectors(running.state.memory):  # what it only works in
                     running.state = running.state._replace(memory=None)
-                groups.append(running)
-        self.adopt(groups, self.record.counts)
+        self.adopt([running for running, _ in groups], self.record.counts)
         self.direct = direct
 
-    def remember_by(self, settings: SparsificationConfig) -> None:
-        """Go on with settings that differ in memory and exchange; between two steps."""
+    def _uniform(self, plan: Sequence[Group]) -> list[Group]:
+        """Return a plan of which no group has parameters whose memories differ."""
+        parts = []
+        for group in plan:
+            by: dict[Memory | None, list[ParameterSize]] = {}
+            for p in group.parameters:
+                by.setdefault(self.memories.get(p.name), []).append(p)
+            parts += in_parts(group, list(by.values()))
+        return parts
+
+    def remember_by(self, settings: SparsificationConfig, memories: Mapping[str, Memory] | None = None) -> None:
+        """Go on with settings that differ in memory and exchange; between two steps.
+
+        Args:
+            settings: the new ones.
+            memories: of parameters that need others than that of the settings; None: as before.
+        """
         self.settings = settings
+        self.memories = self.memories if memories is None else memories
         self.regroup([group.plan for group in self.groups])
 
     def adapt(self, memory: Memory) -> None:
@@ -171,10 +193,36 @@ class Groups:
         """Return averages of all that this rank has of gradients, given those of what it exchanges; collective."""
         return averages
 
+    def meet_weights(self, changed: bool = False) -> float:
+        """Let all ranks agree on the mean of their weights, where these drift apart; collective, between two steps.
+
+        Args:
+            changed: whether somebody else has written to weights, which counts as it is: averages are not longer.
+
+        Returns:
+            Square of the norm of the mean drift.
+        """
+        ranks, means, square = self.comm.world_size, list[tuple[GroupReducer, Tensor, float]](), 0.0
+        with self.on_stream.between_steps():
+            for group in (group for group in self.groups if group.drifts):
+                memory, kept = group.memory, group.state.memory
+                kept.work.copy = group.weights(self.parameters)
+                factor = 1.0 if changed or memory.longer == "steps" else memory.factor(kept, ranks)
+                message = AllReduce(memory.residual(kept))
+                self.totals.add(message.bytes_sent(ranks), 0.0)
+                means.append((group, send(message, self.comm) / ranks, factor))
+                square += float(means[-1][1].double().square().sum()) * factor**2
+            if means:
+                with self.record.changing():
+                    for group, mean, factor in means:
+                        group.memory.meet_(group.state.memory, mean, factor)
+                    self.record.count_flush()
+        return square
+
     def take_pending(self) -> dict[str, Tensor]:
         """Return the average of each parameter that has a residual on any rank, and forget the residuals; collective.
 
-        Between two steps. The averages are ``(1/n) sum_i residual_i``, in the parameter's shape and dtype; where
+        Between two steps. Weights that drift have none, see :meth:`meet_weights`. The averages are ``(1/n) sum_i residual_i``, in the parameter's shape and dtype; where
         residuals are in units of learning rates, divided by these, and without parameters whose rate is 0, which keep
         theirs. Optimizers step with them until :meth:`end_flush`. See :meth:`.Engine._take_pending`.
         """
@@ -190,7 +238,7 @@ class Groups:
 
         rates = self.rates() if self.settings.memory_in_use.reads_rates else {}
         with self.on_stream.between_steps():
-            groups, made, rounded = self.groups, list[Average](), list[tuple[Tensor, Tensor]]()
+            groups, made, rounded = [g for g in self.groups if not g.drifts], list[Average](), list[tuple[Tensor, Tensor]]()
             in_units = list[Average]()  # of the residuals
             waiting = set[str]()  # where no step could be the rate times something
             have = torch.tensor([group.residual is not None for group in groups], dtype=torch.uint8, device=self.device)
@@ -243,6 +291,15 @@ def _by_name(averages: Sequence[Average]) -> dict[str, Average]:
 def _shaped(average: Average, name: str, parameter: Tensor) -> Tensor:
     """Return the average of a parameter, of all its coordinates here, in its shape."""
     return whole_of(shaped(average.values[average.spans[name]], own(parameter)), parameter)
+
+
+def in_parts(group: Group, parts: Sequence[Sequence[ParameterSize]]) -> list[Group]:
+    """Return groups of some of the parameters of one each; itself, where there is one part."""
+    if len(parts) < 2:
+        return [group]
+    return [
+        group._replace(name=f"{group.name}.{number}", parameters=tuple(part)) for number, part in enumerate(parts)
+    ]
 
 
 def check_covers(plan: Sequence[Group], parameters: Mapping[str, Parameter]) -> None:

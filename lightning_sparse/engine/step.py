@@ -27,13 +27,14 @@ from lightning_sparse.core.step import Context
 from lightning_sparse.engine.average import Average, place
 from lightning_sparse.engine.calls import BACKWARD, BEGIN, FORWARD, NORM, STEP, SUMS, Call, Met, compare, digest_of
 from lightning_sparse.engine.config import SparsificationConfig
+from lightning_sparse.engine.copies import Copies
 from lightning_sparse.engine.gradient_hooks import on_gradients, refuse_sparse_gradients
 from lightning_sparse.engine.metrics import Stamp, dense_statistics
 from lightning_sparse.engine.network import Going, TorchCollective, joined
 from lightning_sparse.engine.pipeline import Exchanged as OfGroup
 from lightning_sparse.engine.pipeline import GroupReducer, any_set, forget_overflow_
 from lightning_sparse.engine.record import Counts
-from lightning_sparse.engine.regrouping import Groups
+from lightning_sparse.engine.regrouping import Groups, in_parts
 from lightning_sparse.engine.share import Share
 from lightning_sparse.engine.signals import SAVING, Hold
 from lightning_sparse.engine.weights import Weights
@@ -54,6 +55,8 @@ class Exchanged(NamedTuple):
     """Whether no rank takes the step."""
     averages: Mapping[str, Average]
     """By parameter, of those whose average has taken the place of their gradient; that of the parameter's group."""
+    moving: Set[str] = frozenset()
+    """Parameters that each rank steps by itself: :meth:`Stepper.follow` comes after the optimizer."""
 
 
 class Units(NamedTuple):
@@ -73,6 +76,21 @@ class Started(NamedTuple):
     """Parameters that have a gradient on any rank."""
     units: Units
     flush: bool
+    moving: Set[str] = frozenset()
+    """Parameters whose weights are exchanged, when the optimizer has moved them."""
+
+
+class Moving(NamedTuple):
+    """What an optimizer moves between the two halves of a step: before it gradients, behind it weights."""
+
+    names: Set[str]
+    groups: Sequence[GroupReducer]
+    """Those of gradients, which have been exchanged."""
+    spent: tuple[Stamp, Stamp]
+    """When that began, and when it ended."""
+    flush: bool
+    averaged: bool = False
+    """Whether DDP has averaged the gradients, so that weights stay equal."""
 
 
 class Joined(NamedTuple):
@@ -169,9 +187,11 @@ class Stepper(Groups):
         """Whether there was a backward since the latest exchange: several optimizers may step after one."""
         self._unused: Set[str] = frozenset()
         """Parameters that had no gradient on any rank at the latest exchange."""
-        self._compared = Weights([*parameters.values()])
+        self._compared = Weights([*parameters.items()])
         self.on_drift: Callable[[], None] = lambda: None
         """Called where weights are found that differ between ranks, on those that exchange the same."""
+        self.on_changed: Callable[[], None] = lambda: None
+        """Called on all ranks where somebody has written to weights that drift, which are averaged densely then."""
         self._waits: set[str] = set()
         """Parameters of which something may wait on some rank."""
         self._sparse_before = self._stood_aside = False
@@ -180,6 +200,9 @@ class Stepper(Groups):
         self._numbers = {name: number for number, name in enumerate(parameters)}
         self._alike = [number * self.within.world_size + self.within.rank for number in range(comm.world_size)]
         """Numbers among all of the ranks that exchange the same."""
+        self.copies = Copies(self)
+        """Weights of ranks that drift apart."""
+        self._moving: Moving | None = None
         self._nothing = {name for name, place in self.share.places.items() if not place.length}
         """Parameters of which this rank exchanges no coordinate."""
 
@@ -210,7 +233,13 @@ class Stepper(Groups):
     # ------------------------------------------------------------------------------------------------ agreement
 
     def meet(
-        self, kind: int, names: Collection[str], finite: bool, used: Sequence[bool] = (), sums: Sequence[float] = ()
+        self,
+        kind: int,
+        names: Collection[str],
+        finite: bool,
+        used: Sequence[bool] = (),
+        sums: Sequence[float] = (),
+        changed: bool = False,
     ) -> Met:
         """Return what ranks say that do the same; collective.
 
@@ -218,7 +247,7 @@ class Stepper(Groups):
             RuntimeError: on all ranks, if they are about to do different things.
         """
         found: list[Met] = []
-        self._announce(kind, names, finite, used, found.append, sums=sums)
+        self._announce(kind, names, finite, used, found.append, sums=sums, changed=changed)
         self._hosts.hear()
         return found[0]
 
@@ -231,6 +260,7 @@ class Stepper(Groups):
         look: Callable[[Met], None],
         rates: Mapping[str, float] | None = None,
         sums: Sequence[float] = (),
+        changed: bool = False,
     ) -> None:
         """Begin a call that all ranks take part in; what they say is looked at before a later message is waited for."""
         flags = used or [False] * len(self.parameters)
@@ -241,7 +271,7 @@ class Stepper(Groups):
             self._announce_near(call, finite, flags, near.append)
             self.share.hosts.hear()
             finite, flags = near[0].finite, near[0].used[: len(self.parameters)]
-        words = call.words(finite, flags, sums)
+        words = call.words(finite, flags, sums, changed)
         self._said += words.nbytes * (self.comm.world_size - 1)
         self._hosts.announce(words, lambda rows: look(compare(rows, self._alike)))
 
@@ -276,7 +306,7 @@ class Stepper(Groups):
             return False
         if self.direct or self._turns_direct:
             return True
-        if self._waits or self.flush_asked:
+        if self._waits or self.flush_asked or any(group.drifts for group in self.groups):
             return False
         step, memory = self.record.counts.step, self.settings.memory_in_use
         if not isinstance(memory.for_dense(), NoMemory):
@@ -321,12 +351,16 @@ class Stepper(Groups):
         each = [all_finite(flattened(x)) for x in gradients]
         facts = [torch.stack(each).all().view(1)] if each else []
         if compares := meets and self.comm.world_size > 1 and self._compared.is_due():
-            facts.append(self._compared.sums())
+            facts.append(self._compared.sums(self.copies.flat))
         told = self.on_host(torch.cat(facts)).tolist() if facts else []  # the host waits once
         finite, anywhere = not each or bool(told[0]), list(used)
         if meets:
-            met = self.meet(BACKWARD, names, finite, used, told[-SUMS:] if compares else ())
+            self.copies.check_apart()
+            met = self.meet(BACKWARD, names, finite, used, told[-SUMS:] if compares else (), bool(self.copies.changed()))
             finite, anywhere = met.finite, list(met.used)
+            if met.changed:
+                self.meet_weights(changed=True)
+                self.on_changed()
             if compares and self._compared.drift_apart(met.sums()):
                 self.on_drift()
         for owner, theirs in self.owners(names).items():
@@ -420,7 +454,7 @@ class Stepper(Groups):
         begin = Stamp.now(self.device)
         self.grad_norm, self.clipped = self.clipped, None
         self._number = self.record.counts.step
-        found = None
+        found = self._moving = None
         if local:
             found = self._exchange(local, Units(scale, self._rates_of(local)), begin, kind)
         elif fresh:
@@ -444,6 +478,9 @@ class Stepper(Groups):
         for group in self.groups:
             group.statistics = None
         self._stood_aside = True
+        if names := {name for name in fresh if self.group_of[name].drifts}:
+            now = Stamp.now(self.device)
+            self._moving = Moving(names, [], (now, now), False, averaged=True)
         return Exchanged(False, {})
 
     def _rates_of(self, names: Sequence[str]) -> dict[str, float]:
@@ -478,7 +515,7 @@ class Stepper(Groups):
             """Go on to the end; a handler may call this where the exchange waits, and then goes on in its place."""
             nonlocal started, joining
             self._listen(self._hosts.hear)
-            [(all_finite, used, _)] = met
+            all_finite, used = met[0].finite, met[0].used
             if result:
                 return
             if not all_finite:
@@ -487,6 +524,7 @@ class Stepper(Groups):
             if started is None:  # observers may wait for other ranks
                 anywhere = {name for name in fresh if used[self._numbers[name]]}
                 started = self._listen(lambda: self._start(fresh, anywhere, units))
+            self._measure_moves(started[0].moving, met[0])
             self._unused = {name for name, number in self._numbers.items() if not used[number]}
             with self.on_stream.between_steps():
                 what, going = started
@@ -501,7 +539,7 @@ class Stepper(Groups):
             asked = set(fresh)
             flags = [name in here if name in asked else p.grad is not None for name, p in self.parameters.items()]
             finite = self._are_finite(here)
-            self._announce(kind, fresh, finite, flags, met.append, units.rates)
+            self._announce(kind, fresh, finite, flags, met.append, units.rates, self._own_moves(fresh))
             if len(here) == len(fresh) and not self._broken:  # local work goes on, whatever the others say
                 started = self._start(fresh, here, units)
 
@@ -564,16 +602,24 @@ class Stepper(Groups):
             if not group.spans.keys().isdisjoint(fresh):
                 group.unused = group.spans.keys() - used
         self._lay_out(used)
-        groups = [group for group in self.groups if used & group.spans.keys() - self._nothing]
-        flush, self.flush_asked = self.flush_asked, False
+        moving = {name for name in used if self.group_of[name].drifts}
+        groups = [group for group in self.groups if used & group.spans.keys() - self._nothing and not group.drifts]
+        flush = self.flush_asked and not moving  # else what waits is in weights
+        self.flush_asked = self.flush_asked and not flush
         taken = [self._pieces(group.spans, used) for group in groups]
+        return self._send(Started(groups, used, units, flush, moving), taken)
+
+    def _send(
+        self, what: Started, taken: Sequence[Mapping[str, Tensor]]
+    ) -> tuple[Started, Going[list[OfGroup]]]:
+        """Begin the exchange of groups, given flat gradients or weights by parameter, up to the first message."""
         self._hold.start(SAVING)
         with self.on_stream.between_steps():
             steps = [
-                self._steps_of(group, pieces, used, units, flush) for group, pieces in zip(groups, taken, strict=True)
+                self._steps_of(group, pieces, what.used, what.units, what.flush)
+                for group, pieces in zip(what.groups, taken, strict=True)
             ]
-            going = Going(joined(steps, self.comm), self.comm.start, self._listening)
-        return Started(groups, used, units, flush), going
+            return what, Going(joined(steps, self.comm), self.comm.start, self._listening)
 
     def _join(self, started: Started, made: Sequence[OfGroup]) -> Steps[Joined]:
         """Put averages in the place of gradients, also those that ranks near this one have made of their parts."""
@@ -599,7 +645,7 @@ class Stepper(Groups):
 
     def _settle(self, started: Started, joined: Joined, begin: Stamp) -> Exchanged:
         """Conclude an exchange; averages are in the place of gradients."""
-        groups, used, units, flush = started
+        groups, used, units, flush, moving = started
         flag, skipped, averages, made = joined
         with self.record.changing():
             for group, one in zip(groups, made, strict=True):
@@ -607,13 +653,91 @@ class Stepper(Groups):
                 if skipped and static_shapes(self.device):  # settled by the flag, for which the host knew nothing
                     forget_overflow_(group.state, group.memory, self.comm.world_size)
             for group in self.groups:  # of which only ranks near this one have a part, which all count as exchanged
-                if not used.isdisjoint(group.spans) and group not in groups:
+                if not used.isdisjoint(group.spans) and group not in groups and not group.drifts:
                     group.statistics = dense_statistics(max(1, group.plan.numel), 0.0)
-            self.record.count(skipped)
-            self._unapplied, self._units = frozenset() if skipped else used, units
-        self._note_what_waits(used, flush, skipped)
-        self._measure(begin, groups)
-        return Exchanged(skipped, {} if skipped else averages)
+            if skipped or not moving:
+                self.record.count(skipped)
+            self._unapplied, self._units = frozenset() if skipped else used - moving, units
+        self._note_what_waits(used - moving, flush, skipped)
+        spent = begin, Stamp.now(self.device)
+        if skipped or not moving:
+            self._measure([spent], groups)
+        else:
+            self._moving = Moving(moving, groups, spent, self.flush_asked)
+        return Exchanged(skipped, {} if skipped else averages, frozenset() if skipped else moving)
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Average what an optimizer has done to weights that drift, behind its step; collective.
+
+        Ranks have compared what they do in :meth:`exchange`, before it.
+        """
+        moving, self._moving = self._moving, None
+        if moving is None:
+            return
+        groups = [group for group in self.groups if group.drifts and not moving.names.isdisjoint(group.spans)]
+        if moving.averaged:
+            for group in groups:
+                group.state.memory.work.copy = None
+                group.memory.begin_(group.state.memory, group.weights(self.parameters))
+            self.copies.note()
+            return
+        begin, result = Stamp.now(self.device), list[bool]()
+        started: tuple[Started, Going[list[OfGroup]]] | None = None
+        self.flush_asked = self.flush_asked and not moving.flush
+
+        def announce() -> None:
+            nonlocal started
+            what = Started(groups, set(moving.names), Units(), moving.flush)
+            weights = [{name: flattened(self.parameters[name]) for name in group.spans} for group in groups]
+            started = self._send(what, weights)
+
+        def rest() -> None:
+            """Go on to the end; a handler may call this where the exchange waits."""
+            assert started is not None
+            with self.on_stream.between_steps():
+                made = started[1].run()
+                flag = any_set([one.proposed.skipped for one in made], self.device, self.on_stream.host_knows)
+                skipped = bool(self.on_host(flag))
+                if result:
+                    return
+                result.append(skipped)
+                with self.record.changing():
+                    for group, one in zip(groups, made, strict=True):
+                        group.settle(one, flag)
+                    self.record.count(skipped)
+                self.copies.note()
+
+        self._carry_out(announce, rest)
+        self._note_what_waits(moving.names, moving.flush, result[0])
+        self._measure([moving.spent, (begin, Stamp.now(self.device))], [*moving.groups, *groups])
+
+    def meet_weights(self, changed: bool = False) -> float:
+        """See :meth:`.Groups.meet_weights`."""
+        self.copies.check_apart()
+        square = super().meet_weights(changed)
+        self.copies.note()
+        return square
+
+    def _lengthened(self, names: Collection[str]) -> list[GroupReducer]:
+        """Return the groups of these parameters whose averages are lengthened by a factor that is measured."""
+        groups = (group for group in self.groups if group.drifts and not group.spans.keys().isdisjoint(names))
+        return [group for group in groups if group.memory.longer == "averages"]
+
+    def _own_moves(self, names: Collection[str]) -> list[float]:
+        """Return (SUMS,) squares of what this rank has sent of weights in the latest step, and zeros; or nothing."""
+        groups = self._lengthened(names)
+        own = [group.state.memory.squares[0] for group in groups]
+        return [float(self.on_host(torch.stack(own).sum())), *[0.0] * (SUMS - 1)] if own else []
+
+    def _measure_moves(self, names: Collection[str], met: Met) -> None:
+        """Let the factors of averages follow the latest step, as all ranks have told of it."""
+        if groups := self._lengthened(names):
+            own = sum(row[0] for row in met.sums()) / self.comm.world_size
+            mean = float(self.on_host(torch.stack([group.state.memory.squares[1] for group in groups]).sum()))
+            with self.record.changing():
+                for group in groups if mean > 0 else ():
+                    group.memory.measure_(group.state.memory, own, mean)
 
     def applied(self, names: Collection[str]) -> None:
         """Note that an optimizer that holds these has stepped with what was exchanged."""
@@ -726,16 +850,16 @@ class Stepper(Groups):
         with self.record.changing():
             self.record.count(skipped)
 
-    def _measure(self, begin: Stamp, groups: Sequence[GroupReducer]) -> None:
+    def _measure(self, spent: Sequence[tuple[Stamp, Stamp]], groups: Sequence[GroupReducer]) -> None:
         self.shared_bytes, self._said = self._said, 0.0
         sent, dense = self.shared_bytes, 0.0
         for group in groups:
             if (ran := group.statistics) is not None:
                 sent, dense = sent + ran.bytes_sent, dense + ran.dense_bytes
         self.totals.add(sent, dense)
-        end = Stamp.now(self.device)
-        self.totals.expose(begin, end)
-        self.exposed_ms = lambda: max(0.0, begin.until(end))
+        for begin, end in spent:
+            self.totals.expose(begin, end)
+        self.exposed_ms = lambda: sum(max(0.0, begin.until(end)) for begin, end in spent)
 
     # ------------------------------------------------------------------------------------------------- groups
 
@@ -750,10 +874,7 @@ class Stepper(Groups):
             if not inside or not outside:
                 plan.append(group)
                 continue
-            plan += [
-                group._replace(name=f"{group.name}.{number}", parameters=tuple(part))
-                for number, part in enumerate((inside, outside))
-            ]
+            plan += in_parts(group, (inside, outside))
         if len(plan) > len(self.groups):
             self.regroup(plan)
 

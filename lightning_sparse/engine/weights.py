@@ -7,7 +7,7 @@ silence, and no step is there in which that could be noticed.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -31,10 +31,10 @@ class Weights:
     equal at the first backward after a step. Without a step, ranks drift apart where weights differ, move, and differ.
 
     Args:
-        parameters: of the model.
+        parameters: of the model, with their names.
     """
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, parameters: Sequence[tuple[str, Tensor]]) -> None:
         self._parameters = parameters[:: max(1, math.ceil(len(parameters) / SAMPLED))]
         self._signs: Tensor | None = None
         self._backwards = self._firsts = 0
@@ -54,10 +54,15 @@ class Weights:
         """Note a step of an optimizer."""
         self._backwards, self._differed = 0, None
 
-    def sums(self) -> Tensor:
-        """Return (SUMS,) float64 sums of sampled weights with random signs, which are fixed; the host does not wait."""
+    def sums(self, agreed: Callable[[str], Tensor | None]) -> Tensor:
+        """Return (SUMS,) float64 sums of sampled weights with random signs, which are fixed; the host does not wait.
+
+        Args:
+            agreed: returns the flat weights that all ranks agree on, of a parameter that drifts; else None.
+        """
         each = SAMPLED // len(self._parameters)
-        runs = [flattened(own(p)) for p in self._parameters]
+        found = ((agreed(name), p) for name, p in self._parameters)
+        runs = [flattened(own(p)) if flat is None else flat for flat, p in found]
         sampled = torch.cat([run[:: max(1, run.numel() // each)][:each] for run in runs]).double()
         if self._signs is None:
             words = outputs(0, torch.arange(1, sampled.numel() + 1, device=sampled.device))

@@ -16,6 +16,7 @@ from torch.optim import SGD, Optimizer
 from lightning_sparse.engine.average import Average
 from lightning_sparse.engine.calls import EXCHANGE
 from lightning_sparse.engine.optimizers.choice import MemoryChoice
+from lightning_sparse.engine.optimizers.drift import DriftRule
 from lightning_sparse.engine.optimizers.hooks import call_around_steps, holding, in_life, leave_alone
 from lightning_sparse.engine.optimizers.kinds import ids_of, rehearses, stepping
 from lightning_sparse.engine.optimizers.left_over import LeftOver
@@ -49,6 +50,10 @@ APART = (
     "script that applies them by itself lets ranks drift apart. Call engine.exchange(parameters) before a step that is "
     "not torch's, also where an optimizer holds copies of the parameters. What is written to weights otherwise has to "
     "be equal on all ranks. Go on from a checkpoint that was written before."
+)
+CHANGED = (
+    "Weights were written to since the last step, while each rank trains a copy of its own (memory Drift). The copies are "
+    "averaged densely where that is found, at the end of the next backward: in each step, that costs as much as DDP."
 )
 AVERAGE = "_is_an_average"
 """Attribute of gradients that are averages. A weak reference would not let a module's ``to`` replace them."""
@@ -90,9 +95,10 @@ class OptimizerBinding(MemoryChoice):
         """Steps by optimizer, until the first exchange; None from then on, and with one rank."""
         self._adam = AdamRule(keeps_moments=stepper.settings.fallback)  # dense steps go on with them
         self._momentum = MomentumRule()
+        self._drift = DriftRule(stepper)
         within, beside = Hold(self._runs), Hold()
         stepper.owners, stepper.rates = self._owners, self._rates
-        stepper.on_drift = self._say_apart
+        stepper.on_drift, stepper.on_changed = self._say_apart, self._say_changed
         stepper.hold = lambda: holding()[-1] if holding() else within if self._outermost is not None else beside
         self._depth = 0
         """Steps of optimizers that run within each other."""
@@ -211,6 +217,7 @@ class OptimizerBinding(MemoryChoice):
             self._averaged[name] = by
             setattr(grad, AVERAGE, True)
         self._act(inner, exchanged.averages, 1)
+        self._drift.before(inner, self._own, exchanged.moving, getattr(optimizer, "grad_scale", None))
 
     def _act(self, inner: Optimizer, averages: Mapping[str, Average], steps: int) -> None:
         """Let an optimizer's rule act on averages that have taken the place of gradients, after so many steps."""
@@ -227,6 +234,11 @@ class OptimizerBinding(MemoryChoice):
         if stepper.settings.memory_in_use.reads_rates:
             raise RuntimeError(
                 "engine.exchange() knows no learning rates, and Residual(rates=True) needs them. Leave rates=False."
+            )
+        if any(group.drifts for group in stepper.groups if not group.spans.keys().isdisjoint(names)):
+            raise RuntimeError(
+                "engine.exchange() averages gradients, and memory Drift averages what optimizers of torch do to weights. "
+                "Leave out the call, or choose memory='residual'."
             )
         if stepper.settings.memory_in_use.needs_second:
             raise RuntimeError(
@@ -305,6 +317,9 @@ class OptimizerBinding(MemoryChoice):
             self._told.add(APART)
             warnings.warn(APART, stacklevel=2)
 
+    def _say_changed(self) -> None:
+        self._once(rank_zero_warn, CHANGED)
+
     def after(self, optimizer: Optimizer) -> None:
         """Act after an optimizer's step.
 
@@ -321,7 +336,12 @@ class OptimizerBinding(MemoryChoice):
             self._depth -= 1
             if self._depth == 0:
                 self._stepper.applied(held)
-                hold, self._outermost = self._stepper.hold(), None
+                self._drift.after()
+                hold = self._stepper.hold()
+                try:
+                    self._stepper.follow()
+                finally:
+                    self._outermost = None
                 empty, self._empty = self._empty, []
                 for p in empty:
                     if p.grad is None:
@@ -339,6 +359,7 @@ class OptimizerBinding(MemoryChoice):
             self._outermost, self._depth, self._empty = None, 0, []
             self._adam.after()
             self._momentum.forget()
+            self._drift.after()
 
     def _runs(self, more: int = 0) -> bool:
         """Return True if the outermost step that has begun is still running: of one that has failed, no frame is left.

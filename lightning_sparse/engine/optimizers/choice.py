@@ -15,12 +15,15 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import SGD, Optimizer
 
 from lightning_sparse.core.console import page, say
+from lightning_sparse.core.layout import fills_memory
 from lightning_sparse.engine.agreement import check_equal_on_ranks
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.optimizers.hooks import changes, in_life
+from lightning_sparse.engine.optimizers.drift import measured, misfit, wanted
 from lightning_sparse.engine.optimizers.kinds import (
     check_pair,
     decays_of,
+    holds,
     ids_of,
     listed,
     refusal,
@@ -36,6 +39,15 @@ SPENT = (
     "SGD applies averages that have waited together with the momentum that they would have had by now "
     f"({page('guide/optimizers')}). memory='residual' leaves momentum to the optimizer."
 )
+
+
+DRIFTS = (
+    "{}: each rank trains a copy of the weights, and what has drifted furthest from the weights that all agree on is "
+    f"averaged (memory Drift, {page('guide/optimizers')}). The model is the agreed weights, and each rank keeps 8 more "
+    "bytes a parameter.{} memory='residual' exchanges gradients."
+)
+UNMEASURED = " How {} trains in this way was not measured: compare its loss with that of sparsifier='everything'."
+LEFT = "their optimizer steps copies of the weights now. Call lightning_sparse.flush() before optimizers change."
 
 
 class MemoryChoice:
@@ -128,12 +140,20 @@ class MemoryChoice:
         Raises:
             ValueError: if the sparsifier does not go with the memory.
         """
-        if not self._chooses or not any(group.sparsified for group in self._stepper.groups):  # for a while, maybe
+        if not self.left_open or not any(group.sparsified for group in self._stepper.groups):  # for a while, maybe
             return
-        sparsified = self._sparsified
+        drifting = self._drifting(optimizers)
+        others = [one for one in optimizers if not wanted(one)]
+        sparsified = self._sparsified - {id(self._parameters[name]) for name in drifting}
         warn = partial(self._once, rank_zero_warn, kind="several settings")
-        memory: Memory = AdamRule.memory(optimizers, sparsified, warn) or Residual()
+        memory: Memory = (AdamRule.memory(others, sparsified, warn) if self._chooses else None) or Residual()
+        if drifting and not any(holds(one, sparsified) for one in others):  # it is that of all
+            memory = next(iter(drifting.values()))
         now = self._stepper.settings.memory_in_use
+        if drifting != self._stepper.memories:
+            self._leave_gradients(drifting)
+            self._stepper.remember_by(self._with(memory), drifting)
+            return
         if memory.needs_second and now.needs_second:
             if begins and memory != now:
                 self._stepper.adapt(memory)
@@ -155,6 +175,33 @@ class MemoryChoice:
                     "own gradients and without a first moment, at the optimizer's learning rate "
                     f"({page('guide/optimizers')}). memory='residual' leaves them to the optimizer.",
                 )
+
+    def _drifting(self, optimizers: Iterable[Optimizer]) -> dict[str, Memory]:
+        """Return the memory of each parameter of which ranks train copies, by name; tell the user of it once."""
+        stepper, found = self._stepper, dict[str, Memory]()
+        settings = stepper.settings
+        if settings.overlap or settings.fallback or stepper.share.cuts or stepper.within.world_size > 1:
+            return {}
+        for optimizer in filter(wanted, optimizers):
+            memory, known = measured(optimizer)
+            held = ids_of(optimizer)
+            names = [name for name in stepper.sparsified if id(self._parameters[name]) in held]
+            if not names or not all(fills_memory(self._parameters[name]) for name in names):
+                continue
+            found.update(dict.fromkeys(names, memory))
+            name = type(stepping(optimizer)).__name__
+            if known:
+                self._once(say, DRIFTS.format(name, f" {known}."))
+            else:
+                self._once(rank_zero_warn, DRIFTS.format(name, UNMEASURED.format(name)), kind=f"drift of {name}")
+        return found
+
+    def _leave_gradients(self, drifting: Mapping[str, Memory]) -> None:
+        """Warn if gradients wait of parameters that drift from now on."""
+        groups = {id(self._stepper.group_of[name]): self._stepper.group_of[name] for name in drifting}
+        waiting = [group for group in groups.values() if not group.drifts and group.waits]
+        if waiting:
+            self._once(rank_zero_warn, f"What waited of gradients is dropped, in {len(waiting)} groups: {LEFT}")
 
     @property
     def _chooses(self) -> bool:
@@ -221,7 +268,13 @@ class MemoryChoice:
         # Where nobody has told processes their ranks, each of them counts as rank zero and would warn.
         with warnings.catch_warnings(action="ignore") if self._stepper.rank else nullcontext():
             for optimizer in optimizers:
-                check_pair(self._stepper.settings.memory_in_use, optimizer)
+                memory = self._stepper.settings.memory_in_use
+                check_pair(memory, optimizer)
+                if memory.averages == "moves" and (why := misfit(optimizer)):
+                    raise ValueError(
+                        f"Expected an optimizer that can step a copy of the weights, but {why}. Use memory='residual', "
+                        "or keep its parameters dense."
+                    )
         self._checked.update(optimizers)
 
     def _once(self, tell: Callable[[str], None], sentence: str, kind: str | None = None) -> None:

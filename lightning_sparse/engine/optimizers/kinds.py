@@ -37,7 +37,7 @@ def stepping(optimizer: Optimizer) -> Optimizer:
         >>> type(stepping(torch.optim.AdamW([weight]))).__name__
         'AdamW'
     """
-    in_parts = _is_in_parts(*type(optimizer).__mro__)
+    in_parts = is_in_parts(*type(optimizer).__mro__)
     for name in ("optim", "optimizer"):
         inner = getattr(optimizer, name, None)
         if not isinstance(inner, Optimizer) or inner is optimizer:
@@ -49,7 +49,8 @@ def stepping(optimizer: Optimizer) -> Optimizer:
 
 
 @cache
-def _is_in_parts(*kinds: type[object]) -> bool:
+def is_in_parts(*kinds: type[object]) -> bool:
+    """Return True if one of these steps a part of the parameters on each rank."""
     return "ZeroRedundancyOptimizer" in [kind.__name__ for kind in kinds]
 
 
@@ -68,12 +69,17 @@ def listed(optimizers: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
 
 def refuse_closure(optimizer: Optimizer) -> None:
     """Raise a ValueError for an optimizer whose step evaluates the loss, such as LBFGS: a flush has none."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
+    if needs_closure(optimizer):
         raise ValueError(
             f"Expected optimizers that step with the gradients that are there, but the step of "
             f"{type(optimizer).__name__} evaluates the loss: it cannot apply what has waited at the end of training."
         )
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Return True if the step of an optimizer evaluates the loss, such as LBFGS."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from lightning_sparse.methods.memory.adam import AdamCorrection
 from lightning_sparse.methods.memory.base import MEMORIES, Memory, NoMemory
 from lightning_sparse.methods.memory.clip import ClipByNorm
 from lightning_sparse.methods.memory.decay import WeightDecay
+from lightning_sparse.methods.memory.drift import Drift
 from lightning_sparse.methods.memory.low_pass import LowPass
 from lightning_sparse.methods.memory.momentum import MomentumCorrection
 from lightning_sparse.methods.memory.residual import Residual
@@ -14,6 +15,7 @@ __all__ = [
     "MEMORIES",
     "AdamCorrection",
     "ClipByNorm",
+    "Drift",
     "LowPass",
     "Memory",
     "MomentumCorrection",

@@ -1,0 +1,182 @@
+"""Weights that drift apart between ranks: those that all agree on are the model, for everybody but the training step.
+
+The agreed weights are what ``state_dict()`` of a model returns, and what its parameters hold within :meth:`agreed` and
+when the engine is closed. Somebody else may write to weights: sums of their bits tell.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from lightning_sparse.core.layout import flattened, own, shaped
+from lightning_sparse.engine.pipeline import GroupReducer
+from lightning_sparse.engine.regrouping import Groups
+
+WITHIN = (
+    "A backward or a step was taken within engine.agreed(), where parameters hold the weights that all ranks agree on. "
+    "Train outside of it, on each rank's own."
+)
+
+
+class Copies:
+    """Holds this rank's own weights aside where others are looked at.
+
+    Args:
+        groups: of the engine.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+        self._adopted = -1
+        self._sums: dict[str, Tensor] = {}
+        """() of the bits of each parameter, when the engine has written to it last."""
+        self.aside: dict[str, Tensor] = {}
+        """Flat weights of this rank, of the parameters that hold those that all agree on."""
+        self._shown: dict[str, Tensor] = {}
+        """Sums of these parameters."""
+        self._given: weakref.WeakValueDictionary[str, Tensor] = weakref.WeakValueDictionary()
+        """Agreed weights that somebody has, by name: parameters that modules share are one tensor there, too."""
+        self._given_at = -1
+        self._hooks: list[Any] = []
+
+    @property
+    def _drifting(self) -> Mapping[str, GroupReducer]:
+        """The group of each parameter that drifts, by name."""
+        groups = self._groups
+        if self._adopted != groups.adoptions:
+            self._adopted = groups.adoptions
+            self._found = {name: group for group in groups.groups if group.drifts for name in group.spans}
+            self.note()
+        return self._found
+
+    def __bool__(self) -> bool:
+        """Return True if any weights drift."""
+        return bool(self._drifting)
+
+    def note(self) -> None:
+        """Take the weights as they are for those that the engine has written."""
+        self._sums = {name: self._sum(name) for name in self._drifting}
+
+    def _sum(self, name: str) -> Tensor:
+        flat = flattened(self._groups.parameters[name])
+        bits = torch.int32 if flat.numel() * flat.element_size() % 4 == 0 else torch.int16
+        return flat.view(bits).sum(dtype=bits)  # wrapping around: a wider sum takes a hundred times as long
+
+    def changed(self) -> list[str]:
+        """Return the parameters that somebody else has written to; waits for the device."""
+        if not self._drifting or self.aside:
+            return []
+        before, now = self._sums, {name: self._sum(name) for name in self._drifting}
+        differ = torch.stack([now[name] != before[name] for name in now]).tolist()
+        return [name for name, one in zip(now, differ, strict=True) if one]
+
+    def check_apart(self) -> None:
+        """Raise where parameters do not hold this rank's own weights.
+
+        Raises:
+            RuntimeError: within :meth:`agreed`.
+        """
+        if self.aside:
+            raise RuntimeError(WITHIN)
+
+    def of(self, name: str) -> Tensor:
+        """Return a copy of the weights that all agree on, in the parameter's shape and dtype."""
+        parameter, group = own(self._groups.parameters[name]), self._drifting[name]
+        flat = group.state.memory.agreed[group.spans[name]].to(parameter.dtype, copy=True)
+        return shaped(flat, parameter)
+
+    def flat(self, name: str) -> Tensor | None:
+        """Return the flat weights that all agree on, a view; None: the parameter does not drift."""
+        group = self._drifting.get(name)
+        return None if group is None else group.state.memory.agreed[group.spans[name]]
+
+    def mine(self, name: str) -> Tensor:
+        """Return the flat weights of this rank, a view."""
+        found = self.aside.get(name)
+        return flattened(self._groups.parameters[name]) if found is None else found
+
+    @torch.no_grad()
+    def show(self) -> None:
+        """Let parameters hold the agreed weights, but for those that somebody else has written to since the last step.
+
+        Until :meth:`back`.
+        """
+        left = set(self.changed())
+        for name, group in self._drifting.items() if not self.aside else ():
+            if name not in left:
+                flat = flattened(self._groups.parameters[name])
+                self.aside[name] = flat.clone()
+                flat.copy_(group.state.memory.agreed[group.spans[name]])
+                self._shown[name] = self._sum(name)
+
+    @torch.no_grad()
+    def back(self) -> None:
+        """Let parameters hold this rank's own weights again, but for those that somebody has written to meanwhile."""
+        aside, self.aside = self.aside, {}
+        shown, self._shown = self._shown, {}
+        for name, mine in aside.items():
+            if bool(self._sum(name) == shown[name]):
+                flattened(self._groups.parameters[name]).copy_(mine)
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Let parameters hold the agreed weights within the block."""
+        inner = bool(self.aside)
+        self.show()
+        try:
+            yield
+        finally:
+            if not inner:
+                self.back()
+
+    def hand_out(self, name: str) -> Tensor | None:
+        """Return a copy of the agreed weights for a state dict; None: a parameter holds what it should."""
+        if name not in self._drifting or self.aside or bool(self._sum(name) != self._sums[name]):
+            return None
+        if self._given_at != (now := self._groups.record.counts.number):
+            self._given.clear()
+            self._given_at = now
+        if (found := self._given.get(name)) is None:
+            self._given[name] = found = self.of(name)
+        return found
+
+    def watch(self, model: Module) -> None:
+        """Let state dicts of a model have the agreed weights, as long as this lives."""
+        for module in model.modules():
+            held = [p for p in module._parameters.values() if p is not None and id(p) in self._groups.names]
+            if held:
+                self._hooks.append(module.register_state_dict_post_hook(_put_agreed))
+            for p in held:
+                _known[id(p)] = self
+
+    def close(self) -> None:
+        """Leave the agreed weights in the parameters; :attr:`aside` still has this rank's own."""
+        if not self._hooks and not self._drifting:
+            return
+        self.show()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+
+_known: weakref.WeakValueDictionary[int, Copies] = weakref.WeakValueDictionary()
+"""By the id of each parameter, the latest that watches it."""
+
+
+def _put_agreed(module: Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Replace weights that drift in a state dict: torch calls this, also where the module was pickled or copied."""
+    for name, p in module._parameters.items():
+        copies, key = _known.get(id(p)), prefix + name
+        if p is None or copies is None or state.get(key) is p or key not in state:
+            continue
+        groups = copies._groups
+        of = groups.names.get(id(p))
+        if of is not None and groups.parameters[of] is p and (agreed := copies.hand_out(of)) is not None:
+            state[key] = agreed
