@@ -94,7 +94,9 @@ def flush(what: Any, optimizers: Optimizer | Iterable[Optimizer] | None = None) 
         name
         for engine in engines
         for name, p in engine._parameters.items()
-        if id(p) not in held and p.requires_grad and not engine.router.group_of[name].drifts
+        if id(p) not in held
+        and p.requires_grad
+        and not engine.router.group_of[name].drifts
         and engine.residual(name) is not None
     ]
     if left and all(engine._rank == 0 for engine in engines):

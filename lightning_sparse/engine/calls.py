@@ -56,9 +56,7 @@ class Call(NamedTuple):
     rates: int = 0
     """Digest of the learning rates of these parameters, where residuals are in units of them; else 0."""
 
-    def words(
-        self, finite: bool, used: Sequence[bool], sums: Sequence[float] = (), changed: bool = False
-    ) -> Tensor:
+    def words(self, finite: bool, used: Sequence[bool], sums: Sequence[float] = (), changed: bool = False) -> Tensor:
         """Return (length,) int64 on the CPU; the length follows from the number of parameters.
 
         Args:
@@ -69,7 +67,9 @@ class Call(NamedTuple):
         """
         bits = struct.unpack(_WORDS, struct.pack(_NUMBERS, *sums)) if sums else (0,) * SUMS
         return torch.tensor(
-            [*map(int, self), int(finite) | int(changed) << 1, *bits, *_written(tuple(used))], dtype=torch.int64, device="cpu"
+            [*map(int, self), int(finite) | int(changed) << 1, *bits, *_written(tuple(used))],
+            dtype=torch.int64,
+            device="cpu",
         )
 
 

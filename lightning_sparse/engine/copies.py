@@ -88,14 +88,16 @@ class Copies:
 
     def of(self, name: str) -> Tensor:
         """Return a copy of the weights that all agree on, in the parameter's shape and dtype."""
-        parameter, group = own(self._groups.parameters[name]), self._drifting[name]
-        flat = group.state.memory.agreed[group.spans[name]].to(parameter.dtype, copy=True)
-        return shaped(flat, parameter)
+        parameter = own(self._groups.parameters[name])
+        return shaped(self.common(name).to(parameter.dtype, copy=True), parameter)
 
-    def flat(self, name: str) -> Tensor | None:
-        """Return the flat weights that all agree on, a view; None: the parameter does not drift."""
+    def common(self, name: str) -> Tensor:
+        """Return the flat weights that are equal on all ranks: the parameter's own, unless it drifts."""
         group = self._drifting.get(name)
-        return None if group is None else group.state.memory.agreed[group.spans[name]]
+        if group is None:
+            return flattened(own(self._groups.parameters[name]))
+        agreed: Tensor = group.state.memory.agreed[group.spans[name]]
+        return agreed
 
     def mine(self, name: str) -> Tensor:
         """Return the flat weights of this rank, a view."""
@@ -109,11 +111,11 @@ class Copies:
         Until :meth:`back`.
         """
         left = set(self.changed())
-        for name, group in self._drifting.items() if not self.aside else ():
+        for name in self._drifting if not self.aside else ():
             if name not in left:
                 flat = flattened(self._groups.parameters[name])
                 self.aside[name] = flat.clone()
-                flat.copy_(group.state.memory.agreed[group.spans[name]])
+                flat.copy_(self.common(name))
                 self._shown[name] = self._sum(name)
 
     @torch.no_grad()
@@ -124,6 +126,15 @@ class Copies:
         for name, mine in aside.items():
             if bool(self._sum(name) == shown[name]):
                 flattened(self._groups.parameters[name]).copy_(mine)
+
+    @torch.no_grad()
+    def take(self, copies: Mapping[str, Tensor | None]) -> None:
+        """Go on with the copies of a state; what it has none of goes on from the agreed weights."""
+        for name in self._drifting:
+            copy = copies.get(name)
+            flat = flattened(self._groups.parameters[name])
+            flat.copy_(self.common(name) if copy is None or len(copy) != len(flat) else copy)
+        self.note()
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
@@ -152,7 +163,8 @@ class Copies:
         for module in model.modules():
             held = [p for p in module._parameters.values() if p is not None and id(p) in self._groups.names]
             if held:
-                self._hooks.append(module.register_state_dict_post_hook(_put_agreed))
+                register: Any = module.register_state_dict_post_hook
+                self._hooks.append(register(_put_agreed))
             for p in held:
                 _known[id(p)] = self
 

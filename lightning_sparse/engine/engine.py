@@ -435,7 +435,8 @@ class Engine(EngineView):
             parts of the same gradients, and how many these are, or nothing; ``parameters`` and ``counters``: what is
             remembered of each, by name; ``spans``: which coordinates of each parameter, as first one, number, and
             number of all; ``pending``: averages that are not applied; ``absorbed``: parameters of which a gradient
-            was absorbed that is not exchanged; ``groups``: what sparsifiers have learned;
+            was absorbed that is not exchanged; ``optimizers``: what optimizers keep of weights that drift;
+            ``groups``: what sparsifiers have learned.
 
         Raises:
             RuntimeError: if this rank is past the given moment, or does not get there; or if an error has ended a step
@@ -480,7 +481,7 @@ class Engine(EngineView):
         self._check_between_steps("A state can only be loaded")
         now = {id(p): name for name, p in {**self.router.parameters, **self.frozen}.items()}
         kept, gone = renamed(state, {name: now[id(p)] for name, p in parameters.items() if id(p) in now})
-        return gone + self._state.load(kept).lost
+        return gone + self._state.load({**kept, "optimizers": {}}).lost  # those of this engine keep their own
 
     def close(self) -> None:
         """Give the process groups back, and stop watching parameters and optimizers.

@@ -26,7 +26,7 @@ from lightning_sparse.engine.network import drive_mirrored
 from lightning_sparse.methods.density import Constant, count
 from lightning_sparse.methods.exchanges import Dense, Exchange
 from lightning_sparse.methods.grouping import Group
-from lightning_sparse.methods.memory import Memory
+from lightning_sparse.methods.memory import Drift, Memory
 from lightning_sparse.methods.sparsifiers import Everything, Sparsifier
 from lightning_sparse.ops import all_finite, choose, on_device, static_shapes
 from lightning_sparse.ops.on_cuda import on_cuda
@@ -376,8 +376,8 @@ class GroupReducer:
         elif self.always_whole:
             memory = memory.for_whole()
         self.memory: Memory = memory
-        self.drifts = memory.averages == "moves"
-        """True if weights take the place of gradients, see :class:`~lightning_sparse.methods.memory.Drift`."""
+        self.drift = memory if isinstance(memory, Drift) else None
+        """The memory, if weights take the place of gradients."""
         self.sparsifier: Sparsifier = Everything() if plan.dense else settings.sparsifier
         self.sparsified = self.sparsifier.agreement is not Agreement.EVERYTHING
         """True if coordinates are selected, by plan, so that others wait."""
@@ -402,8 +402,8 @@ class GroupReducer:
         """Weights of this rank that are exchanged, where they lie in several runs and are exchanged as one."""
         self.place: Tensor | None = None
         """(numel,) vector that holds the gradient while it is exchanged in backward, beside ``.grad``; else None."""
-        if self.drifts and plan.numel:
-            memory.begin_(self.state.memory, self.weights(parameters))  # type: ignore[attr-defined]
+        if self.drift and plan.numel:
+            self.drift.begin_(self.state.memory, self.weights(parameters))
         self._rooms: dict[torch.dtype, Tensor] = {}
         """Vectors for data without room in the gradient's place, see
         :class:`~lightning_sparse.core.layout.Gradient`."""
@@ -426,6 +426,11 @@ class GroupReducer:
     def remembers(self) -> bool:
         """True if anything of earlier gradients is left; waits for the device."""
         return any(bool(vector.any()) for vector in self.memory.vectors(self.state.memory).values())
+
+    @property
+    def drifts(self) -> bool:
+        """True if ranks have copies of the weights, which are exchanged behind the optimizer's step."""
+        return self.drift is not None
 
     @property
     def residual(self) -> Tensor | None:
@@ -539,12 +544,12 @@ class GroupReducer:
             skipped: () flag: the step counts for nothing.
         """
         self.statistics = made.proposed.statistics
-        place = self.state.memory.work.copy if self.drifts else None
-        kept = [] if place is None else [(span, place[span].clone()) for span in made.unused]
+        place = None if self.drift is None else self.drift.copy(self.state.memory)
+        kept = [] if place is None else [(place[span], place[span].clone()) for span in made.unused]
         self.state = settle_group(self.state, made.proposed, skipped, self.memory, made.unused)
-        for span, values in kept:
-            place[span].copy_(values)
-        if self._copies is not None:
+        for part, values in kept:
+            part.copy_(values)
+        if self._copies is not None and place is not None:
             self._copies.spread_(place.flat())
             self._copies = None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from lightning_sparse.engine.record import Counts, Record
 from lightning_sparse.engine.share import Share
 from lightning_sparse.engine.stream import ExchangeStream
 from lightning_sparse.methods.grouping import Group, ParameterSize
-from lightning_sparse.methods.memory import Memory
+from lightning_sparse.methods.memory import Drift, Memory
 
 
 class Groups:
@@ -89,7 +90,12 @@ class Groups:
         return {name for group in self.groups for name in group.unused}
 
     def form(
-        self, group: Group, flush: bool = False, step: int | None = None, settings: SparsificationConfig | None = None
+        self,
+        group: Group,
+        flush: bool = False,
+        step: int | None = None,
+        settings: SparsificationConfig | None = None,
+        memories: Mapping[str, Memory] | None = None,
     ) -> GroupReducer:
         """Return a group with nothing remembered.
 
@@ -98,9 +104,10 @@ class Groups:
             flush: whether it must be able to send what it will remember.
             step: at which it starts; None: the current one.
             settings: that it will have; None: the current ones.
+            memories: of parameters that need others than that of the settings; None: the current ones.
         """
         step, settings = self.step if step is None else step, settings or self.settings
-        if memory := self.memories.get(group.parameters[0].name):
+        if memory := (self.memories if memories is None else memories).get(group.parameters[0].name):
             settings = replace(settings, memory=memory)
         density = group.density or settings.density(step)
         ctx = Context(step, density, self.comm.rank, self.comm.world_size)
@@ -141,7 +148,7 @@ class Groups:
         """
         groups = []
         with self.on_stream.between_steps():
-            for group in self._uniform(plan):
+            for group in self.uniform(plan, self.memories):
                 before = {p.name: self.group_of[p.name] for p in group.parameters}
                 flush = any(old.waits if for_good else old.remembers for old in before.values())
                 groups.append((self.form(group, flush), before))
@@ -155,13 +162,14 @@ class Groups:
         self.adopt([running for running, _ in groups], self.record.counts)
         self.direct = direct
 
-    def _uniform(self, plan: Sequence[Group]) -> list[Group]:
+    @staticmethod
+    def uniform(plan: Sequence[Group], memories: Mapping[str, Memory]) -> list[Group]:
         """Return a plan of which no group has parameters whose memories differ."""
         parts = []
         for group in plan:
             by: dict[Memory | None, list[ParameterSize]] = {}
             for p in group.parameters:
-                by.setdefault(self.memories.get(p.name), []).append(p)
+                by.setdefault(memories.get(p.name), []).append(p)
             parts += in_parts(group, list(by.values()))
         return parts
 
@@ -202,29 +210,31 @@ class Groups:
         Returns:
             Square of the norm of the mean drift.
         """
-        ranks, means, square = self.comm.world_size, list[tuple[GroupReducer, Tensor, float]](), 0.0
+        ranks, means, square = self.comm.world_size, list[tuple[Drift, Any, Tensor, float]](), 0.0
         with self.on_stream.between_steps():
-            for group in (group for group in self.groups if group.drifts):
-                memory, kept = group.memory, group.state.memory
+            for group in self.groups:
+                if (memory := group.drift) is None:
+                    continue
+                kept = group.state.memory
                 kept.work.copy = group.weights(self.parameters)
                 factor = 1.0 if changed or memory.longer == "steps" else memory.factor(kept, ranks)
-                message = AllReduce(memory.residual(kept))
+                message = AllReduce(memory.away(kept))
                 self.totals.add(message.bytes_sent(ranks), 0.0)
-                means.append((group, send(message, self.comm) / ranks, factor))
-                square += float(means[-1][1].double().square().sum()) * factor**2
+                means.append((memory, kept, send(message, self.comm) / ranks, factor))
+                square += float(means[-1][2].double().square().sum()) * factor**2
             if means:
                 with self.record.changing():
-                    for group, mean, factor in means:
-                        group.memory.meet_(group.state.memory, mean, factor)
+                    for memory, kept, mean, factor in means:
+                        memory.meet_(kept, mean, factor)
                     self.record.count_flush()
         return square
 
     def take_pending(self) -> dict[str, Tensor]:
         """Return the average of each parameter that has a residual on any rank, and forget the residuals; collective.
 
-        Between two steps. Weights that drift have none, see :meth:`meet_weights`. The averages are ``(1/n) sum_i residual_i``, in the parameter's shape and dtype; where
-        residuals are in units of learning rates, divided by these, and without parameters whose rate is 0, which keep
-        theirs. Optimizers step with them until :meth:`end_flush`. See :meth:`.Engine._take_pending`.
+        Between two steps. Weights that drift have none, see :meth:`meet_weights`. The averages are
+        ``(1/n) sum_i residual_i``, in the parameter's shape and dtype; where residuals are in units of learning rates,
+        divided by these, and without parameters whose rate is 0, which keep theirs. Optimizers step with them until :meth:`end_flush`. See :meth:`.Engine._take_pending`.
         """
         comm, record, sent = self.comm, self.record, 0.0
 
@@ -238,7 +248,11 @@ class Groups:
 
         rates = self.rates() if self.settings.memory_in_use.reads_rates else {}
         with self.on_stream.between_steps():
-            groups, made, rounded = [g for g in self.groups if not g.drifts], list[Average](), list[tuple[Tensor, Tensor]]()
+            groups, made, rounded = (
+                [g for g in self.groups if not g.drifts],
+                list[Average](),
+                list[tuple[Tensor, Tensor]](),
+            )
             in_units = list[Average]()  # of the residuals
             waiting = set[str]()  # where no step could be the rate times something
             have = torch.tensor([group.residual is not None for group in groups], dtype=torch.uint8, device=self.device)
@@ -297,9 +311,7 @@ def in_parts(group: Group, parts: Sequence[Sequence[ParameterSize]]) -> list[Gro
     """Return groups of some of the parameters of one each; itself, where there is one part."""
     if len(parts) < 2:
         return [group]
-    return [
-        group._replace(name=f"{group.name}.{number}", parameters=tuple(part)) for number, part in enumerate(parts)
-    ]
+    return [group._replace(name=f"{group.name}.{number}", parameters=tuple(part)) for number, part in enumerate(parts)]
 
 
 def check_covers(plan: Sequence[Group], parameters: Mapping[str, Parameter]) -> None:

@@ -187,7 +187,7 @@ class Stepper(Groups):
         """Whether there was a backward since the latest exchange: several optimizers may step after one."""
         self._unused: Set[str] = frozenset()
         """Parameters that had no gradient on any rank at the latest exchange."""
-        self._compared = Weights([*parameters.items()])
+        self._compared = Weights([*parameters], lambda name: self.copies.common(name))
         self.on_drift: Callable[[], None] = lambda: None
         """Called where weights are found that differ between ranks, on those that exchange the same."""
         self.on_changed: Callable[[], None] = lambda: None
@@ -351,12 +351,13 @@ class Stepper(Groups):
         each = [all_finite(flattened(x)) for x in gradients]
         facts = [torch.stack(each).all().view(1)] if each else []
         if compares := meets and self.comm.world_size > 1 and self._compared.is_due():
-            facts.append(self._compared.sums(self.copies.flat))
+            facts.append(self._compared.sums())
         told = self.on_host(torch.cat(facts)).tolist() if facts else []  # the host waits once
         finite, anywhere = not each or bool(told[0]), list(used)
         if meets:
             self.copies.check_apart()
-            met = self.meet(BACKWARD, names, finite, used, told[-SUMS:] if compares else (), bool(self.copies.changed()))
+            changed = bool(self.copies.changed())
+            met = self.meet(BACKWARD, names, finite, used, told[-SUMS:] if compares else (), changed)
             finite, anywhere = met.finite, list(met.used)
             if met.changed:
                 self.meet_weights(changed=True)
@@ -607,11 +608,9 @@ class Stepper(Groups):
         flush = self.flush_asked and not moving  # else what waits is in weights
         self.flush_asked = self.flush_asked and not flush
         taken = [self._pieces(group.spans, used) for group in groups]
-        return self._send(Started(groups, used, units, flush, moving), taken)
+        return self._set_out(Started(groups, used, units, flush, moving), taken)
 
-    def _send(
-        self, what: Started, taken: Sequence[Mapping[str, Tensor]]
-    ) -> tuple[Started, Going[list[OfGroup]]]:
+    def _set_out(self, what: Started, taken: Sequence[Mapping[str, Tensor]]) -> tuple[Started, Going[list[OfGroup]]]:
         """Begin the exchange of groups, given flat gradients or weights by parameter, up to the first message."""
         self._hold.start(SAVING)
         with self.on_stream.between_steps():
@@ -678,8 +677,8 @@ class Stepper(Groups):
         groups = [group for group in self.groups if group.drifts and not moving.names.isdisjoint(group.spans)]
         if moving.averaged:
             for group in groups:
-                group.state.memory.work.copy = None
-                group.memory.begin_(group.state.memory, group.weights(self.parameters))
+                if group.drift:
+                    group.drift.begin_(group.state.memory, group.weights(self.parameters))
             self.copies.note()
             return
         begin, result = Stamp.now(self.device), list[bool]()
@@ -690,7 +689,7 @@ class Stepper(Groups):
             nonlocal started
             what = Started(groups, set(moving.names), Units(), moving.flush)
             weights = [{name: flattened(self.parameters[name]) for name in group.spans} for group in groups]
-            started = self._send(what, weights)
+            started = self._set_out(what, weights)
 
         def rest() -> None:
             """Go on to the end; a handler may call this where the exchange waits."""
@@ -721,8 +720,8 @@ class Stepper(Groups):
 
     def _lengthened(self, names: Collection[str]) -> list[GroupReducer]:
         """Return the groups of these parameters whose averages are lengthened by a factor that is measured."""
-        groups = (group for group in self.groups if group.drifts and not group.spans.keys().isdisjoint(names))
-        return [group for group in groups if group.memory.longer == "averages"]
+        groups = (group for group in self.groups if group.drift and group.drift.longer == "averages")
+        return [group for group in groups if not group.spans.keys().isdisjoint(names)]
 
     def _own_moves(self, names: Collection[str]) -> list[float]:
         """Return (SUMS,) squares of what this rank has sent of weights in the latest step, and zeros; or nothing."""
@@ -737,7 +736,8 @@ class Stepper(Groups):
             mean = float(self.on_host(torch.stack([group.state.memory.squares[1] for group in groups]).sum()))
             with self.record.changing():
                 for group in groups if mean > 0 else ():
-                    group.memory.measure_(group.state.memory, own, mean)
+                    if group.drift:
+                        group.drift.measure_(group.state.memory, own, mean)
 
     def applied(self, names: Collection[str]) -> None:
         """Note that an optimizer that holds these has stepped with what was exchanged."""

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.core.hashing import outputs
-from lightning_sparse.core.layout import flattened, own
 from lightning_sparse.engine.calls import SUMS
 
 SAMPLED = 4096
@@ -31,10 +30,12 @@ class Weights:
     equal at the first backward after a step. Without a step, ranks drift apart where weights differ, move, and differ.
 
     Args:
-        parameters: of the model, with their names.
+        parameters: names of those of the model.
+        weights: returns the flat weights of one, which should be equal on all ranks.
     """
 
-    def __init__(self, parameters: Sequence[tuple[str, Tensor]]) -> None:
+    def __init__(self, parameters: Sequence[str], weights: Callable[[str], Tensor]) -> None:
+        self._weights = weights
         self._parameters = parameters[:: max(1, math.ceil(len(parameters) / SAMPLED))]
         self._signs: Tensor | None = None
         self._backwards = self._firsts = 0
@@ -54,15 +55,10 @@ class Weights:
         """Note a step of an optimizer."""
         self._backwards, self._differed = 0, None
 
-    def sums(self, agreed: Callable[[str], Tensor | None]) -> Tensor:
-        """Return (SUMS,) float64 sums of sampled weights with random signs, which are fixed; the host does not wait.
-
-        Args:
-            agreed: returns the flat weights that all ranks agree on, of a parameter that drifts; else None.
-        """
+    def sums(self) -> Tensor:
+        """Return (SUMS,) float64 sums of sampled weights with random signs, which are fixed; the host does not wait."""
         each = SAMPLED // len(self._parameters)
-        found = ((agreed(name), p) for name, p in self._parameters)
-        runs = [flattened(own(p)) if flat is None else flat for flat, p in found]
+        runs = [self._weights(name) for name in self._parameters]
         sampled = torch.cat([run[:: max(1, run.numel() // each)][:each] for run in runs]).double()
         if self._signs is None:
             words = outputs(0, torch.arange(1, sampled.numel() + 1, device=sampled.device))

@@ -12,6 +12,7 @@ LAYERS = (
     {"ahead", "average", "calls", "config", "gradient_hooks", "signals", "stream", "network", "agreement", "weights"},
     {"metrics", "share", "record"},
     {"pipeline", "regrouping"},
+    {"copies"},
     {"step"},
     {"optimizers"},
     {"state"},

@@ -52,8 +52,8 @@ APART = (
     "be equal on all ranks. Go on from a checkpoint that was written before."
 )
 CHANGED = (
-    "Weights were written to since the last step, while each rank trains a copy of its own (memory Drift). The copies are "
-    "averaged densely where that is found, at the end of the next backward: in each step, that costs as much as DDP."
+    "Weights were written to since the last step, while each rank trains a copy of its own (memory Drift). The copies "
+    "are averaged densely at the end of the next backward. In each step, that would cost as much as DDP."
 )
 AVERAGE = "_is_an_average"
 """Attribute of gradients that are averages. A weak reference would not let a module's ``to`` replace them."""
@@ -237,8 +237,8 @@ class OptimizerBinding(MemoryChoice):
             )
         if any(group.drifts for group in stepper.groups if not group.spans.keys().isdisjoint(names)):
             raise RuntimeError(
-                "engine.exchange() averages gradients, and memory Drift averages what optimizers of torch do to weights. "
-                "Leave out the call, or choose memory='residual'."
+                "engine.exchange() averages gradients, and memory Drift what optimizers of torch do to weights. Leave "
+                "out the call, or choose memory='residual'."
             )
         if stepper.settings.memory_in_use.needs_second:
             raise RuntimeError(
@@ -379,8 +379,13 @@ class OptimizerBinding(MemoryChoice):
         self._alone = None
         super().begin_step()
 
+    def own_states(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return what optimizers keep of parameters that drift."""
+        return self._drift.own_states(self.optimizers)
+
     def go_on(self, state: Mapping[str, Any]) -> None:
         """Follow a state that was loaded: what has waited is what it remembers."""
+        self._drift.load(state["optimizers"])
         self._momentum.go_on({name for name, vectors in state["parameters"].items() if "residual" in vectors})
 
     def close(self) -> None:

@@ -18,8 +18,8 @@ from lightning_sparse.core.console import page, say
 from lightning_sparse.core.layout import fills_memory
 from lightning_sparse.engine.agreement import check_equal_on_ranks
 from lightning_sparse.engine.config import SparsificationConfig
-from lightning_sparse.engine.optimizers.hooks import changes, in_life
 from lightning_sparse.engine.optimizers.drift import measured, misfit, wanted
+from lightning_sparse.engine.optimizers.hooks import changes, in_life
 from lightning_sparse.engine.optimizers.kinds import (
     check_pair,
     decays_of,
@@ -32,7 +32,7 @@ from lightning_sparse.engine.optimizers.kinds import (
 from lightning_sparse.engine.optimizers.rules import AdamRule, go_on_from_dense
 from lightning_sparse.engine.step import Stepper
 from lightning_sparse.methods.exchanges import EXCHANGES, as_exchange
-from lightning_sparse.methods.memory import Memory, NoMemory, Residual, SecondMoment
+from lightning_sparse.methods.memory import Drift, Memory, NoMemory, Residual, SecondMoment
 from lightning_sparse.ops.momentum import has_velocities
 
 SPENT = (
@@ -248,6 +248,17 @@ class MemoryChoice:
         if memory is None or memory == settings.memory_in_use or decided or refused or not self._chooses:
             return settings
         return self._with(memory)
+
+    def memories_for(self, state: Mapping[str, Any]) -> Mapping[str, Memory]:
+        """Return the memories of parameters that drift, by a state with copies where nothing else says what is meant."""
+        if self.optimizers or not self.left_open:
+            return self._stepper.memories
+        counters = state["counters"]
+        return {
+            name: Drift("pushed" in vectors, "averages" if "owns" in counters.get(name, {}) else "steps")
+            for name, vectors in state["parameters"].items()
+            if "agreed" in vectors and name in self._stepper.sparsified
+        }
 
     def takes(self, optimizer: Optimizer) -> bool:
         """Return True if Adam's steps of some of its parameters are taken here, also within one that is around it."""

@@ -19,6 +19,7 @@ def merge_states(states: Iterable[State]) -> State:
     Every vector becomes its mean over the old ranks, ``1/W sum_i v_i``, in double precision and then in its own. If all
     of n new ranks load it, their mean residual is that mean again: the update that was still to be sent is unchanged,
     and so are sums of momenta. What was learned about groups, such as thresholds, starts anew. All else is rank 0's.
+    Optimizers of weights that drift keep the means of their floats.
     Where ranks have parts, all that have those of the same gradients are one old rank here, see :func:`join_parts`.
 
     Args:
@@ -52,12 +53,14 @@ def merge_states(states: Iterable[State]) -> State:
         ([1.5, 1.5, 1.5], 7)
     """
     expect(isinstance(states, Iterable), "states", "several states of Engine.state_dict()", states)
+    own = OptimizerStates()
     sums: dict[str, dict[str, Tensor]] = {}
     dtypes: dict[tuple[str, str], torch.dtype] = {}
     facts: list[Any] = []
     head: State = {"world_size": "old"}
     for state in _whole(map(check_state, states)):
         parameters = state.pop("parameters")
+        own.add(state)
         shapes = {name: {key: v.shape for key, v in vectors.items()} for name, vectors in parameters.items()}
         facts.append((state["rank"], state["step"], state["world_size"], shapes))
         if facts[-1][1:] != facts[0][1:]:
@@ -79,7 +82,34 @@ def merge_states(states: Iterable[State]) -> State:
         name: {key: (total / len(ranks)).to(dtypes[name, key]) for key, total in vectors.items()}
         for name, vectors in sums.items()
     }
-    return {**head, "parameters": means, "groups": []}
+    return {**head, "parameters": means, "optimizers": own.mean(), "groups": []}
+
+
+class OptimizerStates:
+    """Means over ranks of what optimizers keep of weights that drift; of integers, what rank 0 has."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, str], Tensor] = {}
+        self._first: dict[tuple[str, str], Tensor] = {}
+        self._ranks = 0
+
+    def add(self, state: State) -> None:
+        """Add those of a rank's state."""
+        self._ranks += 1
+        for name, each in state.pop("optimizers").items():
+            for path, x in each.items():
+                if state["rank"] == 0 or (name, path) not in self._first:
+                    self._first[name, path] = x
+                if x.is_floating_point():
+                    self._sums[name, path] = self._sums.get((name, path), torch.zeros_like(x, dtype=torch.float64)) + x
+
+    def mean(self) -> dict[str, dict[str, Tensor]]:
+        """Return the means, each in its own dtype."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for (name, path), x in self._first.items():
+            total = self._sums.get((name, path))
+            found.setdefault(name, {})[path] = x if total is None else (total / self._ranks).to(x.dtype)
+        return found
 
 
 def join_parts(states: Iterable[State]) -> State:

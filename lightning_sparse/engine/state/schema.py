@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_sparse.core.checks import is_integer, is_number
 from lightning_sparse.core.layout import is_layout, sum_dtype
 
-STATE_FORMAT = 3
+STATE_FORMAT = 4
 """Version of the format of ``Engine.state_dict()``; changes when its meaning does."""
 State = dict[str, Any]
 """The result of ``Engine.state_dict()``."""
@@ -73,6 +73,7 @@ NUMBER = Kind("a finite number", _is_number)
 RATE = Kind("a finite number above 0", lambda x: _is_number(x) and x > 0)
 VECTOR = Kind("a vector of finite floating-point numbers", _is_vector)
 INDICES = Kind("a vector of ascending int32 coordinates", _is_ascending)
+TENSOR = Kind("a tensor", lambda x: isinstance(x, Tensor) and x.layout == torch.strided)
 FLAG = Kind("True or False", lambda x: isinstance(x, bool))
 NAMED = Kind("a dict with names as keys", lambda x: isinstance(x, dict) and all(isinstance(name, str) for name in x))
 SETTINGS = Kind("a dict of settings as plain data", lambda x: isinstance(x, dict) and _is_plain(x))
@@ -95,6 +96,7 @@ FIELDS: dict[str, Any] = {
     "spans": {str: SPAN},
     "layouts": {str: LAYOUT},
     "pending": {str: {"values": VECTOR, "indices?": INDICES}},
+    "optimizers": {str: {str: TENSOR}},
     "absorbed": [TEXT],
 }
 """The fields of a state, with the kind of each: ``{str: kind}`` is a dict by name, in the top level by name of the

@@ -30,6 +30,10 @@ from lightning_sparse.engine.state.schema import (
     with_pending,
 )
 from lightning_sparse.engine.step import Stepper
+from lightning_sparse.methods.memory import Memory
+
+COPY = "copy"
+"""Key of a rank's own weights, which are no vector of a memory."""
 
 
 class LoadPlan(NamedTuple):
@@ -38,6 +42,8 @@ class LoadPlan(NamedTuple):
     state: State
     """This rank's own, checked and with all fields."""
     settings: SparsificationConfig
+    memories: Mapping[str, Memory]
+    """Of parameters that need others than that of the settings, by name."""
     groups: list[GroupReducer]
     """New ones, which remember what the state does."""
     learned: list[GroupState | None]
@@ -94,6 +100,8 @@ class EngineState:
             for name, span in group.spans.items():
                 vectors = memory.vectors(kept).items()
                 parameters[name] = {key: vector[span].to("cpu", copy=True) for key, vector in vectors}
+                if group.drifts:
+                    parameters[name][COPY] = reducer.copies.mine(name).to("cpu", copy=True)
                 counters[name] = dict(counted)
         pending = reducer.pending()
         return {
@@ -111,6 +119,7 @@ class EngineState:
             | self._parked["spans"],
             "layouts": self._layouts(),
             "pending": {name: _plain(*each) for name, each in pending.items() if rank == 0},  # whose weights are saved
+            "optimizers": self._binding.own_states(),
             "absorbed": sorted(record.absorbed),
             "groups": [_plain_learned(group) for group in reducer.groups if group.plan.numel],
         }
@@ -174,7 +183,7 @@ class EngineState:
         """
         reducer, world_size = self._reducer, self._comm.world_size
         state, lost = with_layouts(state, self._layouts())
-        settings = self._binding.settings_for(state)
+        settings, memories = self._binding.settings_for(state), self._binding.memories_for(state)
         alike = state["settings"] == settings.algorithm
         whole = with_pending(state, world_size) if self._comm.rank == 0 else state
         if in_units_of_rates(state["settings"]) != settings.memory_in_use.reads_rates:
@@ -183,7 +192,7 @@ class EngineState:
                 lost.append("Residuals had other units, by rates of Residual: they are dropped.")
             rest = {name: {k: v for k, v in each.items() if k != "residual"} for name, each in vectors}
             whole = {**whole, "parameters": rest}
-        plan = LoadPlan(state, settings, [], [], [], lost, whole)
+        plan = LoadPlan(state, settings, memories, [], [], [], lost, whole)
         if not alike and (state["groups"] or any(state["parameters"].values())):  # one device may have left nothing
             changes = changes_between(state["settings"], settings.algorithm)
             plan.misfits.append(f"The settings have changed: {'; '.join(changes)}.")
@@ -191,9 +200,12 @@ class EngineState:
         # Of dense groups nothing is learned that others could use, and fallback=True begins with sparse ones again.
         known_of = {name for one in state["groups"] if not one.get("dense", False) for name in one["parameters"]}
         with reducer.on_stream.between_steps():
-            for cut in [group.plan for group in reducer.groups]:
+            changed = set(reducer.copies.changed())
+            for cut in reducer.uniform([group.plan for group in reducer.groups], memories):
                 names = [p.name for p in cut.parameters]
-                group = reducer.form(cut, not filled.isdisjoint(names), state["step"], settings)
+                group = reducer.form(cut, not filled.isdisjoint(names), state["step"], settings, memories)
+                for name in group.spans.keys() - changed if group.drifts else ():  # weights here are those of this rank
+                    group.state.memory.agreed[group.spans[name]] = reducer.copies.common(name)
                 plan.groups.append(group)
                 plan.lost.extend(self._fill(group, whole))
                 known = given.get(cut.name)
@@ -216,8 +228,10 @@ class EngineState:
         counts = reducer.record.counts._replace(step=state["step"], skipped=state["skipped_steps"])
         if reducer.flush_at is not None:
             reducer.flush_at = counts.step if reducer.flush_at == reducer.step else None
-        reducer.settings = plan.settings
+        reducer.settings, reducer.memories = plan.settings, plan.memories
+        reducer.copies.back()
         reducer.adopt(plan.groups, counts)
+        reducer.copies.take({name: vectors.get(COPY) for name, vectors in plan.whole["parameters"].items()})
         reducer.forget_averages()
         self._parked = self._parked_of(plan.whole)
         self.loads += 1
@@ -264,6 +278,8 @@ class EngineState:
                         notes.append(f"Of {name}, the {key} of {len(part)} of {own.length} coordinates is known.")
                 elif key in vectors:
                     notes.append(f"{name} had {numel} coordinates and has {own.numel}: its {key} is dropped.")
+                elif key == COPY and group.drifts:
+                    continue
                 elif bool(values.any()) and not (group.always_whole and key == "second"):  # which nobody reads
                     notes.append(f"The memory keeps no {key}: that of {name} is dropped.")
             memory.complete_(kept, span, remembered.keys())

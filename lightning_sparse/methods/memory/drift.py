@@ -111,6 +111,11 @@ class Drift(Memory):
         for span, run in copy:
             state.agreed[span].copy_(run)
 
+    def copy(self, state: DriftState) -> Gradient:
+        """Return this rank's weights, where they lie."""
+        assert state.work.copy is not None
+        return state.work.copy
+
     def push_(self, state: DriftState, span: slice, grad: Tensor, scale: Tensor | None) -> None:
         """Add this rank's gradient of some coordinates, before its optimizer steps.
 
@@ -159,12 +164,13 @@ class Drift(Memory):
         """Move p where averages arrived, and the copy with it, but for what this rank has not sent."""
         work, agreed, indices = state.work, state.agreed, update.indices
         away, work.away = work.away, None
-        assert away is not None and work.copy is not None
+        assert away is not None
         if indices is None:
             indices = torch.arange(agreed.numel() - 1, device=agreed.device)
         before = take(agreed, indices)
         if self.longer == "averages":
-            squares = torch.stack([_square(take(away, indices)), _square(update.values)])
+            once = _first_ones(indices, agreed.numel() - 1)
+            squares = torch.stack([_square(take(away, indices), once), _square(update.values, once)])
             state.squares[:2] = squares if skipped is None else squares.masked_fill(skipped, 0.0)
         take_out_(away, update, skipped)
         after = torch.sub(before, update.values, alpha=work.factor)
@@ -172,7 +178,7 @@ class Drift(Memory):
             after = torch.where(skipped, before, after)
         put_(agreed, indices, after)
         agreed[-1:].zero_()
-        _put(work.copy, indices, after.sub_(take(away, indices)), skipped)
+        _put(self.copy(state), indices, after.sub_(take(away, indices)), skipped)
         if state.pushed is None:
             return
         if update.sent is not None:
@@ -192,11 +198,9 @@ class Drift(Memory):
             mean: (numel,) mean over ranks of the drifts; None: drop them.
             factor: f.
         """
-        copy = state.work.copy
-        assert copy is not None
         if mean is not None:
             state.agreed[:-1].sub_(mean, alpha=factor)
-        for span, run in copy:
+        for span, run in self.copy(state):
             run.copy_(state.agreed[span])
         if state.pushed is not None:
             state.pushed.zero_()
@@ -212,10 +216,12 @@ class Drift(Memory):
 
     def residual(self, state: DriftState) -> Tensor | None:
         """Return the (numel,) drift, as it is now; not what is remembered."""
-        if state.work.copy is None:
-            return None
+        return None if state.work.copy is None else self.away(state)
+
+    def away(self, state: DriftState) -> Tensor:
+        """Return (numel,) ``p - x``."""
         away = torch.empty_like(state.agreed[:-1])
-        for span, run in state.work.copy:
+        for span, run in self.copy(state):
             torch.sub(state.agreed[span], run, out=away[span])
         return away
 
@@ -228,8 +234,16 @@ class Drift(Memory):
         return NoMemory()
 
 
-def _square(x: Tensor) -> Tensor:
-    return x.double().square().sum()
+def _square(x: Tensor, once: Tensor) -> Tensor:
+    return x.masked_fill(~once, 0.0).double().square().sum()
+
+
+def _first_ones(indices: Tensor, padding: int) -> Tensor:
+    """Return where each coordinate stands first."""
+    ascending, order = indices.sort(stable=True)
+    first = torch.ones_like(indices, dtype=torch.bool)
+    first[order[1:]] = ascending[1:] != ascending[:-1]
+    return first & (indices != padding)
 
 
 def _put(copy: Gradient, indices: Tensor, values: Tensor, skipped: Tensor | None) -> None:

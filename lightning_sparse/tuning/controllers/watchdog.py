@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_sparse.core.layout import own
 from lightning_sparse.core.step import Agreement
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.agreement import checksum
@@ -265,7 +264,7 @@ class Watchdog:
             self._check(engine, whole=True)
             if now > 1:
                 self._check_that_all_are_held(engine)
-        elif looks and "growth" not in self._told and not engine.settings.memory_in_use.reads_rates:
+        elif looks and "growth" not in self._told and not _follows_rates(engine):
             self._check(engine, whole=False)
         if self._is_due(now + 1):
             for group in self._sparse_groups(engine):
@@ -353,7 +352,7 @@ class Watchdog:
         # The updates of a skipped step have no meaning.
         groups = [] if engine.router.record.counts.streak else self._sparse_groups(engine)
         histories = {group: self._histories[group] for group in groups if self._histories[group].is_behind(group)}
-        sums = [checksum(own(p)) for p in parameters.values()]
+        sums = [checksum(engine.router.copies.common(name)) for name in parameters]
         for group, history in histories.items():
             sums += history.report(group)
         rows = engine.comm.all_gather(torch.stack(sums)) if sums else torch.zeros(1, 0, device="cpu")
@@ -367,7 +366,7 @@ class Watchdog:
                 history.measure(group, columns)
         if whole:
             self._check_groups(engine, list(histories.values()))
-        if not engine.settings.memory_in_use.reads_rates:  # residuals would change with the rates
+        if not _follows_rates(engine):  # residuals would change with the rates
             self._check_filling(engine, groups)
 
     def after_skipped_step(self, engine: Engine) -> None:
@@ -401,7 +400,7 @@ class Watchdog:
         settings = self._settings
         for kind, sentence in WARNINGS.items():
             found = [history for history in histories if history.in_a_row[kind] >= IN_A_ROW]
-            if found and not (kind == "growth" and engine.settings.memory_in_use.reads_rates):
+            if found and not (kind == "growth" and _follows_rates(engine)):
                 worst, more = max(found, key=WORST[kind]), others(found)
                 self._tell(engine, kind, sentence.format(worst, others=more, checks=IN_A_ROW, excess=settings.excess))
         starving = [found for history in histories for found in history.starving(settings.missed)]
@@ -438,6 +437,11 @@ class Watchdog:
         self._told.add(kind)
 
 
+def _follows_rates(engine: Engine) -> bool:
+    """Return True if what waits is in units of learning rates, and changes with them."""
+    return any(group.drifts or group.memory.reads_rates for group in engine.router.groups)
+
+
 def others(found: Sequence[object], named: int = 1) -> str:
     """Return the number of further findings beyond the named ones, in words."""
     more = len(found) - named
@@ -459,8 +463,8 @@ def differing(engine: Engine, sums: Tensor) -> Tensor:
 
 def distance(engine: Engine, name: str) -> float:
     """Return the largest difference of a parameter between rank 0 and another rank; collective."""
-    here = own(engine._parameters[name]).detach()
-    theirs = here.clone(memory_format=torch.contiguous_format)
+    here = engine.router.copies.common(name)
+    theirs = here.clone()
     if engine.router.share.cuts:
         theirs = engine.router.within.broadcast(theirs, 0)
     theirs = engine.comm.broadcast(theirs, 0)
