@@ -27,6 +27,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from lightning_sparse.core.checks import is_integer
+from lightning_sparse.core.console import say
 from lightning_sparse.engine.agreement import Note, by_reason, reason
 from lightning_sparse.engine.config import Resize
 from lightning_sparse.engine.engine import Engine
@@ -86,6 +87,12 @@ class SideFile(NamedTuple):
 
 class SideFileError(Exception):
     """A side file that cannot be used; the text says why."""
+
+
+MEANS = (
+    "Optimizers had states of their own on each rank, and there is another number of ranks now. All of them go on with "
+    "the means of floating-point states, and with rank 0's other ones."
+)
 
 
 class Found(NamedTuple):
@@ -253,7 +260,11 @@ def restore(
 
     def read(marker: dict[str, Any]) -> Found:
         state = _read_state(path, marker, engine, load)
-        if marker["exchanging"] == engine._exchanging or resize == "merge":
+        if marker["exchanging"] == engine._exchanging:
+            return Found(state)
+        if resize == "merge" and state["optimizers"] and engine._rank == 0:
+            return Found(state, loaded=partial(say, MEANS))
+        if resize == "merge":
             return Found(state)
         if resize == "flush":
             return Found(state, loaded=engine._flush_next_step)
@@ -483,11 +494,12 @@ def _emptied(state: State, engine: Engine) -> tuple[State, str]:
     """Return a merged state without what it remembered, and a sentence that says what is lost."""
     whole = with_pending(state, 1)["parameters"].values()
     residuals = [vectors["residual"].double() for vectors in whole if "residual" in vectors]
+    residuals += [v["agreed"].double() - v["copy"].double() for v in whole if {"agreed", "copy"} <= v.keys()]
     norm = sum(float(residual.square().sum()) for residual in residuals) ** 0.5
     empty: State = {name: {} for name in state["parameters"]}
     kinds = ("group of ranks", "groups of ranks") if engine.settings.node_size else ("rank", "ranks")
     ranks = f"{engine._exchanging} {kinds[engine._exchanging > 1]}"
-    return {**state, "parameters": empty, "counters": {}, "pending": {}}, (
+    return {**state, "optimizers": {}, "parameters": empty, "counters": {}, "pending": {}}, (
         f"Training continues with {ranks} instead of {state['world_size']} and resize='zero': the residuals, an "
         f"update of norm {norm:.4g} that was still to be sent, are dropped."
     )

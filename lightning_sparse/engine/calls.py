@@ -33,9 +33,10 @@ KINDS = (
     "begins a backward",
     "begins a forward",
     "takes a step of an optimizer with averages of backward",
+    "looks at the weights that all ranks agree on",
 )
 """What a call may be; its number is sent."""
-BACKWARD, STEP, EXCHANGE, NORM, FLUSH, BEGIN, FORWARD, HIDDEN = range(len(KINDS))
+BACKWARD, STEP, EXCHANGE, NORM, FLUSH, BEGIN, FORWARD, HIDDEN, AGREED = range(len(KINDS))
 
 
 class Call(NamedTuple):

@@ -45,6 +45,7 @@ class Copies:
         """Agreed weights that somebody has, by name: parameters that modules share are one tensor there, too."""
         self._given_at = -1
         self._hooks: list[Any] = []
+        self._closed = False
 
     @property
     def _drifting(self) -> Mapping[str, GroupReducer]:
@@ -121,6 +122,8 @@ class Copies:
     @torch.no_grad()
     def back(self) -> None:
         """Let parameters hold this rank's own weights again, but for those that somebody has written to meanwhile."""
+        if self._closed:
+            return
         aside, self.aside = self.aside, {}
         shown, self._shown = self._shown, {}
         for name, mine in aside.items():
@@ -170,9 +173,8 @@ class Copies:
 
     def close(self) -> None:
         """Leave the agreed weights in the parameters; :attr:`aside` still has this rank's own."""
-        if not self._hooks and not self._drifting:
-            return
         self.show()
+        self._closed = True
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

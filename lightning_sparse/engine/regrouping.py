@@ -234,7 +234,8 @@ class Groups:
 
         Between two steps. Weights that drift have none, see :meth:`meet_weights`. The averages are
         ``(1/n) sum_i residual_i``, in the parameter's shape and dtype; where residuals are in units of learning rates,
-        divided by these, and without parameters whose rate is 0, which keep theirs. Optimizers step with them until :meth:`end_flush`. See :meth:`.Engine._take_pending`.
+        divided by these, and without parameters whose rate is 0, which keep theirs. Optimizers step with them until
+        :meth:`end_flush`. See :meth:`.Engine._take_pending`.
         """
         comm, record, sent = self.comm, self.record, 0.0
 

@@ -25,7 +25,19 @@ from lightning_sparse.core.layout import flat_as, flattened, laid_out, own, whol
 from lightning_sparse.core.messages import AllReduce, Message, Steps, ring_all_reduce_bytes
 from lightning_sparse.core.step import Context
 from lightning_sparse.engine.average import Average, place
-from lightning_sparse.engine.calls import BACKWARD, BEGIN, FORWARD, NORM, STEP, SUMS, Call, Met, compare, digest_of
+from lightning_sparse.engine.calls import (
+    AGREED,
+    BACKWARD,
+    BEGIN,
+    FORWARD,
+    NORM,
+    STEP,
+    SUMS,
+    Call,
+    Met,
+    compare,
+    digest_of,
+)
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.copies import Copies
 from lightning_sparse.engine.gradient_hooks import on_gradients, refuse_sparse_gradients
@@ -717,6 +729,14 @@ class Stepper(Groups):
         square = super().meet_weights(changed)
         self.copies.note()
         return square
+
+    def follow_changes(self) -> None:
+        """Agree on weights that somebody else has written to since the last step; collective, between two steps."""
+        if self.copies and not self.copies.aside:
+            with self.failing_together("before weights are looked at"):
+                met = self.meet(AGREED, [], True, changed=bool(self.copies.changed()))
+                if met.changed:
+                    self.meet_weights(changed=True)
 
     def _lengthened(self, names: Collection[str]) -> list[GroupReducer]:
         """Return the groups of these parameters whose averages are lengthened by a factor that is measured."""

@@ -86,6 +86,7 @@ class Accelerated:
             self._ddp = ddp
             self._redirect_clipping()
             go_on(self.engine, left)
+        self.engine.router.copies.back()
         with self.engine._failing_together():
             refuse_with_overlap(self.engine, optimizers, clips, self.accelerator.scaler)
             self.engine._show(map(stepping, optimizers))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from functools import partial, wraps
@@ -33,6 +34,8 @@ TWINS = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightnin
 """The two packages for which each strategy exists."""
 BY_LIGHTNING = ("module", "device_ids")
 """Arguments of ``DistributedDataParallel`` that Lightning gives."""
+AVERAGING = "StochasticWeightAveraging", "WeightAveraging"
+"""Lightning's callbacks that average weights over steps, and bases of such."""
 Kind = TypeVar("Kind", bound="type[SparseStrategy]")
 
 
@@ -209,6 +212,21 @@ class SparseStrategy:
         restore(engine, path, marker, load, self.config.resize, self.config.strict_resume, dense)
 
 
+@contextmanager
+def looking(engine: Engine | None) -> Iterator[None]:
+    """Let a model hold the weights that all ranks agree on while a host evaluates; all ranks call this.
+
+    Args:
+        engine: of the model; None, or closed: weights are as they should be.
+    """
+    if engine is None or engine.closed:
+        yield
+        return
+    engine.router.follow_changes()
+    with engine.agreed():
+        yield
+
+
 def refuse_with_overlap(engine: Engine, optimizers: Sequence[Any], clips: str, scaler: Any) -> None:
     """Raise for what cannot be with ``overlap=True``, as far as a host knows it before the first step.
 
@@ -230,6 +248,21 @@ def refuse_with_overlap(engine: Engine, optimizers: Sequence[Any], clips: str, s
         raise ValueError(f"Expected no scaled losses {instead}: take bfloat16 in place of float16.")
     if len(optimizers) > 1:
         raise ValueError(f"Expected one optimizer {instead}, but got {len(optimizers)}.")
+
+
+def refuse_averages(callbacks: Iterable[Any]) -> None:
+    """Raise for callbacks that average weights over steps: they read those of one rank.
+
+    Raises:
+        ValueError: naming the callback.
+    """
+    for callback in callbacks:
+        if any(kind.__name__ in AVERAGING for kind in type(callback).__mro__):
+            raise ValueError(
+                f"Expected no callback that averages weights while each rank trains a copy of its own (memory Drift), "
+                f"but got {type(callback).__name__}, which would read the copy of one rank. Average within "
+                "engine.agreed(), or choose memory='residual'."
+            )
 
 
 def readable(entry: Any) -> dict[str, Any] | None:

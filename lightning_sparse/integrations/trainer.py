@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import importlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,9 @@ from lightning_sparse.integrations.base import (
     CHECKPOINT_KEY,
     SparseStrategy,
     StrategyArguments,
+    looking,
     readable,
+    refuse_averages,
     refuse_with_overlap,
 )
 from lightning_sparse.integrations.earlier import Left, checksums, go_on
@@ -70,6 +72,8 @@ class SparseTrainerMixin(SparseStrategy, ParallelStrategy):
         self._left: Left | None = None
         self._telling = Telling()
         self._shown: list[Any] = []
+        self._looks = ExitStack()
+        """Open while weights are those that all ranks agree on."""
         self.engine: Engine | None = None
         """Open during fit; counts such as ``step`` can still be read afterwards."""
         return super()._choose(*given)
@@ -110,13 +114,15 @@ class SparseTrainerMixin(SparseStrategy, ParallelStrategy):
             self._telling.start(self.engine, self.config)
 
     def on_validation_start(self) -> None:
-        """Call Lightning's hook; then pause the clock of training."""
+        """Call Lightning's hook; then pause the clock of training, and look at the weights that all ranks agree on."""
         super().on_validation_start()
         self._telling.totals.pause()
+        self._looks.enter_context(looking(self._open_engine))
 
     def on_validation_end(self) -> None:
-        """Call Lightning's hook; then continue the clock of training."""
+        """Call Lightning's hook; then continue the clock of training, with this rank's weights."""
         super().on_validation_end()
+        self._looks.close()
         self._telling.totals.go_on()
 
     def on_train_end(self) -> None:
@@ -147,6 +153,8 @@ class SparseTrainerMixin(SparseStrategy, ParallelStrategy):
             given = f"gradient_clip_val={clips}" if clips else ""
             refuse_with_overlap(engine, self.optimizers, given, getattr(plugin, "scaler", None))
             engine._show(self.optimizers)
+            if engine.router.copies:
+                refuse_averages(self._trainer.callbacks)
         self._shown = list(self.optimizers)
         ours: dict[str, Callable[..., Any]]
         ours = {"clip_grad_by_norm": self._clip_by_norm, "clip_grad_by_value": self._clip_by_value}
@@ -171,7 +179,8 @@ class SparseTrainerMixin(SparseStrategy, ParallelStrategy):
 
     def _close_engine(self) -> None:
         if self.engine is not None:
-            self.engine.close()
+            self.engine.close()  # leaves the weights that all ranks agree on
+        self._looks.close()
 
     def on_exception(self, exception: BaseException) -> None:
         """Call Lightning's hook; let advice on unused parameters name this strategy instead of a dense one.
@@ -189,7 +198,7 @@ class SparseTrainerMixin(SparseStrategy, ParallelStrategy):
     def __getstate__(self) -> dict[str, Any]:
         """Return Lightning's state of a copy, which has no engine until it is set up."""
         state: dict[str, Any] = super().__getstate__()
-        return {**state, "engine": None, "_earlier": None, "_shown": []}
+        return {**state, "engine": None, "_earlier": None, "_shown": [], "_looks": ExitStack()}
 
 
 @dataclass(frozen=True, kw_only=True)

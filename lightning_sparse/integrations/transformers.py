@@ -11,6 +11,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.config import StrategyConfig, from_keywords, keywords_of
 from lightning_sparse.integrations.accelerate import Accelerated
+from lightning_sparse.integrations.base import looking
 
 
 @keywords_of(StrategyConfig)
@@ -96,6 +97,11 @@ class SparseDDPCallback(TrainerCallback):  # type: ignore[misc]  # without types
 
     on_epoch_end = on_step_end
 
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave the weights that all ranks agree on in the model."""
+        if self.engine is not None:
+            self.engine.router.copies.show()
+
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write residuals into the checkpoint's folder, when all else is there."""
         if args.save_only_model:
@@ -124,6 +130,16 @@ class _Prepared:
         """Train as before, and continue with the residuals of a checkpoint."""
         self._sparse.resume, self._sparse.trial = resume_from_checkpoint, trial
         return super().train(resume_from_checkpoint, trial, *args, **kwargs)  # type: ignore[misc]
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate as before, with the weights that all ranks agree on."""
+        with looking(self.sparse_engine):
+            return super().evaluate(*args, **kwargs)  # type: ignore[misc]
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict as before, with the weights that all ranks agree on."""
+        with looking(self.sparse_engine):
+            return super().predict(*args, **kwargs)  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
         """Log as before, with the exchange's quantities in rows that have a loss."""

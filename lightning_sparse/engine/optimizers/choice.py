@@ -250,7 +250,7 @@ class MemoryChoice:
         return self._with(memory)
 
     def memories_for(self, state: Mapping[str, Any]) -> Mapping[str, Memory]:
-        """Return the memories of parameters that drift, by a state with copies where nothing else says what is meant."""
+        """Return the memories of parameters that drift: by a state with copies, if no optimizer is known."""
         if self.optimizers or not self.left_open:
             return self._stepper.memories
         counters = state["counters"]

@@ -46,8 +46,8 @@ class Memory(Settings, ABC):
     needs_second = False
     """True if exchanges have to average :attr:`.Absorbed.second`, too."""
     averages = "gradients"
-    """Quantity that is averaged over ranks: "gradients", "velocities" or "directions", which the optimizer must not form
-    a second time; or "moves", where :meth:`absorb_` is given weights, which optimizers have moved already."""
+    """Quantity that is averaged over ranks: "gradients"; "velocities" or "directions", which the optimizer must not
+    form a second time; or "moves", where :meth:`absorb_` is given weights, which optimizers have moved already."""
     decays = False
     """True if the average contains a weight decay."""
 
