@@ -370,6 +370,11 @@ class SparsificationConfig(Settings):
                     f"backward, while gradients are exchanged after it, in optimizer.step(): use {name}={instead}, or "
                     "overlap=True."
                 )
+        if self.memory is not None and self.memory.averages == "moves":
+            others = {"overlap": self.overlap, "fallback": self.fallback, "node_size": self.node_size not in (None, 1)}
+            for name, given in others.items():
+                instead = "left out with memory Drift: copies of the weights are averaged behind the optimizer's step"
+                expect(not given, name, instead, getattr(self, name))
         alone = not self.overlap or not self.fallback
         expect(alone, "fallback", "False with overlap=True: dense steps are not timed beside it", self.fallback)
         self._check_nodes()

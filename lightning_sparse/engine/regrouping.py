@@ -218,10 +218,11 @@ class Groups:
                 kept = group.state.memory
                 kept.work.copy = group.weights(self.parameters)
                 factor = 1.0 if changed or memory.longer == "steps" else memory.factor(kept, ranks)
-                message = AllReduce(memory.away(kept))
+                # In double precision the mean of equal weights has their bits.
+                message = AllReduce(torch.cat([run.double() for run in memory.copy(kept).runs]))
                 self.totals.add(message.bytes_sent(ranks), 0.0)
                 means.append((memory, kept, send(message, self.comm) / ranks, factor))
-                square += float(means[-1][2].double().square().sum()) * factor**2
+                square += float((kept.agreed[:-1] - means[-1][2]).square().sum()) * factor**2
             if means:
                 with self.record.changing():
                     for memory, kept, mean, factor in means:

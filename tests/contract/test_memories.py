@@ -192,9 +192,11 @@ def test_what_the_cast_of_a_mean_loses_is_kept(memory: ls.memories.Memory, name:
 
 def test_every_memory_has_a_law() -> None:
     # NoMemory has nothing to keep; WeightDecay reads a model's parameters, which are not here.
-    assert {type(memory) for memory in MEMORIES} | {ls.memories.NoMemory, ls.memories.WeightDecay} == {
-        cls for _, cls in ls.memories.MEMORIES.items()
-    }
+    assert {type(memory) for memory in MEMORIES} | {
+        ls.memories.NoMemory,
+        ls.memories.WeightDecay,
+        ls.memories.Drift,
+    } == {cls for _, cls in ls.memories.MEMORIES.items()}
 
 
 STATIC = ["top_k-gather_pairs", "shared_top_k-reduce_union", "exdyna-reduce_union", "gtop_k-tree", "top_k-dense"]

@@ -73,7 +73,8 @@ def said(job: Job, *args: Any) -> list[str]:
     """What was warned of optimizers on this rank."""
     with warnings.catch_warnings(record=True, action="always") as caught:
         job(*args)
-    return [str(warning.message) for warning in caught if "behind the sparse exchange" in str(warning.message)]
+    told = [str(warning.message) for warning in caught]
+    return [one for one in told if "behind the sparse exchange" in one or "trains a copy of the weights" in one]
 
 
 def attach(options: dict[str, Any], name: str, settings: dict[str, Any]) -> None:
@@ -136,7 +137,7 @@ def test_all_doors_warn_once_on_rank_zero_until_told_not_to(two_ranks: Ranks, jo
     [("Adam", {}), ("NAdam", {}), ("RAdam", {}), ("Adamax", {}), ("FusedAdam8bit", {"betas": (0.5, 0.95)})],
 )
 def test_the_whole_family_is_known(two_ranks: Ranks, name: str, settings: dict[str, Any]) -> None:
-    [sentence], _ = two_ranks(said, attach, {}, name, ADAM | settings)
+    [sentence], _ = two_ranks(said, attach, {"memory": "residual"}, name, ADAM | settings)
     assert f"{name} keeps a first moment" in sentence
     beta2 = settings.get("betas", (0.9, 0.999))[1]
     assert f"betas=(0.0, {beta2:g})" in sentence
@@ -152,9 +153,18 @@ def test_optimizers_whose_steps_have_one_length_are_known(two_ranks: Ranks, name
         assert part in sentence
 
 
+@pytest.mark.parametrize(
+    ("name", "job"),
+    by_default([("RMSprop", fit), ("Adafactor", attach), ("NAdam", fit_fabric), ("FusedAdam8bit", attach)], 2),
+)
+def test_that_nobody_has_measured_copies_is_said_of_others(two_ranks: Ranks, name: str, job: Job) -> None:
+    [sentence], others = two_ranks(said, job, {}, name, ADAM)
+    assert f"How {name} trains in this way was not measured" in sentence and "memory='residual'" in sentence
+    assert others == []
+    assert two_ranks(said, job, {"memory": "drift"}, name, ADAM) == [[], []]
+
+
 LATE_COMERS: dict[str, tuple[dict[str, Any], str]] = {
-    "RMSprop": ({}, "RMSprop divides by second moments"),
-    "Adafactor": ({}, "Adafactor divides by second moments"),
     "Sophia": ({}, "Sophia keeps a first moment (beta1 = 0.9)"),
     "OwnSGD": ({"momentum": 0.9}, "OwnSGD keeps momentum (0.9)"),
     "OwnAverages": ({}, "OwnAverages keeps a state of its own"),

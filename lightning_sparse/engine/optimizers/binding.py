@@ -53,7 +53,7 @@ APART = (
 )
 CHANGED = (
     "Weights were written to since the last step, while each rank trains a copy of its own (memory Drift). The copies "
-    "are averaged densely at the end of the next backward. In each step, that would cost as much as DDP."
+    "are averaged densely at the end of the next backward. In each step, that would cost twice as much as DDP."
 )
 AVERAGE = "_is_an_average"
 """Attribute of gradients that are averages. A weak reference would not let a module's ``to`` replace them."""

@@ -6,9 +6,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from lightning_sparse.core.layout import flat_as
 from lightning_sparse.engine.optimizers.kinds import ids_of, is_adam, is_in_parts, needs_closure, stepping
@@ -17,6 +16,8 @@ from lightning_sparse.methods.memory import Drift
 
 COUPLED = "Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"
 """torch's optimizers whose weight decay is added to gradients, unless they say otherwise."""
+PLAIN = {"lr", "weight_decay", "maximize", "foreach", "fused", "capturable", "differentiable"}
+"""Settings of steps that are linear in gradients."""
 MEASURED = {
     "lion": (
         Drift(),
@@ -56,9 +57,13 @@ def misfit(optimizer: Optimizer) -> str:
 
 
 def wanted(optimizer: Optimizer) -> bool:
-    """Return True if the default memory of an optimizer is copies: no other rule serves it."""
+    """Return True if the default memory of an optimizer is copies: no other rule serves it.
+
+    An optimizer that has nothing but a rate and a decay is taken for one that is linear in gradients.
+    """
     inner = stepping(optimizer)
-    return not (isinstance(inner, SGD | torch.optim.ASGD) or is_adam(type(inner)) or misfit(optimizer))
+    served = _is_linear(inner) or is_adam(type(inner)) or not (inner.defaults.keys() - PLAIN)
+    return not served and not misfit(optimizer)
 
 
 def tensors_of(state: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -180,7 +185,7 @@ def _scaled(settings: dict[str, Any], key: str, factor: float) -> Callable[[], N
 
 
 def _is_linear(optimizer: Optimizer) -> bool:
-    return isinstance(optimizer, SGD)
+    return any("sgd" in kind.__name__.lower() for kind in type(optimizer).__mro__)
 
 
 def _decouples(optimizer: Optimizer, settings: Mapping[str, Any]) -> bool:

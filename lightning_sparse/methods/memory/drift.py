@@ -190,16 +190,16 @@ class Drift(Memory):
         """Leave all as it is: copies have moved, and p has not."""
         state.work.away = None
 
-    def meet_(self, state: DriftState, mean: Tensor | None, factor: float) -> None:
+    def meet_(self, state: DriftState, mean: Tensor, factor: float) -> None:
         """Let all ranks agree, between two steps.
 
         Args:
             state: of this group.
-            mean: (numel,) mean over ranks of the drifts; None: drop them.
+            mean: (numel,) float64 mean over ranks of their weights.
             factor: f.
         """
-        if mean is not None:
-            state.agreed[:-1].sub_(mean, alpha=factor)
+        agreed = state.agreed[:-1]
+        agreed.copy_(mean if factor == 1.0 else agreed - factor * (agreed - mean))
         for span, run in self.copy(state):
             run.copy_(state.agreed[span])
         if state.pushed is not None:

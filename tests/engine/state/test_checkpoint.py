@@ -511,9 +511,9 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
         (edit_state(without(field)), f"{FILE} holds no state: .*{field}.* but got nothing")
         for field in ("step", "skipped_steps", "rank", "world_size", "settings", "parameters", "counters", "groups")
     ),
-    (put(format=2), "holds no state: .*format 3, .* but got format 2"),
-    (edit_state(without("format")), "holds no state: Expected a state of format 3"),
-    (edit(lambda content: content.update(state=[])), "holds no state: Expected a state of format 3"),
+    (put(format=2), "holds no state: .*format 4, .* but got format 2"),
+    (edit_state(without("format")), "holds no state: Expected a state of format 4"),
+    (edit(lambda content: content.update(state=[])), "holds no state: Expected a state of format 4"),
     (put(step="2"), "step to be an integer from 0 on, but got '2'"),
     (put(skipped_steps=-1), "skipped_steps to be an integer from 0 on"),
     (put(counters={"bias": {"steps": None}}), "steps of bias of the state.s counters to be a"),

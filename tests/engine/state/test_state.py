@@ -214,7 +214,7 @@ def int32(*indices: int) -> Tensor:
 
 
 NO_STATES: dict[str, Any] = {
-    "Expected a state of format 3, as Engine.state_dict() gives it, but got format 77.": put(77, "format"),
+    "Expected a state of format 4, as Engine.state_dict() gives it, but got format 77.": put(77, "format"),
     "but got format 2.": put(2, "format"),
     "but got format nothing.": drop("format"),
     "step to be an integer from 0 on, but got nothing": drop("step"),

@@ -1,0 +1,543 @@
+"""What copies and agreed weights keep to whatever happens between steps: on real ranks."""
+
+from __future__ import annotations
+
+import copy
+import io
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_sparse as ls
+from lightning_sparse.methods.grouping import ParameterSize, make_plan
+from tests.covering import by_default
+from tests.engine.drift.models import Lion, batch, flat, is_sparse, loss_of, net
+from tests.ranks import Ranks
+
+
+class Recording(Lion):
+    """Adds up what it does to weights on this rank."""
+
+    moved: Tensor
+
+    def __init__(self, parameters: Any, **settings: Any) -> None:
+        self.ours = list(parameters)
+        super().__init__(self.ours, **settings)
+
+    def step(self, closure: Any = None) -> Any:
+        before = flat(self.ours).double()
+        super().step(closure)
+        self.moved += flat(self.ours).double() - before
+
+
+class Training:
+    """A loop in plain PyTorch on this rank.
+
+    Args:
+        state: of an earlier one, to go on from.
+        made: makes the optimizer.
+        options: of :func:`ls.attach`.
+    """
+
+    def __init__(self, state: Any = None, made: Callable[..., Any] = Lion, **options: Any) -> None:
+        self.model = net()
+        if state is not None:
+            self.model.load_state_dict(state["model"])
+        self.ddp = DistributedDataParallel(self.model)
+        self.engine = ls.attach(self.ddp, **{"density": 0.1, "watch": None, "grouping": "layer", **options})
+        self.optimizer = made(self.model.parameters(), lr=0.01, weight_decay=0.01)
+        self.number = 0
+        if state is not None:
+            self.engine.load_state_dict(state["engine"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.number = state["number"]
+
+    def step(self, spoil: bool = False) -> None:
+        loss = loss_of(self.ddp, batch(self.number, dist.get_rank()))
+        (loss * float("nan") if spoil and dist.get_rank() == 1 else loss).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.number += 1
+
+    def save(self) -> dict[str, Any]:
+        """The optimizer is that of rank 0, as in a checkpoint."""
+        optimizers: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(optimizers, self.optimizer.state_dict())
+        return copy.deepcopy(
+            {
+                "model": self.model.state_dict(),
+                "engine": self.engine.state_dict(),
+                "optimizer": optimizers[0],
+                "number": self.number,
+            }
+        )
+
+    def mine(self) -> Tensor:
+        return flat(self.model.parameters())
+
+    def agreed(self) -> Tensor:
+        with self.engine.agreed():
+            return self.mine()
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def quietly(job: Callable[..., Any], *args: Any) -> Any:
+    """Without warnings of skipped steps, and of weights that were written to."""
+    with warnings.catch_warnings(action="ignore"):
+        return job(*args)
+
+
+def in_random_order(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Steps, skipped steps, other groups, flushes, saves and loads.
+
+    Returns:
+        Weights of this rank and of all before and after, and what this rank's optimizers have moved.
+    """
+    torch.set_num_threads(1)
+    chosen = random.Random(seed)
+    training = Training(made=Recording)
+    begin = training.mine().double()
+    training.optimizer.moved = moved = torch.zeros_like(begin)
+    for _ in range(30):
+        training.step()
+        what = chosen.choice(
+            ["nothing"] * 3 + ["skip", "regroup", "flush", "flush next", "load", "agreed", "density 1"]
+        )
+        engine = training.engine
+        if what == "skip":
+            training.step(spoil=True)
+        elif what == "regroup":
+            sizes = [ParameterSize.of(name, p) for name, p in training.model.named_parameters()]
+            engine.regroup(make_plan(sizes, chosen.choice(["layer", "model", "bucket"])))
+        elif what == "flush":
+            ls.flush(engine, [training.optimizer])
+        elif what == "flush next":
+            engine._flush_next_step()
+        elif what == "load":
+            state = training.save()
+            training.close()
+            training = Training(state, made=Recording)
+            training.optimizer.moved = moved
+        elif what == "agreed":
+            training.agreed()
+    return begin, training.mine(), training.agreed(), moved
+
+
+@pytest.mark.parametrize("seed", by_default(range(12), 2))
+def test_the_mean_of_copies_moves_as_ranks_do_and_all_agree(two_ranks: Ranks, seed: int) -> None:
+    found = two_ranks(quietly, in_random_order, seed)
+    begin, agreed = found[0][0], found[0][2]
+    means = torch.stack([mine.double() for _, mine, *_ in found]).mean(0)
+    moves = torch.stack([moved for *_, moved in found]).mean(0)
+    torch.testing.assert_close(means, begin + moves, atol=3e-5, rtol=0)
+    assert all(torch.equal(other, agreed) for _, _, other, _ in found)
+
+
+def resumed(stops: bool, made: str, **options: Any) -> tuple[Tensor, Tensor]:
+    torch.set_num_threads(1)
+    options["memory"] = "drift"  # else it would be said that others were not measured
+    made_by = {"lion": Lion, "nadam": torch.optim.NAdam, "rmsprop": torch.optim.RMSprop}[made]
+    training = Training(made=made_by, **options)
+    for number in range(14):
+        if stops and number == 7:
+            state = training.save()
+            training.close()
+            training = Training(state, made=made_by, **options)
+        training.step()
+    return training.mine(), training.agreed()
+
+
+@pytest.mark.parametrize("made", ["lion", "nadam", "rmsprop"])
+def test_a_run_that_is_resumed_goes_on_bit_for_bit(two_ranks: Ranks, made: str) -> None:
+    for whole, again in zip(two_ranks(resumed, False, made), two_ranks(resumed, True, made), strict=True):
+        assert torch.equal(whole[0], again[0]) and torch.equal(whole[1], again[1])
+
+
+def saved(steps: int) -> tuple[dict[str, Any], Tensor]:
+    training = Training()
+    for _ in range(steps):
+        training.step()
+    return training.save(), training.mine()
+
+
+def on_fewer(states: list[Any]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    merged = {**states[0], "engine": ls.merge_states(state["engine"] for state in states)}
+    training = Training(merged)
+    found = training.mine(), training.agreed()
+    training.step()
+    return *found, training.engine.state_dict()["optimizers"]["0.weight"]
+
+
+def test_another_number_of_ranks_goes_on_from_means(two_ranks: Ranks, three_ranks: Ranks) -> None:
+    every = three_ranks(saved, 9)
+    states = [state for state, _ in every]
+    model = net()
+    model.load_state_dict(states[0]["model"])
+    found = two_ranks(on_fewer, states)
+    for mine, agreed, _ in found:
+        torch.testing.assert_close(mine, torch.stack([mine for _, mine in every]).mean(0))
+        assert torch.equal(agreed, flat(model.parameters()))
+    assert not torch.equal(found[0][2]["exp_avg"], found[1][2]["exp_avg"])  # one step on
+
+
+def best_is_loaded(partly: bool) -> list[Tensor]:
+    """Weights of an earlier step are loaded on all ranks, or clamped, past autograd."""
+    training = Training()
+    for _ in range(4):
+        training.step()
+    best = copy.deepcopy(training.model.state_dict())
+    for _ in range(4):
+        training.step()
+    if partly:
+        for p in training.model.parameters():
+            p.data.clamp_(-0.05, 0.05)
+    else:
+        training.model.load_state_dict(best)
+    shown, saved = training.agreed(), flat(training.model.state_dict().values())
+    mine = training.mine()
+    loss_of(training.ddp, batch(99, dist.get_rank())).backward()
+    after = [training.mine(), training.agreed()]
+    training.optimizer.step()
+    return [flat(best.values()), shown, saved, mine, *after, training.agreed()]
+
+
+def test_weights_that_are_loaded_within_training_are_the_model(two_ranks: Ranks) -> None:
+    for best, shown, saved, mine, here, agreed, later in two_ranks(quietly, best_is_loaded, False):
+        assert [torch.equal(best, other) for other in (shown, saved, mine, here, agreed)] == [True] * 5
+        assert not torch.equal(later, best)
+
+
+def test_weights_that_are_clamped_are_averaged(two_ranks: Ranks) -> None:
+    found = two_ranks(quietly, best_is_loaded, True)
+    mean = torch.stack([mine for _, _, _, mine, *_ in found]).mean(0)
+    for _, _, _, mine, here, agreed, _ in found:
+        assert not torch.equal(mine, here)
+        torch.testing.assert_close(here, mean, atol=1e-7, rtol=0)
+        assert torch.equal(here, agreed) and float(here.abs().max()) <= 0.05 + 1e-7
+
+
+def warned() -> list[str]:
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        best_is_loaded(True)
+    return [str(one.message) for one in caught if "Weights were written to" in str(one.message)]
+
+
+def test_that_weights_were_written_to_is_said_once(two_ranks: Ranks) -> None:
+    assert [len(told) for told in two_ranks(warned)] == [1, 0]
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.last = nn.Linear(20, 20), nn.Conv2d(4, 16, 3), nn.Linear(20, 20)
+        self.last.weight = self.first.weight
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.last(self.first(x).tanh())
+        return y + self.middle(y.view(1, 4, 8, 5)).square().mean()
+
+
+def state_dicts() -> dict[str, Any]:
+    model = Tied()
+    ddp = DistributedDataParallel(model)
+    engine = ls.attach(ddp, density=0.1, watch=None, rules=ls.Rules(dense_numel=0))
+    optimizer = Lion(model.parameters(), lr=0.01)
+    for step in range(3):
+        ddp(batch(step, dist.get_rank())).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    own = {name: p.detach().clone() for name, p in model.named_parameters()}
+    found: dict[str, Any] = {"state": model.state_dict(), "wrapped": ddp.state_dict()}
+    found["shared"] = found["state"]["first.weight"].data_ptr() == found["state"]["last.weight"].data_ptr()
+    kept = model.state_dict(keep_vars=True)
+    found["kept"] = all(kept[name] is p for name, p in model.named_parameters())
+    copied = copy.deepcopy(model)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    found["copies"] = [all(torch.equal(one.state_dict()[n], own[n]) for n in own) for one in (copied, loaded)]
+    with engine.agreed():
+        found["agreed"] = {name: p.detach().clone() for name, p in model.named_parameters()}
+        with engine.agreed():
+            pass
+        found["within"] = {name: x.clone() for name, x in model.state_dict().items()}
+    found["back"] = all(torch.equal(p, own[name]) for name, p in model.named_parameters())
+    found["differ"] = not torch.equal(own["middle.weight"], found["agreed"]["middle.weight"])
+    state = engine.state_dict()
+    engine.close()
+    found["closed"] = {name: p.detach().clone() for name, p in model.named_parameters()}
+    after = engine.state_dict()
+    found["later"] = all(
+        torch.equal(x, after["parameters"][name][key])
+        for name, vectors in state["parameters"].items()
+        for key, x in vectors.items()
+    )
+    return found
+
+
+def test_every_state_dict_has_the_agreed_weights(two_ranks: Ranks) -> None:
+    one, other = two_ranks(state_dicts)
+    for found in (one, other):
+        assert found["shared"] and found["kept"] and found["back"] and found["differ"] and found["later"]
+        assert found["copies"] == [True, True]  # which nobody can ask for more than they hold
+        for name, x in one["agreed"].items():
+            for where in ("state", "agreed", "within", "closed"):
+                assert torch.equal(found[where][name], x)
+            assert torch.equal(found["wrapped"][f"module.{name}"], x)
+
+
+def stepped_within_agreed() -> str:
+    training = Training()
+    training.step()
+    try:
+        with training.engine.agreed():
+            training.step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_step_among_agreed_weights_is_an_error(two_ranks: Ranks) -> None:
+    assert all("within engine.agreed()" in told for told in two_ranks(stepped_within_agreed))
+
+
+def at_full_density(kind: str) -> list[Tensor]:
+    density = 1.0 if kind == "constant" else ls.Warmup(1.0, 0.1, steps=6)
+    if kind == "ddp":
+        model = net()
+        ddp = DistributedDataParallel(model)
+        optimizer = Lion(model.parameters(), lr=0.01, weight_decay=0.01)
+        for number in range(6):
+            loss_of(ddp, batch(number, dist.get_rank())).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [flat(model.parameters())]
+    training = Training(density=density)
+    for _ in range(6 if kind == "constant" else 1):
+        training.step()
+    return [training.mine(), training.agreed()]
+
+
+def test_a_density_of_one_is_ddp_and_a_schedule_from_one_averages_weights(two_ranks: Ranks) -> None:
+    assert torch.equal(two_ranks(at_full_density, "ddp")[0][0], two_ranks(at_full_density, "constant")[1][0])
+    one, other = two_ranks(at_full_density, "warm-up")
+    assert torch.equal(one[0], other[0]) and torch.equal(one[0], one[1])
+
+
+def in_half_precision() -> tuple[Tensor, Tensor, torch.dtype]:
+    model = net().bfloat16()
+    ddp = DistributedDataParallel(model)
+    engine = ls.attach(ddp, density=0.1, watch=None)
+    optimizer = Lion(model.parameters(), lr=1e-4)
+    for step in range(40):
+        loss_of(ddp, batch(step, dist.get_rank()).bfloat16()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    group = next(group for group in engine.router.groups if group.drifts)
+    with engine.agreed():
+        return group.state.memory.agreed.clone(), flat(model.parameters()), group.state.memory.agreed.dtype
+
+
+def test_agreed_weights_of_half_precision_are_single(two_ranks: Ranks) -> None:
+    (one, shown, dtype), (other, also, _) = two_ranks(in_half_precision)
+    assert dtype == torch.float32 and torch.equal(one, other) and torch.equal(shown, also)
+    assert bool((one.bfloat16().float() != one).any())  # moves that bfloat16 would round off add up
+
+
+def flushed(ahead: bool) -> tuple[float, Tensor, Tensor]:
+    training = Training()
+    for _ in range(5):
+        training.step()
+    away = training.mine() - training.agreed()
+    if ahead:
+        training.engine._flush_next_step()
+        training.step()
+        return 0.0, away, training.mine() - training.agreed()
+    return ls.flush(training.engine, [training.optimizer]), away, training.mine() - training.agreed()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_flush_leaves_equal_copies(two_ranks: Ranks, ahead: bool) -> None:
+    found = two_ranks(flushed, ahead)
+    assert all(bool(before.any()) and not bool(after.any()) for _, before, after in found)
+    if not ahead:
+        mean = torch.stack([before for _, before, _ in found]).mean(0)
+        assert found[0][0] == pytest.approx(float(mean.double().norm()), rel=1e-5)
+
+
+def rates_within(fails: bool) -> tuple[list[float], list[float], float]:
+    """Rates that the optimizer steps with, and those that it has afterwards."""
+    seen: list[float] = []
+
+    class Looking(Lion):
+        def step(self, closure: Any = None) -> Any:
+            seen.extend(group["lr"] for group in self.param_groups for _ in group["params"])
+            if fails and len(seen) > 8:
+                raise ValueError("of the optimizer")
+            return super().step(closure)
+
+    training = Training(made=Looking)
+    training.step()
+    if fails:
+        with pytest.raises(ValueError, match="of the optimizer"):
+            training.step()
+        training.optimizer.step = lambda: None  # type: ignore[method-assign]
+    else:
+        training.step()
+    training.optimizer.zero_grad()
+    return seen[:8], [group["lr"] for group in training.optimizer.param_groups], len(training.optimizer.param_groups)
+
+
+def test_rates_are_longer_within_steps_alone(two_ranks: Ranks) -> None:
+    for seen, rates, groups in two_ranks(rates_within, False):
+        assert sorted(set(seen)) == pytest.approx([0.01, 0.01 * 2**0.5])
+        assert rates == [0.01] and groups == 1
+
+
+def scaled_and_accumulated(scaler: bool, accumulate: int) -> tuple[Tensor, Tensor]:
+    """Half-batches, and a scale of the loss that is a power of two: as without."""
+    torch.set_num_threads(1)
+    training = Training()
+    grad_scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scaler, growth_interval=1000)
+    for step in range(6):
+        for part in range(accumulate):
+            x = batch(step, dist.get_rank()).chunk(accumulate)[part]
+            loss = loss_of(training.ddp, x) / accumulate
+            if part < accumulate - 1:
+                with training.ddp.no_sync():
+                    loss_of(training.ddp, x).div(accumulate).backward()
+                continue
+            grad_scaler.scale(loss).backward()
+        grad_scaler.step(training.optimizer)
+        grad_scaler.update()
+        training.optimizer.zero_grad()
+    return training.mine(), training.agreed()
+
+
+def test_scaled_losses_give_the_same_weights(two_ranks: Ranks) -> None:
+    plain, scaled = two_ranks(scaled_and_accumulated, False, 1), two_ranks(scaled_and_accumulated, True, 1)
+    assert all(
+        torch.equal(x, y) for one, other in zip(plain, scaled, strict=True) for x, y in zip(one, other, strict=True)
+    )
+
+
+def test_batches_are_accumulated_locally(two_ranks: Ranks) -> None:
+    found = two_ranks(scaled_and_accumulated, False, 2)
+    assert torch.equal(found[0][1], found[1][1]) and not torch.equal(found[0][0], found[1][0])
+
+
+def refused(what: str) -> str:
+    try:
+        if what == "rate":
+            training = Training(memory="drift", made=lambda ps, **_: Lion(ps, lr=None))  # type: ignore[arg-type]
+        elif what == "parts":
+            with warnings.catch_warnings(action="ignore"):  # of torch's own
+                from torch.distributed.optim import ZeroRedundancyOptimizer
+
+            training = Training(memory="drift", made=lambda ps, **_: ZeroRedundancyOptimizer(ps, Lion, lr=0.1))
+        elif what == "exchange":
+            training = Training(memory="drift")
+            loss_of(training.ddp, batch(0, 0)).backward()
+            training.engine.exchange(training.model.parameters())
+        elif what == "overlap":
+            training = Training(memory="drift", overlap=True)
+        elif what == "fallback":
+            training = Training(memory="drift", fallback=True)
+        else:
+            training = Training(memory="drift", node_size=2)
+        training.step()
+    except (ValueError, RuntimeError, TypeError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("rate", "a learning rate of Lion is no number"),
+        ("parts", "ZeroRedundancyOptimizer steps a part of the parameters"),
+        ("exchange", "engine.exchange() averages gradients"),
+        ("overlap", "Expected overlap to be left out with memory Drift"),
+        ("fallback", "Expected fallback to be left out with memory Drift"),
+        ("nodes", "Expected node_size to be left out with memory Drift"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_sentence(two_ranks: Ranks, what: str, words: str) -> None:
+    for told in two_ranks(refused, what):
+        assert words in told
+
+
+def many(unused: bool) -> tuple[Tensor, Tensor]:
+    """A second head that one rank uses in some steps, and nobody in others."""
+    torch.manual_seed(0)
+    body, heads = nn.Linear(20, 30), nn.ModuleList([nn.Linear(30, 30), nn.Linear(30, 30)])
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.heads = body, heads
+
+        def forward(self, x: Tensor, which: int) -> Tensor:
+            found: Tensor = self.heads[which](self.body(x).tanh()).square().mean()
+            return found
+
+    model = Two()
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    engine = ls.attach(ddp, density=0.1, watch=None, grouping="model")
+    optimizer = Lion(model.parameters(), lr=0.01)
+    for step in range(12):
+        which = int(step % 3 == 0 and dist.get_rank() == 1)
+        before = heads[1].weight.detach().clone()
+        ddp(batch(step, dist.get_rank()), which).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 3:
+            assert torch.equal(heads[1].weight, before)
+    with engine.agreed():
+        return flat(model.parameters()), heads[1].weight.detach().clone()
+
+
+def test_parameters_that_nobody_has_used_stay(two_ranks: Ranks) -> None:
+    one, other = two_ranks(many, True)
+    assert torch.equal(one[0], other[0])
+
+
+def two_rules() -> dict[str, Any]:
+    """Muon for matrices, AdamW for an embedding and the rest: each by its own rule."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(100, 20), nn.Flatten(), nn.Linear(60, 40), nn.Tanh(), nn.Linear(40, 100))
+    ddp = DistributedDataParallel(model)
+    engine = ls.attach(ddp, density=0.1, watch=None)
+    matrices = [model[2].weight, model[4].weight]
+    rest = [p for p in model.parameters() if not any(p is m for m in matrices)]
+    both = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01)]
+    random_ = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(12):
+        words = torch.randint(100, (16, 3), generator=random_)
+        nn.functional.cross_entropy(ddp(words), words.sum(1) % 100).backward()
+        for optimizer in both:
+            optimizer.step()
+        model.zero_grad()
+    kinds = {type(g.memory).__name__: sorted(g.spans) for g in engine.router.groups if g.sparsified}
+    embedding = model[0].weight.detach().clone()
+    return {"kinds": kinds, "embedding": embedding, "mine": flat(matrices), "model": flat(model.state_dict().values())}
+
+
+def test_each_optimizer_has_its_own_rule(two_ranks: Ranks) -> None:
+    one, other = two_ranks(two_rules)
+    assert one["kinds"] == {"Drift": ["2.weight", "4.weight"], "SecondMoment": ["0.weight"]}
+    assert torch.equal(one["embedding"], other["embedding"]) and torch.equal(one["model"], other["model"])
+    assert not torch.equal(one["mine"], other["mine"])
+    assert is_sparse(one["embedding"])
