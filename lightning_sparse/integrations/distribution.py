@@ -80,8 +80,9 @@ class GradientDistribution(Callback):
         self._groups = {group.name: [p.name for p in group.parameters] for group in largest}
         self._groups = self._groups or {WHOLE: list(parameters)}
         chosen = set().union(*self._groups.values())
-        accumulated = chosen if largest and self.what == "accumulated" else ()
-        residuals = {name: None if engine is None else engine.residual(name) for name in accumulated}
+        accumulated = chosen if largest and engine is not None and self.what == "accumulated" else ()
+        waiting = [name for name in accumulated if engine and not engine.router.group_of[name].drifts]
+        residuals = {name: engine.residual(name) for name in waiting if engine}
         self._residuals = {name: one.clone() for name, one in residuals.items() if one is not None}
         scaled = engine is not None and bool(self._residuals) and engine.settings.memory_in_use.reads_rates
         self._rates = engine.router.rates() if engine is not None and scaled else {}

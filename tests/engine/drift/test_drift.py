@@ -12,12 +12,22 @@ import lightning_sparse as ls
 from tests.covering import by_default
 from tests.engine.drift.models import OPTIONS, Reference, batch, flat, is_sparse, loss_of, net, optimizers
 from tests.ranks import Ranks
+from tests.static_path import static_path
 
 STEPS = 20
 
 
-def train(kind: str, gain: bool) -> tuple[Tensor, Tensor]:
-    """Return this rank's weights, and the agreed ones of what is sparsified, in the order of the groups."""
+def train(kind: str, gain: bool, on_device: bool = False) -> tuple[Tensor, Tensor]:
+    """Return this rank's weights, and the agreed ones of what is sparsified, in the order of the groups.
+
+    Args:
+        kind: of the optimizer.
+        gain: see Drift.
+        on_device: take the path of devices.
+    """
+    if on_device:
+        with static_path():
+            return train(kind, gain)
     torch.set_num_threads(1)
     model = net()
     ddp = DistributedDataParallel(model)
@@ -63,3 +73,12 @@ def test_real_ranks_equal_the_rule_in_loops_bit_for_bit(
         assert torch.equal(agreed, reference.agreed)
         assert torch.equal(mine, reference.weights()[rank])
     assert not torch.equal(found[0][0], found[1][0])
+
+
+@pytest.mark.filterwarnings("ignore:Lion|Muon")
+@pytest.mark.parametrize("kind", ["lion", "muon"])
+def test_the_path_of_devices_finds_the_same(two_ranks: Ranks, kind: str) -> None:
+    host, device = two_ranks(train, kind, True), two_ranks(train, kind, True, True)
+    for one, other in zip(host, device, strict=True):
+        torch.testing.assert_close(one[0], other[0], atol=1e-6, rtol=0)
+        torch.testing.assert_close(one[1], other[1], atol=1e-6, rtol=0)
