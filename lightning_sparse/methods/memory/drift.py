@@ -13,7 +13,7 @@ from lightning_sparse.core.checks import check_flag, expect
 from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.step import Absorbed, Context, Update
 from lightning_sparse.methods.memory.base import MEMORIES, Memory, NoMemory, take_out_
-from lightning_sparse.ops import all_finite, put_, put_in_runs_, static_shapes, subtract_at_, take, zeros
+from lightning_sparse.ops import put_, put_in_runs_, static_shapes, subtract_at_, take, zeros
 
 FORGETS = 0.95
 """What is left, in each step, of the sums that the factor is measured by."""
@@ -156,7 +156,7 @@ class Drift(Memory):
         work.away[-1:].zero_()
         work.factor = 1.0 if self.longer == "steps" else self.factor(state, ctx.world_size)
         score = None if state.pushed is None else torch.mul(work.away[:-1], state.pushed[:-1])
-        return Absorbed(work.away, all_finite(work.away[:-1]), score)
+        return Absorbed(work.away, work.away.sum().isfinite(), score)  # a sum takes a third of the time of a maximum
 
     def settle_(
         self, state: DriftState, update: Update, rounding: Tensor | None = None, skipped: Tensor | None = None
