@@ -242,10 +242,12 @@ class MemoryChoice:
 
     def settings_for(self, state: Mapping[str, Any]) -> SparsificationConfig:
         """Return settings with the memory of a state, where nothing else says which one is meant."""
-        settings, memory = self._stepper.settings, second_moment_in(state["settings"])
-        decided = self.optimizers and self._stepper.sparsified and not settings.memory_in_use.needs_second
-        refused = self._open_exchange and settings.sparsifier.is_its_exchange
-        if memory is None or memory == settings.memory_in_use or decided or refused or not self._chooses:
+        settings, memory = self._stepper.settings, chosen_in(state["settings"])
+        decided, now = bool(self.optimizers and self._stepper.sparsified), settings.memory_in_use
+        if memory is None or memory == now or (decided and not (now.needs_second and memory.needs_second)):
+            return settings
+        refused = (self._open_exchange and settings.sparsifier.is_its_exchange) or not self._chooses
+        if (memory.needs_second and refused) or not self.left_open:
             return settings
         return self._with(memory)
 
@@ -301,10 +303,15 @@ class MemoryChoice:
             tell(sentence)
 
 
-def second_moment_in(settings: object) -> SecondMoment | None:
-    """Return the memory of this kind in a state's settings, see :attr:`SparsificationConfig.algorithm`; or None."""
+def chosen_in(settings: object) -> Memory | None:
+    """Return the memory that optimizers have chosen, by a state's settings; None: they have not.
+
+    Args:
+        settings: see :attr:`SparsificationConfig.algorithm`.
+    """
     if not isinstance(settings, Mapping):
         return None
-    if settings.get("class") == SecondMoment.__name__:
-        return SecondMoment(settings["beta2"], settings["eps"])
-    return next(filter(None, map(second_moment_in, settings.values())), None)
+    for kind in (SecondMoment, Drift):
+        if settings.get("class") == kind.__name__:
+            return kind(**{name: value for name, value in settings.items() if name != "class"})
+    return next(filter(None, map(chosen_in, settings.values())), None)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 import lightning_sparse as ls
 from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.step import Context, Update
-from lightning_sparse.engine.optimizers.choice import second_moment_in
+from lightning_sparse.engine.optimizers.choice import chosen_in
 from lightning_sparse.engine.optimizers.rules import AdamRule
 from lightning_sparse.methods.exchanges.packed_union import Lanes
 from tests.covering import by_default
@@ -300,9 +300,9 @@ def test_several_second_betas_are_warned_of() -> None:
 def test_a_states_settings_name_the_memory() -> None:
     memory = ls.memories.SecondMoment(0.95, 1e-6)
     for kept in (memory, ls.memories.ClipByNorm(1.0, memory)):
-        assert second_moment_in(ls.engine.config.SparsificationConfig(memory=kept).algorithm) == memory
-    assert second_moment_in(ls.engine.config.SparsificationConfig().algorithm) is None
-    assert second_moment_in(None) is None
+        assert chosen_in(ls.engine.config.SparsificationConfig(memory=kept).algorithm) == memory
+    assert chosen_in(ls.engine.config.SparsificationConfig().algorithm) is None
+    assert chosen_in(None) is None
 
 
 @pytest.mark.parametrize("n", by_default([8, 2, 4, 16, 20, 32]))
