@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from safetensors.torch import load_file
 from torch.nn import Module
 from torch.utils.checkpoint import checkpoint
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from lightning_sparse.huggingface import prepare_trainer
 from tests.doors.trained import Net, Samples, equal, on_all, relaxed, weights
+from tests.engine.drift.models import Lion
 from tests.ranks import RankError, Ranks
 
 SPARSE = {"density": 0.05, "strict_resume": True}
@@ -305,3 +307,45 @@ def test_mistakes_are_named_before_training(tmp_path: Path) -> None:
     prepare_trainer(trainer, density=0.01)
     with pytest.raises(RuntimeError, match="once"):
         prepare_trainer(trainer, density=0.01)
+
+
+def with_lion(folder: str, resume: Any, best: bool) -> dict[str, Any]:
+    """What a Trainer with Lion reports, saves and leaves in the model."""
+    more = {"load_best_model_at_end": True, "metric_for_best_model": "loss"} if best else {}
+    more |= {"eval_strategy": "steps", "eval_steps": 5}
+    model = Net(-1)
+    trainer = made(folder, SPARSE, model, max_steps=15, **more)
+    trainer.optimizer = Lion(model.parameters(), lr=1e-3)
+    trainer.train(resume_from_checkpoint=resume)
+    rows = {row["step"]: row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row}
+    engine = trainer.sparse_engine
+    kinds = {type(group.memory).__name__ for group in engine.router.groups if group.sparsified}
+    after = trainer.evaluate()["eval_loss"]
+    own = engine.state_dict()["parameters"]
+    engine.close()
+    found = {"rows": rows, "weights": weights(model), "after": after, "kinds": kinds}
+    return found | {"copies": [vectors["copy"] for vectors in own.values() if "copy" in vectors]}
+
+
+def by_torch(folder: str) -> float:
+    """The loss of a saved file over what a rank evaluates, as the Trainer forms it."""
+    plain = Net(-1)
+    plain.load_state_dict(load_file(f"{folder}/model.safetensors"))
+    trainer = made(folder, None, plain)
+    return float(trainer.evaluate()["eval_loss"])
+
+
+def test_lion_is_evaluated_and_saved_as_all_ranks_agree(two_ranks: Ranks, tmp_path: Path) -> None:
+    one, other = two_ranks(with_lion, str(tmp_path), None, False)
+    assert one["kinds"] == {"Drift"} and equal(one["weights"], other["weights"])
+    assert not equal(one["copies"], other["copies"])
+    assert one["rows"][15] == one["after"] == two_ranks(by_torch, str(tmp_path / "checkpoint-15"))[0]
+    resumed = two_ranks(with_lion, str(tmp_path), str(tmp_path / "checkpoint-10"), False)
+    assert all(equal(a["copies"], b["copies"]) for a, b in zip((one, other), resumed, strict=True))
+    assert equal(resumed[0]["weights"], one["weights"])
+
+
+def test_the_best_weights_are_those_of_the_best_evaluation(two_ranks: Ranks, tmp_path: Path) -> None:
+    one, other = two_ranks(with_lion, str(tmp_path), None, True)
+    assert equal(one["weights"], other["weights"])
+    assert one["after"] == min(one["rows"].values())
