@@ -113,10 +113,11 @@ class MemoryChoice:
             ValueError: for an optimizer that does not go with the memory.
         """
         stepper, (adoptions, _), known = self._stepper, self._read, self.optimizers
-        decays, new = decays_of(known), [one for one in known if one not in self._checked]
-        if (stepper.adoptions, decays) != self._read or new or not known:
+        new = [one for one in known if one not in self._checked]
+        facts = [*decays_of(known), *(len(group["params"]) for one in known for group in one.param_groups)]
+        if (stepper.adoptions, facts) != self._read or new or not known:
             self.suit(known, begins=True)
-        self._read = stepper.adoptions, decays
+        self._read = stepper.adoptions, facts
         if stepper.adoptions != adoptions:
             settings = stepper.settings
             chosen = {"memory for the optimizers": settings.memory_in_use, "exchange": settings.exchange_in_use}

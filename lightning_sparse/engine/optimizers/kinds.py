@@ -29,8 +29,8 @@ def is_adam(kind: type[Optimizer]) -> bool:
 def stepping(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer that takes the steps of one that is wrapped around it.
 
-    Such are ``ZeroRedundancyOptimizer`` and ``PostLocalSGDOptimizer`` of torch (``.optim``), and those that Lightning
-    and Fabric hand out (``.optimizer``).
+    Such are ``ZeroRedundancyOptimizer`` and ``PostLocalSGDOptimizer`` of torch (``.optim``), those that Lightning and
+    Fabric hand out (``.optimizer``), and SAM as most write it (``.base_optimizer``).
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(1))
@@ -38,7 +38,7 @@ def stepping(optimizer: Optimizer) -> Optimizer:
         'AdamW'
     """
     in_parts = is_in_parts(*type(optimizer).__mro__)
-    for name in ("optim", "optimizer"):
+    for name in ("optim", "optimizer", "base_optimizer"):
         inner = getattr(optimizer, name, None)
         if not isinstance(inner, Optimizer) or inner is optimizer:
             continue

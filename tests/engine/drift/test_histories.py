@@ -541,3 +541,69 @@ def test_each_optimizer_has_its_own_rule(two_ranks: Ranks) -> None:
     assert torch.equal(one["embedding"], other["embedding"]) and torch.equal(one["model"], other["model"])
     assert not torch.equal(one["mine"], other["mine"])
     assert is_sparse(one["embedding"])
+
+
+class Sam(torch.optim.Optimizer):
+    """Foret et al., arXiv 2010.01412, in two stages, around another optimizer."""
+
+    def __init__(self, parameters: Any, base: Callable[..., torch.optim.Optimizer], rho: float = 0.05) -> None:
+        super().__init__(parameters, {"rho": rho, "lr": 0.01})
+        self.base_optimizer = base(self.param_groups)
+
+    @torch.no_grad()
+    def first(self) -> None:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p]["old"] = p.clone()
+            p.add_(p.grad, alpha=0.05)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second(self) -> None:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.copy_(self.state[p]["old"])
+        self.base_optimizer.step()
+        self.zero_grad()
+
+    def step(self, closure: Any = None) -> None:
+        raise NotImplementedError
+
+
+def around_another(base: str) -> tuple[set[str], Tensor]:
+    model = net()
+    ddp = DistributedDataParallel(model)
+    engine = ls.attach(ddp, density=0.1, watch=None)
+    optimizer = Sam(model.parameters(), lambda groups: getattr(torch.optim, base)(groups, lr=0.01))
+    engine._show(optimizer)
+    for step in range(4):
+        loss_of(ddp, batch(step, dist.get_rank())).backward()
+        optimizer.first()
+        loss_of(ddp, batch(step, dist.get_rank())).backward()
+        optimizer.second()
+    return {type(group.memory).__name__ for group in engine.router.groups if group.sparsified}, flat(model.parameters())
+
+
+@pytest.mark.parametrize(("base", "memory"), [("SGD", "Residual"), ("AdamW", "SecondMoment")])
+def test_the_optimizer_within_another_decides(two_ranks: Ranks, base: str, memory: str) -> None:
+    one, other = two_ranks(around_another, base)
+    assert one[0] == {memory} and torch.equal(one[1], other[1])
+
+
+def a_group_is_added() -> tuple[set[str], bool]:
+    model = net()
+    ddp = DistributedDataParallel(model)
+    engine = ls.attach(ddp, density=0.1, watch=None)
+    optimizer = Lion([*model[0].parameters(), *model[1].parameters()], lr=0.01)
+    for step in range(6):
+        if step == 3:
+            optimizer.add_param_group({"params": [*model[3].parameters(), *model[4].parameters()]})
+        loss_of(ddp, batch(step, dist.get_rank())).backward()
+        optimizer.step()
+        model.zero_grad()
+    kinds = {type(group.memory).__name__ for group in engine.router.groups if group.sparsified}
+    mine = flat(model.parameters())
+    with engine.agreed():
+        return kinds, bool((mine != flat(model.parameters())).any())
+
+
+def test_parameters_that_an_optimizer_gets_later_drift_too(two_ranks: Ranks) -> None:
+    assert two_ranks(quietly, a_group_is_added) == [({"Drift"}, True)] * 2

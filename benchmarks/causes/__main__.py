@@ -1,0 +1,242 @@
+"""Trains nanoGPT's small model with several ranks, as built and with parts of the rule switched off.
+
+    python -m benchmarks.causes --minutes 60 --data FOLDER
+    python -m benchmarks.causes --report
+
+Each finished training is a line of JSON in `benchmarks/results/causes`; the same command goes on with what is missing.
+Schedules, tokens and decay are those of nanoGPT's script for a CPU, with 6 x 64 tokens a rank; results are validation
+losses, and dense training has the same batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import lightning_sparse as ls
+from benchmarks.adam import loss_of
+from benchmarks.causes.rule import Rule, Variant
+from benchmarks.race.flat import Flat
+from benchmarks.race.results import FOLDER, commit
+from benchmarks.race.tasks import SHAKESPEARE, Loaded, Task
+from lightning_sparse.core.step import Context
+from lightning_sparse.engine.average import spread_divisor
+from lightning_sparse.engine.network import drive_ranks
+from lightning_sparse.engine.pipeline import exchange_group, init_group, settle_group
+from lightning_sparse.methods.exchanges import as_exchange
+
+OWN = FOLDER / "causes" / "causes.jsonl"
+LIBRARY, DENSE = "library", "dense"
+VARIANTS: dict[str, Variant] = {
+    LIBRARY: Variant(),
+    f"{LIBRARY}, script's clipping": Variant("own"),
+    "formulas": Variant(),
+    "script's clipping": Variant("own"),
+    "no clipping": Variant("none"),
+    "density 1": Variant(density=1.0),
+    "density 1, second moments of the mean": Variant(density=1.0, second="mean"),
+    "second moments of the mean": Variant(second="mean"),
+    "the best coordinates": Variant(selection="best"),
+    "the best coordinates, second moments of the mean": Variant(selection="best", second="mean"),
+    "density 0.03": Variant(density=0.03),
+    "density 0.1": Variant(density=0.1),
+    "0.1 for 5 % of the steps": Variant(begin=0.1, warm_up=0.05),
+    "0.3 falling for 10 % of the steps": Variant(begin=0.3, warm_up=0.1),
+    "n to the 0.35": Variant(root=0.35),
+    "n to the 0.65": Variant(root=0.65),
+    "averages divided by age to the 0.25": Variant(late=0.25),
+}
+
+
+class Run(NamedTuple):
+    """A training."""
+
+    name: str
+    """A variant, or `dense`, or `dense, beta1 0`."""
+    ranks: int
+    steps: int
+    rate: float = 1.0
+    seed: int = 0
+
+    @property
+    def variant(self) -> Variant:
+        return VARIANTS.get(self.name, Variant())
+
+
+def wanted() -> Iterator[Run]:
+    """What decides first, first."""
+    first = (DENSE, LIBRARY, "density 1", "density 0.1", "the best coordinates, second moments of the mean")
+    rest = [name for name in VARIANTS if name not in first]
+    yield from (Run(name, 8, 1000) for name in first)
+    yield from (Run(name, 8, 1000) for name in rest)
+    yield from (Run(name, 8, 1000, rate) for rate in (2.0,) for name in (DENSE, LIBRARY, "formulas"))
+    yield Run(f"{DENSE}, beta1 0", 8, 1000)
+    yield from (Run(name, 2, 1000) for name in first)
+    yield from (Run(name, 8, 1000, seed=1) for name in (*first, *rest))
+
+
+class Simulation:
+    """All ranks of a training in this process.
+
+    Args:
+        run: what is trained.
+        loaded: data and model.
+    """
+
+    def __init__(self, run: Run, loaded: Loaded) -> None:
+        self.run, self.loaded, self.variant = run, loaded, run.variant
+        self.task: Task = replace(SHAKESPEARE, steps=run.steps, ranks=run.ranks)
+        torch.manual_seed(run.seed)
+        self.model = loaded.model()
+        self.flat = Flat(self.model)
+        betas = (0.0, self.task.betas[1]) if run.name.endswith("beta1 0") else self.task.betas
+        decays = zip(self.flat.both, self.task.decay, strict=True)
+        groups = [{"params": [p], "weight_decay": decay} for p, decay in decays]
+        self.dense = run.name.startswith(DENSE) and run.name not in VARIANTS
+        numel = self.flat.matrices.numel()
+        self.optimizer = torch.optim.AdamW(groups if self.dense else groups[1:], lr=1.0, betas=betas)
+        self.rule = Rule(self.variant, run.ranks, numel if not self._by_library else 0, betas[1], run.steps)
+        self.parts: dict[str, Any] = {
+            "sparsifier": ls.sparsifiers.UnionTopK(),
+            "memory": ls.memories.SecondMoment(betas[1]),
+        }
+        self.exchange = as_exchange(None, *self.parts.values())
+        first = Context(0, self.variant.density, 0, run.ranks)
+        self.states = [
+            init_group(numel, torch.float32, torch.device("cpu"), first._replace(rank=rank), **self.parts)
+            for rank in range(run.ranks if self._by_library else 0)
+        ]
+        self.generator = torch.Generator().manual_seed(run.seed + 1)
+
+    @property
+    def _by_library(self) -> bool:
+        return self.run.name.startswith(LIBRARY)
+
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """Return (n, numel) gradients of matrices and of vectors, clipped."""
+        found: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for _ in range(self.run.ranks):
+            self.flat.zero_()
+            loss_of(self.model, *self.loaded.draw(self.generator, self.task.batch)).backward()  # type: ignore[no-untyped-call]
+            if not self.dense and self.variant.clipping == "own":
+                nn.utils.clip_grad_norm_(self.flat.both, self.task.clip)
+            for rows, p in zip(found, self.flat.both, strict=True):
+                rows.append(p.grad.clone())
+        both = torch.stack(found[0]), torch.stack(found[1])
+        if self.dense or self.variant.clipping == "mean":
+            norm = torch.linalg.vector_norm(torch.cat([rows.mean(0) for rows in both]))
+            for rows in both:
+                rows.mul_(min(1.0, self.task.clip / (float(norm) + 1e-6)))
+        return both
+
+    def step(self, number: int) -> None:
+        rate = self.task.rate_at(number, self.run.rate)
+        matrices, vectors = self.gradients()
+        self.flat.matrices.grad.copy_(matrices.mean(0))
+        self.flat.vectors.grad.copy_(vectors.mean(0))
+        if not self.dense:
+            move = self._move_of_library(matrices, number) if self._by_library else self.rule.move(matrices, number)
+            self.flat.matrices.data.mul_(1 - rate * self.task.decay[0]).sub_(move, alpha=rate)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+
+    def _move_of_library(self, gradients: Tensor, number: int) -> Tensor:
+        def one(rank: int) -> Any:
+            grad = gradients[rank]
+            ctx = Context(number, self.variant.density, rank, self.run.ranks)
+            made = yield from exchange_group(grad, self.states[rank], ctx, exchange=self.exchange, **self.parts)
+            self.states[rank] = settle_group(self.states[rank], made, made.skipped, self.parts["memory"])
+            return made
+
+        made = drive_ranks([one(rank) for rank in range(self.run.ranks)])[0]
+        self.rule.sent += int(made.update.union)
+        divisor = spread_divisor(made.update.indices, made.divisor, gradients.shape[1])
+        return math.sqrt(self.run.ranks) * gradients[0] / divisor
+
+    def train(self, deadline: float) -> dict[str, Any] | None:
+        """Return the line to keep; None if time is up."""
+        curve = []
+        for number in range(self.run.steps):
+            if time.time() > deadline:
+                return None
+            self.step(number)
+            if (number + 1) % 250 == 0:
+                self.model.eval()
+                with torch.no_grad():
+                    curve.append([number + 1, round(self.loaded.evaluate(self.model), 5)])
+                self.model.train()
+        sent = self.rule.sent / (self.run.steps * self.flat.matrices.numel())
+        return {
+            "run": self.run._asdict(),
+            "curve": curve,
+            "density": 1.0 if self.dense else round(sent, 6),
+            "commit": commit(),
+        }
+
+
+def known(path: Path) -> dict[Run, dict[str, Any]]:
+    """What has been trained."""
+    lines = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
+    return {Run(**line["run"]): line for line in lines}
+
+
+def report(found: dict[Run, dict[str, Any]]) -> str:
+    """Tables by number of ranks: how far each variant ends behind dense training, in nats."""
+    rows = []
+    for ranks in sorted({run.ranks for run in found}):
+        rows += [
+            f"\n{ranks} ranks",
+            "",
+            "| variant | rate | density | seeds | loss | behind dense |",
+            "| --- " * 6 + "|",
+        ]
+        for name, rate in dict.fromkeys((run.name, run.rate) for run in found if run.ranks == ranks):
+            runs = [run for run in found if (run.name, run.ranks, run.rate) == (name, ranks, rate)]
+            ends = [found[run]["curve"][-1][1] for run in runs]
+            pairs = [
+                end - found[dense]["curve"][-1][1]
+                for run, end in zip(runs, ends, strict=True)
+                if (dense := run._replace(name=DENSE, rate=1.0)) in found
+            ]
+            behind = f"{sum(pairs) / len(pairs):+.3f}" if pairs else ""
+            density = found[runs[0]]["density"]
+            rows.append(f"| {name} | {rate:g} | {density:.4g} | {len(runs)} | {sum(ends) / len(ends):.3f} | {behind} |")
+    return "\n".join(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.causes", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=60.0, help="that trainings may take (default: 60)")
+    parser.add_argument("--data", type=Path, default=Path("data"), help="folder of the texts (default: data)")
+    parser.add_argument("--results", type=Path, default=OWN, help="file of the results")
+    parser.add_argument("--report", action="store_true", help="print tables, and train nothing")
+    chosen = parser.parse_args()
+    if chosen.report:
+        print(report(known(chosen.results)))
+        return
+    torch.set_num_threads(1)
+    deadline, loaded = time.time() + 60 * chosen.minutes, SHAKESPEARE.load(chosen.data)
+    for run in wanted():
+        if run in known(chosen.results):
+            continue
+        line = Simulation(run, loaded).train(deadline)
+        if line is None:
+            break
+        chosen.results.parent.mkdir(parents=True, exist_ok=True)
+        with chosen.results.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        print(run, line["curve"], line["density"], flush=True)
+
+
+if __name__ == "__main__":
+    main()
