@@ -7,7 +7,7 @@ when the engine is closed. Somebody else may write to weights: sums of their bit
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,6 +35,8 @@ class Copies:
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
         self._adopted = -1
+        self._found: dict[str, GroupReducer] = {}
+        self._model: Callable[[], Module | None] = lambda: None
         self._sums: dict[str, Tensor] = {}
         """() of the bits of each parameter, when the engine has written to it last."""
         self.aside: dict[str, Tensor] = {}
@@ -54,7 +56,10 @@ class Copies:
         if self._adopted != groups.adoptions:
             self._adopted = groups.adoptions
             self._found = {name: group for group in groups.groups if group.drifts for name in group.spans}
-            self.note()
+            # What somebody has written to before groups changed is still to be noticed.
+            self._sums = {name: self._sums[name] if name in self._sums else self._sum(name) for name in self._found}
+            if self._found and not self._hooks and (model := self._model()) is not None:
+                self._put_hooks(model)
         return self._found
 
     def __bool__(self) -> bool:
@@ -162,7 +167,10 @@ class Copies:
         return found
 
     def watch(self, model: Module) -> None:
-        """Let state dicts of a model have the agreed weights, as long as this lives."""
+        """Let state dicts of a model have the agreed weights, from when weights drift on."""
+        self._model = weakref.ref(model)
+
+    def _put_hooks(self, model: Module) -> None:
         for module in model.modules():
             held = [p for p in module._parameters.values() if p is not None and id(p) in self._groups.names]
             if held:

@@ -189,8 +189,8 @@ def test_another_number_of_ranks_goes_on_from_means(two_ranks: Ranks, three_rank
     assert not torch.equal(found[0][2]["exp_avg"], found[1][2]["exp_avg"])  # one step on
 
 
-def best_is_loaded(partly: bool) -> list[Tensor]:
-    """Weights of an earlier step are loaded on all ranks, or clamped, past autograd."""
+def best_is_loaded(partly: bool, regroup: bool = False) -> list[Tensor]:
+    """Weights of an earlier step are loaded on all ranks, or clamped, past autograd; maybe groups change then."""
     training = Training()
     for _ in range(4):
         training.step()
@@ -202,6 +202,9 @@ def best_is_loaded(partly: bool) -> list[Tensor]:
             p.data.clamp_(-0.05, 0.05)
     else:
         training.model.load_state_dict(best)
+    if regroup:
+        sizes = [ParameterSize.of(name, p) for name, p in training.model.named_parameters()]
+        training.engine.regroup(make_plan(sizes, "model"))
     shown, saved = training.agreed(), flat(training.model.state_dict().values())
     mine = training.mine()
     loss_of(training.ddp, batch(99, dist.get_rank())).backward()
@@ -210,8 +213,9 @@ def best_is_loaded(partly: bool) -> list[Tensor]:
     return [flat(best.values()), shown, saved, mine, *after, training.agreed()]
 
 
-def test_weights_that_are_loaded_within_training_are_the_model(two_ranks: Ranks) -> None:
-    for best, shown, saved, mine, here, agreed, later in two_ranks(quietly, best_is_loaded, False):
+@pytest.mark.parametrize("regroup", [False, True])
+def test_weights_that_are_loaded_within_training_are_the_model(two_ranks: Ranks, regroup: bool) -> None:
+    for best, shown, saved, mine, here, agreed, later in two_ranks(quietly, best_is_loaded, False, regroup):
         assert [torch.equal(best, other) for other in (shown, saved, mine, here, agreed)] == [True] * 5
         assert not torch.equal(later, best)
 
