@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -70,6 +71,8 @@ class Rule:
         self.residual = torch.zeros(ranks, numel)
         self.second = torch.zeros(ranks if variant.second == "own" else 1, numel)
         self.sent_at = torch.zeros(numel)
+        self.more = 1.0
+        """Of each rank's selection, as a multiple of its share."""
         self.sent = 0
         """Coordinates of unions so far."""
 
@@ -104,10 +107,10 @@ class Rule:
             score = mean.abs() / ((second.mean(0) + (mean / length).square()).sqrt() + EPS).sqrt()
             return score.topk(k).indices.sort().values
         score = acc.abs() / ((second + (acc / length).square()).sqrt() + EPS).sqrt()
-        chosen, share = torch.zeros(numel, dtype=torch.bool), k / ranks
-        for _ in range(4):  # ranks select some of the same: more of each, until the union has k
-            picks = score.topk(min(numel, round(share)), dim=1).indices
-            chosen.zero_()
-            chosen[picks.flatten()] = True
-            share *= k / int(chosen.sum())
+        chosen = torch.zeros(numel, dtype=torch.bool)
+        for row in score:
+            picks = min(numel, max(1, round(self.more * k / ranks)))
+            chosen |= row >= float(np.partition(row.numpy(), numel - picks)[numel - picks])
+        union = int(chosen.sum())  # ranks select some of the same: more of each in the next step, until the union has k
+        self.more = min(float(ranks), max(1.0, self.more * (k / union) ** 0.5))
         return chosen.nonzero().flatten()

@@ -25,6 +25,10 @@ WITHIN = (
 )
 
 
+SIGNS = 1021
+"""Random factors of weights in a sum; a prime, so that rows of matrices have different ones."""
+
+
 class Copies:
     """Holds this rank's own weights aside where others are looked at.
 
@@ -45,9 +49,13 @@ class Copies:
         """Sums of these parameters."""
         self._given: weakref.WeakValueDictionary[str, Tensor] = weakref.WeakValueDictionary()
         """Agreed weights that somebody has, by name: parameters that modules share are one tensor there, too."""
-        self._given_at = -1
+        self._given_at = -1, -1
         self._hooks: list[Any] = []
-        self._closed = False
+        self._signs: dict[torch.device, Tensor] = {}
+        self.shown = False
+        """True while parameters hold the agreed weights."""
+        self._moves = self._closed = False
+        """True while an optimizer moves this rank's weights; true in the end."""
 
     @property
     def _drifting(self) -> Mapping[str, GroupReducer]:
@@ -66,21 +74,37 @@ class Copies:
         """Return True if any weights drift."""
         return bool(self._drifting)
 
+    def adopted(self) -> None:
+        """Look at the weights of groups that are new."""
+        self._drifting  # noqa: B018
+
+    def begin_step(self) -> None:
+        """Note that an optimizer is about to move weights: until :meth:`note`, nobody else does."""
+        self._moves = True
+
     def note(self) -> None:
         """Take the weights as they are for those that the engine has written."""
+        self._moves = False
         self._sums = {name: self._sum(name) for name in self._drifting}
 
     def _sum(self, name: str) -> Tensor:
+        """Return (2,) float64: a sum of bits, which sees any change of one weight, and one with signs, for the rest."""
         flat = flattened(self._groups.parameters[name])
-        bits = torch.int32 if flat.numel() * flat.element_size() % 4 == 0 else torch.int16
-        return flat.view(bits).sum(dtype=bits)  # wrapping around: a wider sum takes a hundred times as long
+        bits = torch.int32 if flat.element_size() != 2 else torch.int16
+        words = flat.view(bits).sum(dtype=bits)  # wrapping around: a wider sum takes a hundred times as long
+        if flat.device not in self._signs:
+            generator = torch.Generator().manual_seed(0)
+            self._signs[flat.device] = torch.randn(SIGNS, generator=generator, device="cpu").to(flat.device)
+        whole = len(flat) - len(flat) % SIGNS
+        rows, rest, signs = flat[:whole].view(-1, SIGNS), flat[whole:], self._signs[flat.device].to(flat.dtype)
+        return torch.stack([words.double(), (rows @ signs).sum().double(), (rest @ signs[: len(rest)]).double()])
 
     def changed(self) -> list[str]:
         """Return the parameters that somebody else has written to; waits for the device."""
-        if not self._drifting or self.aside:
+        if not self._drifting or self.shown or self._moves:
             return []
         before, now = self._sums, {name: self._sum(name) for name in self._drifting}
-        differ = torch.stack([now[name] != before[name] for name in now]).tolist()
+        differ = torch.stack([_differ(now[name], before[name]) for name in now]).tolist()
         return [name for name, one in zip(now, differ, strict=True) if one]
 
     def check_apart(self) -> None:
@@ -89,7 +113,7 @@ class Copies:
         Raises:
             RuntimeError: within :meth:`agreed`.
         """
-        if self.aside:
+        if self.shown:
             raise RuntimeError(WITHIN)
 
     def of(self, name: str) -> Tensor:
@@ -116,8 +140,8 @@ class Copies:
 
         Until :meth:`back`.
         """
-        left = set(self.changed())
-        for name in self._drifting if not self.aside else ():
+        left, before, self.shown = set(self.changed()), self.shown, bool(self._drifting)
+        for name in self._drifting if not before else ():
             if name not in left:
                 flat = flattened(self._groups.parameters[name])
                 self.aside[name] = flat.clone()
@@ -129,10 +153,10 @@ class Copies:
         """Let parameters hold this rank's own weights again, but for those that somebody has written to meanwhile."""
         if self._closed:
             return
-        aside, self.aside = self.aside, {}
+        aside, self.aside, self.shown = self.aside, {}, False
         shown, self._shown = self._shown, {}
         for name, mine in aside.items():
-            if bool(self._sum(name) == shown[name]):
+            if not bool(_differ(self._sum(name), shown[name])):
                 flattened(self._groups.parameters[name]).copy_(mine)
 
     @torch.no_grad()
@@ -147,7 +171,7 @@ class Copies:
     @contextmanager
     def agreed(self) -> Iterator[None]:
         """Let parameters hold the agreed weights within the block."""
-        inner = bool(self.aside)
+        inner = self.shown
         self.show()
         try:
             yield
@@ -157,9 +181,11 @@ class Copies:
 
     def hand_out(self, name: str) -> Tensor | None:
         """Return a copy of the agreed weights for a state dict; None: a parameter holds what it should."""
-        if name not in self._drifting or self.aside or bool(self._sum(name) != self._sums[name]):
+        if name not in self._drifting or self.shown:
             return None
-        if self._given_at != (now := self._groups.record.counts.number):
+        if not self._moves and bool(_differ(self._sum(name), self._sums[name])):
+            return None
+        if self._given_at != (now := (self._groups.record.counts.number, self._groups.adoptions)):
             self._given.clear()
             self._given_at = now
         if (found := self._given.get(name)) is None:
@@ -186,6 +212,10 @@ class Copies:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+
+def _differ(one: Tensor, other: Tensor) -> Tensor:
+    return ((one != other) & ~(one.isnan() & other.isnan())).any()
 
 
 _known: weakref.WeakValueDictionary[int, Copies] = weakref.WeakValueDictionary()

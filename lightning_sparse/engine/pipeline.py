@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_sparse.core.checks import expect
 from lightning_sparse.core.console import say
-from lightning_sparse.core.layout import Gradient, InRuns, flattened, rates_at, sum_dtype
+from lightning_sparse.core.layout import Gradient, InRuns, fills_memory, flattened, rates_at, sum_dtype
 from lightning_sparse.core.messages import Meter, Steps
 from lightning_sparse.core.step import Absorbed, Agreement, Candidates, Context, GroupState, Selection, Update
 from lightning_sparse.engine.average import Average, bounds_of, scatter_average_
@@ -409,7 +410,14 @@ class GroupReducer:
         :class:`~lightning_sparse.core.layout.Gradient`."""
 
     def weights(self, parameters: Mapping[str, Parameter]) -> Gradient:
-        """Return the weights of this rank, where they lie."""
+        """Return the weights of this rank, where they lie.
+
+        Raises:
+            ValueError: for one that leaves gaps in memory.
+        """
+        for name in self.spans:
+            filled = fills_memory(parameters[name])
+            expect(filled, name, "a parameter without gaps in memory, with memory Drift", f"strides of {name}")
         return Gradient.of([flat for name in self.spans if (flat := flattened(parameters[name])).numel()])
 
     def prepare(self, ctx: Context) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from lightning_sparse.engine.record import Counts, Record
 from lightning_sparse.engine.share import Share
 from lightning_sparse.engine.stream import ExchangeStream
 from lightning_sparse.methods.grouping import Group, ParameterSize
-from lightning_sparse.methods.memory import Drift, Memory
+from lightning_sparse.methods.memory import Memory
 
 
 class Groups:
@@ -210,7 +209,7 @@ class Groups:
         Returns:
             Square of the norm of the mean drift.
         """
-        ranks, means, square = self.comm.world_size, list[tuple[Drift, Any, Tensor, float]](), 0.0
+        ranks, square, met = self.comm.world_size, 0.0, False
         with self.on_stream.between_steps():
             for group in self.groups:
                 if (memory := group.drift) is None:
@@ -221,12 +220,12 @@ class Groups:
                 # In double precision the mean of equal weights has their bits.
                 message = AllReduce(torch.cat([run.double() for run in memory.copy(kept).runs]))
                 self.totals.add(message.bytes_sent(ranks), 0.0)
-                means.append((memory, kept, send(message, self.comm) / ranks, factor))
-                square += float((kept.agreed[:-1] - means[-1][2]).square().sum()) * factor**2
-            if means:
+                mean, met = send(message, self.comm).div_(ranks), True
+                square += float((kept.agreed[:-1] - mean).square().sum()) * factor**2
                 with self.record.changing():
-                    for memory, kept, mean, factor in means:
-                        memory.meet_(kept, mean, factor)
+                    memory.meet_(kept, mean, factor)
+            if met:
+                with self.record.changing():
                     self.record.count_flush()
         return square
 

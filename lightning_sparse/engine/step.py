@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from lightning_sparse.core.layout import flat_as, flattened, laid_out, own, whole_of
 from lightning_sparse.core.messages import AllReduce, Message, Steps, ring_all_reduce_bytes
 from lightning_sparse.core.step import Context
+from lightning_sparse.engine.agreement import checksum
 from lightning_sparse.engine.average import Average, place
 from lightning_sparse.engine.calls import (
     AGREED,
@@ -56,6 +57,11 @@ from lightning_sparse.ops import all_finite, static_shapes
 from lightning_sparse.ops.sketch import sketch
 
 T = TypeVar("T")
+ALIKE = (
+    "The optimizer leaves equal weights on all ranks although their gradients differ: it exchanges gradients or "
+    "weights by itself, as distributed forms of Muon do. With memory Drift each rank has to train a copy of its own. "
+    "Use memory='residual', or the form of the optimizer for one process."
+)
 NOTE = "sparse_ddp: "
 """Begins the note that says where an error was raised."""
 
@@ -215,6 +221,8 @@ class Stepper(Groups):
         self.copies = Copies(self)
         """Weights of ranks that drift apart."""
         self._moving: Moving | None = None
+        self._alone = False
+        """True while an optimizer steps for which nothing was exchanged."""
         self._nothing = {name for name, place in self.share.places.items() if not place.length}
         """Parameters of which this rank exchanges no coordinate."""
 
@@ -362,13 +370,14 @@ class Stepper(Groups):
         meets = bool(used) or not averaged  # averages are equal on all ranks
         each = [all_finite(flattened(x)) for x in gradients]
         facts = [torch.stack(each).all().view(1)] if each else []
-        if compares := meets and self.comm.world_size > 1 and self._compared.is_due():
+        if compares := meets and self._compared.is_due() and self.comm.world_size > 1:
             facts.append(self._compared.sums())
         told = self.on_host(torch.cat(facts)).tolist() if facts else []  # the host waits once
         finite, anywhere = not each or bool(told[0]), list(used)
         if meets:
             self.copies.check_apart()
-            changed = bool(self.copies.changed())
+            # Between two backwards of a step, weights may differ for a while, as SAM's do.
+            changed = self._compared.is_first and bool(self.copies.changed())
             met = self.meet(BACKWARD, names, finite, used, told[-SUMS:] if compares else (), changed)
             finite, anywhere = met.finite, list(met.used)
             if met.changed:
@@ -472,6 +481,7 @@ class Stepper(Groups):
             found = self._exchange(local, Units(scale, self._rates_of(local)), begin, kind)
         elif fresh:
             found = self._follow_ddp(fresh)
+        self._alone = found is None
         self.leave(names)  # not after an error: nobody may step with gradients that were not exchanged
         return found
 
@@ -519,6 +529,10 @@ class Stepper(Groups):
         aside = self._set_aside(fresh, units)
         used_here = [name for name in fresh if name not in aside and (self._used is None or name in self._used)]
         here = {name for name in used_here if self.parameters[name].grad is not None}
+        # States of ranks before and behind an optimizer's step do not belong together: where weights drift, handlers
+        # that save wait for the exchange behind it.
+        moves = any(self.group_of[name].drifts for name in fresh)
+        listen, listening = (at_once, at_once) if moves else (self._listen, self._listening)
         met: list[Met] = []
         result: list[Exchanged] = []
         started: tuple[Started, Going[list[OfGroup]]] | None = None
@@ -527,7 +541,7 @@ class Stepper(Groups):
         def rest() -> None:
             """Go on to the end; a handler may call this where the exchange waits, and then goes on in its place."""
             nonlocal started, joining
-            self._listen(self._hosts.hear)
+            listen(self._hosts.hear)
             all_finite, used = met[0].finite, met[0].used
             if result:
                 return
@@ -536,13 +550,13 @@ class Stepper(Groups):
                 return
             if started is None:  # observers may wait for other ranks
                 anywhere = {name for name in fresh if used[self._numbers[name]]}
-                started = self._listen(lambda: self._start(fresh, anywhere, units))
+                started = listen(lambda: self._start(fresh, anywhere, units))
             self._measure_moves(started[0].moving, met[0])
             self._unused = {name for name, number in self._numbers.items() if not used[number]}
             with self.on_stream.between_steps():
                 what, going = started
                 made = going.run()
-                joining = joining or Going(self._join(what, made), self._start_within, self._listening)
+                joining = joining or Going(self._join(what, made), self._start_within, listening)
                 joined = joining.run()
                 if not result:
                     result.append(self._settle(what, joined, begin))
@@ -551,7 +565,7 @@ class Stepper(Groups):
             nonlocal started
             asked = set(fresh)
             flags = [name in here if name in asked else p.grad is not None for name, p in self.parameters.items()]
-            finite = self._are_finite(here)
+            finite = self._are_finite(here) and self._move_finitely(here)
             self._announce(kind, fresh, finite, flags, met.append, units.rates, self._own_moves(fresh))
             if len(here) == len(fresh) and not self._broken:  # local work goes on, whatever the others say
                 started = self._start(fresh, here, units)
@@ -590,6 +604,8 @@ class Stepper(Groups):
 
     def _skip(self) -> Exchanged:
         """Let a step be skipped; all backwards since the one before count as one."""
+        if not self._bad:  # something was changed between backward and step
+            self._count(skipped=True)
         if (more := self._bad - 1) > 0:
             with self.record.changing():
                 counts = self.record.counts
@@ -602,6 +618,7 @@ class Stepper(Groups):
             self._stood_aside, self.adoptions = False, self.adoptions + 1
         self.busy, self._starts = False, True
         self._before_exchange()
+        self._begin_alike()
         self.busy, self._starts = True, False
 
     def _start(self, fresh: Sequence[str], used: set[str], units: Units) -> tuple[Started, Going[list[OfGroup]]]:
@@ -630,7 +647,8 @@ class Stepper(Groups):
                 self._steps_of(group, pieces, what.used, what.units, what.flush)
                 for group, pieces in zip(what.groups, taken, strict=True)
             ]
-            return what, Going(joined(steps, self.comm), self.comm.start, self._listening)
+            listening = at_once if what.moving else self._listening
+            return what, Going(joined(steps, self.comm), self.comm.start, listening)
 
     def _join(self, started: Started, made: Sequence[OfGroup]) -> Steps[Joined]:
         """Put averages in the place of gradients, also those that ranks near this one have made of their parts."""
@@ -685,6 +703,8 @@ class Stepper(Groups):
         """
         moving, self._moving = self._moving, None
         if moving is None:
+            if self._alone and self.copies and not self.copies.shown:
+                self.copies.note()  # an optimizer has stepped without a backward: what it has moved drifts
             return
         groups = [group for group in self.groups if group.drifts and not moving.names.isdisjoint(group.spans)]
         if moving.averaged:
@@ -725,14 +745,17 @@ class Stepper(Groups):
 
     def meet_weights(self, changed: bool = False) -> float:
         """See :meth:`.Groups.meet_weights`."""
-        self.copies.check_apart()
+        shown = self.copies.shown
+        self.copies.back()
         square = super().meet_weights(changed)
         self.copies.note()
+        if shown:
+            self.copies.show()
         return square
 
     def follow_changes(self) -> None:
         """Agree on weights that somebody else has written to since the last step; collective, between two steps."""
-        if self.copies and not self.copies.aside:
+        if self.copies and not self.copies.shown:
             with self.failing_together("before weights are looked at"):
                 met = self.meet(AGREED, [], True, changed=bool(self.copies.changed()))
                 if met.changed:
@@ -743,14 +766,49 @@ class Stepper(Groups):
         groups = (group for group in self.groups if group.drift and group.drift.longer == "averages")
         return [group for group in groups if not group.spans.keys().isdisjoint(names)]
 
+    def _begin_alike(self) -> None:
+        """Let rank 0's weights be those that all agree on, where ranks have begun to drift from others; collective.
+
+        Whoever wraps a model again while its weights drift lets ``DistributedDataParallel`` send those of rank 0.
+        """
+        new = [group for group in self.groups if group.drift and not group.state.memory.work.compared]
+        if not new:
+            return
+        sums = torch.stack([checksum(group.state.memory.agreed) for group in new])
+        differ = (self.comm.all_gather(sums) != sums).any(0).tolist()
+        for group, different in zip(new, differ, strict=True):
+            group.state.memory.work.compared = True
+            if different and group.drift:
+                agreed = self.comm.broadcast(group.state.memory.agreed[:-1].clone(), 0)
+                with self.record.changing():
+                    group.drift.meet_(group.state.memory, agreed, 1.0)
+        if any(differ):
+            self.copies.note()
+
     def _own_moves(self, names: Collection[str]) -> list[float]:
-        """Return (SUMS,) squares of what this rank has sent of weights in the latest step, and zeros; or nothing."""
-        groups = self._lengthened(names)
-        own = [group.state.memory.squares[0] for group in groups]
-        return [float(self.on_host(torch.stack(own).sum())), *[0.0] * (SUMS - 1)] if own else []
+        """Return (SUMS,) what this rank tells of its weights in the latest step; nothing, where that is all zeros.
+
+        Squares of what it has sent, sums of drifts and of gradients.
+        """
+        squares = [group.state.memory.squares[0].view(1) for group in self._lengthened(names)]
+        moving = [group for group in self.groups if group.drifts and not group.spans.keys().isdisjoint(names)]
+        totals = [group.state.memory.work.totals for group in moving]
+        told = [torch.stack(squares).sum(0) if squares else torch.zeros(1, device=self.device, dtype=torch.float64)]
+        told += [torch.stack(totals).sum(0)] if totals and None not in totals else []
+        if not squares and len(told) == 1:
+            return []
+        found: list[float] = self.on_host(torch.cat(told)).tolist()
+        return found + [0.0] * (SUMS - len(found))
 
     def _measure_moves(self, names: Collection[str], met: Met) -> None:
-        """Let the factors of averages follow the latest step, as all ranks have told of it."""
+        """Let the factors of averages follow the latest step, as all ranks have told of it.
+
+        Raises:
+            RuntimeError: on all ranks, if their weights move alike by different gradients.
+        """
+        drifts, gradients = ([row[place] for row in met.sums()] for place in (1, 2))
+        if names and len(set(drifts)) == 1 and drifts[0] and len(set(gradients)) > 1:
+            raise RuntimeError(ALIKE)
         if groups := self._lengthened(names):
             own = sum(row[0] for row in met.sums()) / self.comm.world_size
             mean = float(self.on_host(torch.stack([group.state.memory.squares[1] for group in groups]).sum()))
@@ -801,6 +859,7 @@ class Stepper(Groups):
         """See :meth:`.Groups.adopt`."""
         self._turns_direct = False
         super().adopt(groups, counts)
+        self.copies.adopted()
 
     def go_on_with(self, names: Set[str]) -> None:
         """See :meth:`.Groups.go_on_with`: it waits."""
@@ -823,6 +882,11 @@ class Stepper(Groups):
             return True
         grads = [p.grad for p in (self.parameters[name] for name in names) if p.grad is not None]
         return all(bool(all_finite(flattened(own(grad)))) for grad in grads)
+
+    def _move_finitely(self, names: Collection[str]) -> bool:
+        """Return whether gradients are finite by which this rank's own weights move: no average will tell."""
+        grads = [p.grad for n in names if self.group_of[n].drifts and (p := self.parameters[n]).grad is not None]
+        return not grads or bool(torch.stack([grad.sum() for grad in grads if grad is not None]).isfinite().all())
 
     def _lay_out(self, used: Collection[str]) -> None:
         """Let parameters have gradients that lie in memory as they do; zeros, where only another rank has one."""

@@ -161,7 +161,8 @@ class EngineView:
         """Return the (numel,) residual of a parameter on this rank, or None if the memory keeps none.
 
         Coordinates are in the order of memory, which is another one than that of ``flatten()`` for ``channels_last``.
-        Where ranks have parts, of this rank's. A view, valid until the next step begins.
+        Where ranks have parts, of this rank's. A view, valid until the next step begins; with
+        :class:`~lightning_sparse.memories.Drift` the drift, a copy.
 
         Raises:
             ValueError: for another name than those of :attr:`parameters`.
@@ -170,6 +171,9 @@ class EngineView:
         known = isinstance(name, str) and name in self.router.parameters
         expect(known, "name", "that of a parameter of the engine", name)
         group = self.router.group_of[name]
+        if group.drifts:
+            copies = self.router.copies
+            return copies.common(name) - copies.mine(name)
         return None if group.residual is None else group.residual[group.spans[name]]
 
     def _check_between_steps(self, what: str) -> None:

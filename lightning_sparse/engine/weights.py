@@ -51,6 +51,11 @@ class Weights:
         self._firsts += 1
         return self._firsts % EVERY == 0
 
+    @property
+    def is_first(self) -> bool:
+        """True if the latest backward was the first one since a step."""
+        return self._backwards == 1
+
     def stepped(self) -> None:
         """Note a step of an optimizer."""
         self._backwards, self._differed = 0, None

@@ -211,7 +211,7 @@ class OptimizerBinding(MemoryChoice):
             self._say_skipped()
             return
         by = ref(optimizer)
-        for name in exchanged.averages:
+        for name in (*exchanged.averages, *exchanged.moving):
             grad = stepper.parameters[name].grad
             assert grad is not None
             self._averaged[name] = by

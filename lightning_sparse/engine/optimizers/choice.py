@@ -114,7 +114,7 @@ class MemoryChoice:
         """
         stepper, (adoptions, _), known = self._stepper, self._read, self.optimizers
         new = [one for one in known if one not in self._checked]
-        facts = [*decays_of(known), *(len(group["params"]) for one in known for group in one.param_groups)]
+        facts = [changes(), *decays_of(known), *(len(group["params"]) for one in known for group in one.param_groups)]
         if (stepper.adoptions, facts) != self._read or new or not known:
             self.suit(known, begins=True)
         self._read = stepper.adoptions, facts
@@ -186,7 +186,7 @@ class MemoryChoice:
         for optimizer in filter(wanted, optimizers):
             memory, known = measured(optimizer)
             held = ids_of(optimizer)
-            names = [name for name in stepper.sparsified if id(self._parameters[name]) in held]
+            names = [name for key, name in self._mine.items() if key in held and name in stepper.sparsified]
             if not names or not all(fills_memory(self._parameters[name]) for name in names):
                 continue
             found.update(dict.fromkeys(names, memory))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any
+from weakref import WeakSet, ref
 
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from lightning_sparse.core.layout import flat_as
 from lightning_sparse.engine.optimizers.kinds import ids_of, is_adam, is_in_parts, needs_closure, stepping
@@ -50,10 +51,18 @@ def misfit(optimizer: Optimizer) -> str:
         return f"{type(optimizer).__name__} steps a part of the parameters on each rank"
     if needs_closure(inner):
         return f"the step of {name} evaluates the loss, which differs between ranks"
+    held = vars(inner)
+    if not isinstance(held.get("param_groups"), list) or any(map(_has_optimizer, held.values())):
+        return f"{name} is made of several optimizers"
     rates = [group.get("lr") for group in inner.param_groups]
     if not all(isinstance(rate, (int, float, Tensor)) and not isinstance(rate, bool) for rate in rates):
         return f"a learning rate of {name} is no number, so that it cannot be made longer"
     return ""
+
+
+def _has_optimizer(value: Any) -> bool:
+    several = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else [value]
+    return any(isinstance(one, Optimizer) for one in several)
 
 
 def wanted(optimizer: Optimizer) -> bool:
@@ -86,6 +95,7 @@ class DriftRule:
     def __init__(self, stepper: Stepper) -> None:
         self._stepper = stepper
         self._undo: list[Callable[[], None]] = []
+        self._watched: WeakSet[Optimizer] = WeakSet()
         self._loaded: Mapping[str, Mapping[str, Tensor]] = {}
         """What an optimizer of this rank kept of parameters when a state was saved, by name."""
 
@@ -97,7 +107,8 @@ class DriftRule:
             for parameter, state in optimizer.state.items():
                 name = names.get(id(parameter))
                 if name is not None and name not in self._loaded and group_of[name].drifts:
-                    found[name] = {path: x.detach().to("cpu", copy=True) for path, x in tensors_of(state)}
+                    tensors = ((path, x) for path, x in tensors_of(state) if type(x) is Tensor)  # files take no others
+                    found[name] = {path: x.detach().to("cpu", copy=True) for path, x in tensors}
         return found
 
     def load(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -126,6 +137,11 @@ class DriftRule:
             return
         if self._loaded:
             self._restore(optimizer, names)
+        if optimizer not in self._watched:  # after a step that has failed, its rates are still longer
+            self._watched.add(optimizer)
+            rule = ref(self)
+            optimizer.register_state_dict_pre_hook(lambda _: None if (one := rule()) is None else one.after())
+        self._stepper.copies.begin_step()
         stepper, factors = self._stepper, dict[str, tuple[float, float]]()
         with stepper.record.changing():
             for group in (group for group in stepper.groups if not moving.isdisjoint(group.spans)):
@@ -147,7 +163,7 @@ class DriftRule:
         self, optimizer: Optimizer, settings: dict[str, Any], by: Mapping[tuple[float, float], list[Tensor]]
     ) -> None:
         """Give parameters of a group other rates, given these by factors of rate and of decay."""
-        groups = [settings, *({**settings} for _ in list(by)[1:])]
+        groups = [settings, *({k: _copied(x) for k, x in settings.items()} for _ in list(by)[1:])]
         whole = settings["params"]
         for one, (factors, parameters) in zip(groups, by.items(), strict=False):
             one["params"] = whole if len(by) == 1 else parameters
@@ -173,6 +189,11 @@ class DriftRule:
             each()
 
 
+def _copied(value: Any) -> Any:
+    """Return a copy of a tensor that an optimizer may change, such as a count of steps."""
+    return value.clone() if isinstance(value, Tensor) else value
+
+
 def _scaled(settings: dict[str, Any], key: str, factor: float) -> Callable[[], None]:
     """Multiply a setting; return what undoes that, also where the optimizer has changed it meanwhile."""
     before = settings[key]
@@ -185,11 +206,16 @@ def _scaled(settings: dict[str, Any], key: str, factor: float) -> Callable[[], N
 
 
 def _is_linear(optimizer: Optimizer) -> bool:
-    return any("sgd" in kind.__name__.lower() for kind in type(optimizer).__mro__)
+    """Return whether steps are linear in gradients: SGD of torch or another package, such as FusedSGD and SGD8bit."""
+    names = (re.sub(r"^fused|\d+bit$", "", kind.__name__.lower()) for kind in type(optimizer).__mro__)
+    return isinstance(optimizer, SGD) or "sgd" in names
 
 
 def _decouples(optimizer: Optimizer, settings: Mapping[str, Any]) -> bool:
     """Return whether weight decay acts on weights beside the step: it does in all but some of torch's optimizers."""
+    for key in ("decoupled_weight_decay", "weight_decouple", "decouple", "decoupled"):
+        if isinstance(given := settings.get(key), bool):
+            return given
     kind = type(optimizer)
     coupled = kind.__module__.startswith("torch.optim") and kind.__name__ in (*COUPLED, "Adam")
-    return bool(settings.get("decoupled_weight_decay", not coupled))
+    return not coupled

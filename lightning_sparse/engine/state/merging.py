@@ -86,7 +86,10 @@ def merge_states(states: Iterable[State]) -> State:
 
 
 class OptimizerStates:
-    """Means over ranks of what optimizers keep of weights that drift; of integers, what rank 0 has."""
+    """Means over ranks of what optimizers keep of weights that drift.
+
+    Of a parameter of which one keeps more than floats of its size, such as codes of 8 bits or a basis, rank 0's.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, str], Tensor] = {}
@@ -103,11 +106,15 @@ class OptimizerStates:
                 if x.is_floating_point():
                     self._sums[name, path] = self._sums.get((name, path), torch.zeros_like(x, dtype=torch.float64)) + x
 
+    def _has_means(self, name: str) -> bool:
+        numels = {x.numel() for (of, _), x in self._first.items() if of == name} - {1}
+        return len(numels) < 2 and all(x.is_floating_point() for (of, _), x in self._first.items() if of == name)
+
     def mean(self) -> dict[str, dict[str, Tensor]]:
         """Return the means, each in its own dtype."""
         found: dict[str, dict[str, Tensor]] = {}
         for (name, path), x in self._first.items():
-            total = self._sums.get((name, path))
+            total = self._sums.get((name, path)) if self._has_means(name) else None
             found.setdefault(name, {})[path] = x if total is None else (total / self._ranks).to(x.dtype)
         return found
 

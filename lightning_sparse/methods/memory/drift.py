@@ -22,6 +22,10 @@ SQUARES = "own", "mean", "owns", "means"
 before, of the mean over ranks and of the mean."""
 
 
+LOOKED_AT = 3
+"""First steps in which ranks look whether they move alike."""
+
+
 class Working:
     """What a step works with; nothing of it is remembered."""
 
@@ -32,6 +36,11 @@ class Working:
         """The rank's weights, where they lie."""
         self.factor = 1.0
         """What averages are longer by."""
+        self.compared = False
+        """True when ranks have compared what they have begun with."""
+        self.steps = 0
+        self.totals: Tensor | None = None
+        """(2,) float64 sums of the drift and of gradients, in the first steps."""
 
 
 @dataclass(frozen=True)
@@ -155,8 +164,11 @@ class Drift(Memory):
             torch.sub(state.agreed[span], run, out=work.away[span])
         work.away[-1:].zero_()
         work.factor = 1.0 if self.longer == "steps" else self.factor(state, ctx.world_size)
+        work.steps, total = work.steps + 1, work.away.sum()
+        if state.pushed is not None:
+            work.totals = torch.stack([total, state.pushed.sum()]).double() if work.steps <= LOOKED_AT else None
         score = None if state.pushed is None else torch.mul(work.away[:-1], state.pushed[:-1])
-        return Absorbed(work.away, work.away.sum().isfinite(), score)  # a sum takes a third of the time of a maximum
+        return Absorbed(work.away, total.isfinite(), score)  # a sum takes a third of the time of a maximum
 
     def settle_(
         self, state: DriftState, update: Update, rounding: Tensor | None = None, skipped: Tensor | None = None
@@ -183,12 +195,20 @@ class Drift(Memory):
             return
         if update.sent is not None:
             subtract_at_(state.pushed, update.sent, None, skipped)
+        elif skipped is None:
+            state.pushed.zero_()
         else:
-            state.pushed.mul_(0.0 if skipped is None else skipped)
+            state.pushed.masked_fill_(~skipped, 0.0)
 
     def skip_(self, state: DriftState) -> None:
-        """Leave all as it is: copies have moved, and p has not."""
+        """Leave copies where they have moved to, and p as it was; what is not finite goes back to p."""
         state.work.away = None
+        if bool(self.away(state).isfinite().all()):
+            return
+        for span, run in self.copy(state):
+            run.copy_(torch.where(run.isfinite(), run, state.agreed[span].to(run.dtype)))
+        if state.pushed is not None:
+            state.pushed.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def meet_(self, state: DriftState, mean: Tensor, factor: float) -> None:
         """Let all ranks agree, between two steps.

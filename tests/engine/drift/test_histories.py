@@ -611,3 +611,157 @@ def a_group_is_added() -> tuple[set[str], bool]:
 
 def test_parameters_that_an_optimizer_gets_later_drift_too(two_ranks: Ranks) -> None:
     assert two_ranks(quietly, a_group_is_added) == [({"Drift"}, True)] * 2
+
+
+def spoiled_after_backward() -> tuple[Tensor, Tensor, int, int]:
+    """A gradient that is NaN on one rank when the optimizer steps, once."""
+    training = Training()
+    for step in range(6):
+        loss_of(training.ddp, batch(step, dist.get_rank())).backward()
+        if step == 2 and dist.get_rank() == 1:
+            training.model[0].weight.grad.fill_(float("nan"))  # type: ignore[union-attr, operator]
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+    return training.mine(), training.agreed(), training.engine.step, training.engine.skipped_steps
+
+
+def test_a_gradient_that_is_spoiled_on_one_rank_skips_a_step(two_ranks: Ranks) -> None:
+    one, other = two_ranks(quietly, spoiled_after_backward)
+    assert torch.equal(one[1], other[1]) and bool(one[0].isfinite().all()) and bool(other[0].isfinite().all())
+    assert one[2:] == other[2:] == (5, 1)
+
+
+class Broken(Lion):
+    """Makes NaN by itself, once, on one rank."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls == 3 and dist.get_rank() == 1:
+            with torch.no_grad():
+                self.param_groups[0]["params"][0][0, 0] = float("nan")
+
+
+def healed() -> tuple[Tensor, Tensor, int]:
+    training = Training(made=Broken)
+    for _ in range(6):
+        training.step()
+    return training.mine(), training.agreed(), training.engine.skipped_steps
+
+
+def test_weights_that_an_optimizer_spoils_go_back(two_ranks: Ranks) -> None:
+    one, other = two_ranks(quietly, healed)
+    assert torch.equal(one[1], other[1]) and bool(one[0].isfinite().all()) and bool(other[0].isfinite().all())
+    assert one[2] == other[2] == 1
+
+
+def loaded_before_the_first_step(explicit: bool) -> tuple[Tensor, Tensor]:
+    training = Training(memory="drift" if explicit else None)
+    with torch.no_grad():
+        for p in training.model.parameters():
+            p.fill_(0.25)
+    saved = flat(training.model.state_dict().values())
+    training.step()
+    return saved, training.agreed()
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_weights_that_are_loaded_before_the_first_step_count(two_ranks: Ranks, explicit: bool) -> None:
+    for saved, agreed in two_ranks(quietly, loaded_before_the_first_step, explicit):
+        assert bool((saved == 0.25).all()) and float((agreed - 0.25).abs().max()) < 0.02
+
+
+def written(how: str) -> list[Tensor]:
+    training = Training()
+    for _ in range(3):
+        training.step()
+    weight = training.model[0].weight.data  # type: ignore[union-attr]
+    if how == "half":
+        weight.mul_(0.5)
+    elif how == "sign":
+        weight.neg_()
+    elif how == "rows":
+        weight.copy_(weight.flip(0))  # type: ignore[operator]
+    else:
+        weight[3, 5] += 1e-7  # type: ignore[index]
+    return [torch.tensor(training.engine.router.copies.changed() == ["0.weight"])]
+
+
+@pytest.mark.parametrize("how", ["half", "sign", "rows", "one"])
+def test_every_kind_of_write_is_noticed(two_ranks: Ranks, how: str) -> None:
+    assert all(bool(found) for [found] in two_ranks(written, how))
+
+
+class OwnedByRanks(Lion):
+    """Sends rank 0's weights to all within its step, as distributed optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                dist.broadcast(p.data, 0)
+
+
+def exchanged_by_itself() -> str:
+    training = Training(made=OwnedByRanks)
+    try:
+        for _ in range(3):
+            training.step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_an_optimizer_that_exchanges_by_itself_is_an_error(two_ranks: Ranks) -> None:
+    assert all("leaves equal weights on all ranks" in told for told in two_ranks(exchanged_by_itself))
+
+
+def rescued() -> tuple[list[float], int]:
+    """The state of an optimizer whose step has failed."""
+    training = Training(made=Recording)
+    training.optimizer.moved = torch.zeros(1)  # of a wrong size
+    with pytest.raises(RuntimeError):
+        training.step()
+    groups = training.optimizer.state_dict()["param_groups"]
+    return [group["lr"] for group in groups], len(groups)
+
+
+def test_a_rescued_state_has_the_rates_of_the_user(two_ranks: Ranks) -> None:
+    assert two_ranks(rescued) == [([0.01], 1)] * 2
+
+
+def wrapped_again() -> tuple[Tensor, Tensor]:
+    """DDP sends rank 0's weights to all while they drift."""
+    training = Training()
+    for _ in range(3):
+        training.step()
+    again = DistributedDataParallel(training.model)
+    training.close()
+    engine = ls.attach(again, density=0.1, watch=None)
+    for step in range(3):
+        loss_of(again, batch(step, dist.get_rank())).backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+    with engine.agreed():
+        return training.mine(), flat(training.model.state_dict().values())
+
+
+def test_a_model_that_is_wrapped_again_goes_on_from_rank_zero(two_ranks: Ranks) -> None:
+    one, other = two_ranks(quietly, wrapped_again)
+    assert torch.equal(one[0], other[0]) and torch.equal(one[1], one[0])
+
+
+def perturbed() -> tuple[int, Tensor]:
+    """SAM around Lion: weights are moved between two backwards, and put back."""
+    training = Training(made=lambda ps, **_: Sam(ps, lambda groups: Lion(groups, lr=0.01)))
+    for step in range(4):
+        loss_of(training.ddp, batch(step, dist.get_rank())).backward()
+        training.optimizer.first()
+        loss_of(training.ddp, batch(step, dist.get_rank())).backward()
+        training.optimizer.second()
+    return training.engine.router.known_counts.flushes, training.agreed()
+
+
+def test_weights_that_sam_moves_for_a_while_are_not_averaged(two_ranks: Ranks) -> None:
+    one, other = two_ranks(perturbed)
+    assert one[0] == other[0] == 0 and torch.equal(one[1], other[1])
