@@ -51,6 +51,10 @@ VARIANTS: dict[str, Variant] = {
     "density 0.1": Variant(density=0.1),
     "0.1 for 5 % of the steps": Variant(begin=0.1, warm_up=0.05),
     "0.3 falling for 10 % of the steps": Variant(begin=0.3, warm_up=0.1),
+    "no limit of quotients": Variant(limit=False),
+    "density 0.1, no limit of quotients": Variant(density=0.1, limit=False),
+    "selected by steps": Variant(power=0.5),
+    "selected by steps, density 0.1": Variant(power=0.5, density=0.1),
     "n to the 0.35": Variant(root=0.35),
     "n to the 0.65": Variant(root=0.65),
     "averages divided by age to the 0.25": Variant(late=0.25),
@@ -75,7 +79,8 @@ class Run(NamedTuple):
 def wanted() -> Iterator[Run]:
     """What decides first, first."""
     first = (DENSE, LIBRARY, "density 1", "density 0.1", "the best coordinates, second moments of the mean")
-    rest = [name for name in VARIANTS if name not in first]
+    next_ones = ("density 0.1, no limit of quotients", "selected by steps", "formulas", "no limit of quotients")
+    rest = [*next_ones, *(name for name in VARIANTS if name not in (*first, *next_ones))]
     yield from (Run(name, 8, 1000) for name in first)
     yield from (Run(name, 8, 1000) for name in rest)
     yield from (Run(name, 8, 1000, rate) for rate in (2.0,) for name in (DENSE, LIBRARY, "formulas"))

@@ -34,6 +34,8 @@ class Variant:
         begin: density at the start.
         warm_up: share of the steps in which the density falls from that, geometrically.
         root: exponent of n in the rate.
+        limit: whether quotients are limited as the library does it.
+        power: exponent of the second moment in scores: 0.25 selects by gain, 0.5 by the length of the step.
         late: exponent of the time since a coordinate was sent that its average is divided by: 0, as built, applies
             sums; 0.5 applies them as if their gradients were noise.
     """
@@ -45,6 +47,8 @@ class Variant:
     begin: float = 0.0
     warm_up: float = 0.0
     root: float = 0.5
+    limit: bool = True
+    power: float = 0.25
     late: float = 0.0
 
     def density_at(self, step: int, steps: int) -> float:
@@ -84,7 +88,7 @@ class Rule:
         self.second.mul_(self.beta2).addcmul_(given, given, value=1 - self.beta2)
         second = self.second / (1 - self.beta2 ** (step + 1))
         acc = self.residual.add_(gradients)
-        length = longest(density) if density < 1 else math.inf
+        length = longest(density) if density < 1 and variant.limit else math.inf
         places = self._places(acc, second, density, length)
         mean, own = acc[:, places].mean(0), second[:, places].mean(0)
         acc[:, places] = 0
@@ -104,9 +108,9 @@ class Rule:
         k = max(1, int(density * numel))
         if self.variant.selection == "best":
             mean = acc.mean(0)
-            score = mean.abs() / ((second.mean(0) + (mean / length).square()).sqrt() + EPS).sqrt()
+            score = mean.abs() / ((second.mean(0) + (mean / length).square()).sqrt() + EPS) ** (2 * self.variant.power)
             return score.topk(k).indices.sort().values
-        score = acc.abs() / ((second + (acc / length).square()).sqrt() + EPS).sqrt()
+        score = acc.abs() / ((second + (acc / length).square()).sqrt() + EPS) ** (2 * self.variant.power)
         chosen = torch.zeros(numel, dtype=torch.bool)
         for row in score:
             picks = min(numel, max(1, round(self.more * k / ranks)))

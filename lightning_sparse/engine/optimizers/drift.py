@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any
 from weakref import WeakSet, ref
 
+import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
@@ -71,7 +72,7 @@ def wanted(optimizer: Optimizer) -> bool:
     An optimizer that has nothing but a rate and a decay is taken for one that is linear in gradients.
     """
     inner = stepping(optimizer)
-    served = _is_linear(inner) or is_adam(type(inner)) or not (inner.defaults.keys() - PLAIN)
+    served = _is_linear(inner) or isinstance(inner, torch.optim.ASGD) or is_adam(type(inner)) or not (inner.defaults.keys() - PLAIN)
     return not served and not misfit(optimizer)
 
 
