@@ -72,7 +72,12 @@ def wanted(optimizer: Optimizer) -> bool:
     An optimizer that has nothing but a rate and a decay is taken for one that is linear in gradients.
     """
     inner = stepping(optimizer)
-    served = _is_linear(inner) or isinstance(inner, torch.optim.ASGD) or is_adam(type(inner)) or not (inner.defaults.keys() - PLAIN)
+    served = (
+        _is_linear(inner)
+        or isinstance(inner, torch.optim.ASGD)
+        or is_adam(type(inner))
+        or not (inner.defaults.keys() - PLAIN)
+    )
     return not served and not misfit(optimizer)
 
 
