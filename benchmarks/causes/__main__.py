@@ -224,7 +224,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60.0, help="that trainings may take (default: 60)")
     parser.add_argument("--data", type=Path, default=Path("data"), help="folder of the texts (default: data)")
     parser.add_argument("--results", type=Path, default=OWN, help="file of the results")
-    parser.add_argument("--from-number", type=int, default=0, help="leave out the first trainings, of another process")
+    parser.add_argument("--before", nargs="+", help="variants that are trained before all others")
     parser.add_argument("--report", action="store_true", help="print tables, and train nothing")
     chosen = parser.parse_args()
     if chosen.report:
@@ -232,7 +232,8 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     deadline, loaded = time.time() + 60 * chosen.minutes, SHAKESPEARE.load(chosen.data)
-    for run in list(wanted())[chosen.from_number :]:
+    chosen_first = sorted(wanted(), key=lambda run: run.name not in (chosen.before or ()))
+    for run in chosen_first:
         if run in known(chosen.results):
             continue
         line = Simulation(run, loaded).train(deadline)

@@ -27,7 +27,8 @@ def flush(what: Any, optimizers: Optimizer | Iterable[Optimizer] | None = None) 
     nothing moves, and with ``Residual(rates=True)`` what waits goes on waiting. Afterwards, parameters hold the same
     gradients as before.
 
-    With :class:`~lightning_sparse.memories.Drift`, copies of the weights are averaged, and no optimizer steps.
+    With :class:`~lightning_sparse.memories.Drift`, copies of the weights and what optimizers keep of them are averaged,
+    and no optimizer steps: dense training may go on from there.
 
     Call this between two steps, for example before a model is exported. A parameter without a pending update is left
     alone, so that at density 1 there is no step. Residuals of 16-bit parameters keep what the cast rounds off.
@@ -112,6 +113,7 @@ def flush(what: Any, optimizers: Optimizer | Iterable[Optimizer] | None = None) 
             end.callback(engine._end_flush)
             engine._binding.know(chosen)
             drifted += engine._meet_weights()
+            engine._binding.meet_states()
             pending = engine._take_pending()
             found = [float(own(average).double().square().sum()) for average in pending.values()]
             squares = torch.tensor(found, dtype=torch.float64, device="cpu")

@@ -185,6 +185,8 @@ class Copies:
             return None
         if not self._moves and bool(_differ(self._sum(name), self._sums[name])):
             return None
+        if torch.equal(self.of(name), own(self._groups.parameters[name])):  # so that what is written there counts
+            return None
         if self._given_at != (now := (self._groups.record.counts.number, self._groups.adoptions)):
             self._given.clear()
             self._given_at = now

@@ -231,13 +231,17 @@ class Engine(EngineView):
             router.paused = before
 
     @contextmanager
-    def agreed(self) -> Iterator[None]:
+    def agreed(self, together: bool = False) -> Iterator[None]:
         """Let parameters hold the weights that all ranks agree on, within the block.
 
         With :class:`~lightning_sparse.memories.Drift`, each rank trains a copy of its own. Evaluate, export and average
         weights in here; each rank may do so by itself. ``state_dict()`` of the model has the agreed weights anyway.
         Parameters that somebody has written to since the last step are left as they are, and what is written within the
         block stays. With other memories, all ranks have the same weights, and nothing happens.
+
+        Args:
+            together: average what somebody has written to since the last step, such as clamped weights, over ranks
+                first; all ranks enter the block then.
 
         Example:
             >>> import tempfile, torch, lightning_sparse as ls
@@ -259,6 +263,8 @@ class Engine(EngineView):
             >>> engine.close()
             >>> dist.destroy_process_group()
         """
+        if together:
+            self.router.follow_changes()
         with self.router.copies.agreed():
             yield
 

@@ -53,14 +53,14 @@ from lightning_sparse.engine.signals import SAVING, Hold
 from lightning_sparse.engine.weights import Weights
 from lightning_sparse.methods.grouping import Group
 from lightning_sparse.methods.memory import NoMemory
+from lightning_sparse.methods.memory.drift import LOOKED_AT
 from lightning_sparse.ops import all_finite, static_shapes
 from lightning_sparse.ops.sketch import sketch
 
 T = TypeVar("T")
-ALIKE = (
-    "The optimizer leaves equal weights on all ranks although their gradients differ: it exchanges gradients or "
-    "weights by itself, as distributed forms of Muon do. With memory Drift each rank has to train a copy of its own. "
-    "Use memory='residual', or the form of the optimizer for one process."
+FAILED = (
+    "An optimizer's step has failed on this rank, which goes on, and other ranks wait for what it has done to the copy "
+    "of the weights here (memory Drift). Start again from a checkpoint."
 )
 NOTE = "sparse_ddp: "
 """Begins the note that says where an error was raised."""
@@ -221,6 +221,10 @@ class Stepper(Groups):
         self.copies = Copies(self)
         """Weights of ranks that drift apart."""
         self._moving: Moving | None = None
+        self._same_moves = 0
+        """Steps in a row in which ranks have moved their weights alike."""
+        self.on_alike: Callable[[], None] = lambda: None
+        """Called on all ranks if the first ones were such."""
         self._alone = False
         """True while an optimizer steps for which nothing was exchanged."""
         self._nothing = {name for name, place in self.share.places.items() if not place.length}
@@ -366,6 +370,8 @@ class Stepper(Groups):
         Returns:
             Whether all gradients of all ranks are finite, and of each parameter whether any rank has a gradient.
         """
+        if self._moving is not None:
+            raise RuntimeError(FAILED)
         self.backwards += 1
         meets = bool(used) or not averaged  # averages are equal on all ranks
         each = [all_finite(flattened(x)) for x in gradients]
@@ -801,14 +807,12 @@ class Stepper(Groups):
         return found + [0.0] * (SUMS - len(found))
 
     def _measure_moves(self, names: Collection[str], met: Met) -> None:
-        """Let the factors of averages follow the latest step, as all ranks have told of it.
-
-        Raises:
-            RuntimeError: on all ranks, if their weights move alike by different gradients.
-        """
+        """Let the factors of averages follow the latest step, as all ranks have told of it."""
         drifts, gradients = ([row[place] for row in met.sums()] for place in (1, 2))
-        if names and len(set(drifts)) == 1 and drifts[0] and len(set(gradients)) > 1:
-            raise RuntimeError(ALIKE)
+        alike = bool(names) and len(set(drifts)) == 1 and drifts[0] != 0 and len(set(gradients)) > 1
+        self._same_moves = self._same_moves + 1 if alike else 0
+        if self._same_moves == LOOKED_AT:
+            self.on_alike()
         if groups := self._lengthened(names):
             own = sum(row[0] for row in met.sums()) / self.comm.world_size
             mean = float(self.on_host(torch.stack([group.state.memory.squares[1] for group in groups]).sum()))

@@ -222,8 +222,7 @@ def looking(engine: Engine | None) -> Iterator[None]:
     if engine is None or engine.closed:
         yield
         return
-    engine.router.follow_changes()
-    with engine.agreed():
+    with engine.agreed(together=True):
         yield
 
 

@@ -230,6 +230,9 @@ class FabricSparseDDPMixin(SparseFabricMixin, DDPStrategy):
             RuntimeError: on all ranks, if residuals could not be written.
         """
         check_has_room(state)
+        for engine in self.engines:
+            if not engine.closed:
+                engine.router.follow_changes()
         modules = {key: engine for key, engine in self._engines_in(state).items() if engine is not None}
         write = partial(self.checkpoint_io.save_checkpoint, storage_options=storage_options)
         if modules:  # names may hold metrics, which may differ from rank to rank: rank 0 writes the checkpoint

@@ -137,6 +137,13 @@ class SparseTrainerMixin(SparseStrategy, ParallelStrategy):
         with uninterrupted():
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the state of the module as Lightning does, with weights that all ranks agree on."""
+        if (engine := self._open_engine) and not self._trainer.interrupted:
+            engine.router.follow_changes()
+        found: dict[str, Any] = super().lightning_module_state_dict()
+        return found
+
     def _follow_others(self) -> None:
         """Show the current optimizers to the engine, if they have changed."""
         if (engine := self._open_engine) and [*map(id, self._shown)] != [*map(id, self.optimizers)]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
+from pytorch_lightning.callbacks import Callback, EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
 from torch import Tensor, nn
 
 import lightning_sparse as ls
@@ -220,3 +220,25 @@ def watched() -> list[str]:
 
 def test_callbacks_and_the_watchdog_find_nothing_wrong(two_ranks: Ranks) -> None:
     assert two_ranks(watched) == [[], []]
+
+
+def clamped_and_saved(path: str) -> Tensor:
+    """Weights that a callback clamps after each step, as files and validation have them."""
+
+    class Clamps(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+            for p in pl_module.parameters():
+                p.data.clamp_(-0.1, 0.1)
+            trainer.save_checkpoint(f"{path}/{trainer.global_rank}.ckpt")
+            self.saved = torch.cat([x.flatten() for x in pl_module.state_dict().values()]).clone()
+
+    clamps = Clamps()
+    trainer = make_trainer(PACKAGES[0], strategy=SPARSE, callbacks=[clamps], max_steps=4)
+    with warnings.catch_warnings(action="ignore"):
+        trainer.fit(module_of("lion"), make_data(), make_data())
+    return clamps.saved
+
+
+def test_clamped_weights_are_saved_as_all_ranks_agree(two_ranks: Ranks, tmp_path: Path) -> None:
+    one, other = two_ranks(clamped_and_saved, str(tmp_path))
+    assert torch.equal(one, other) and float(one.abs().max()) <= 0.1 + 1e-6

@@ -51,6 +51,11 @@ APART = (
     "not torch's, also where an optimizer holds copies of the parameters. What is written to weights otherwise has to "
     "be equal on all ranks. Go on from a checkpoint that was written before."
 )
+ALIKE = (
+    "The optimizer has left equal weights on all ranks in its first steps, although their gradients differ. If it "
+    "exchanges gradients or weights by itself, as distributed forms of Muon do, each rank's gradients move a part of "
+    "the weights only: use memory='residual', or the form of the optimizer for one process."
+)
 CHANGED = (
     "Weights were written to since the last step, while each rank trains a copy of its own (memory Drift). The copies "
     "are averaged densely at the end of the next backward. In each step, that would cost twice as much as DDP."
@@ -99,6 +104,7 @@ class OptimizerBinding(MemoryChoice):
         within, beside = Hold(self._runs), Hold()
         stepper.owners, stepper.rates = self._owners, self._rates
         stepper.on_drift, stepper.on_changed = self._say_apart, self._say_changed
+        stepper.on_alike = lambda: self._once(rank_zero_warn, ALIKE)
         stepper.hold = lambda: holding()[-1] if holding() else within if self._outermost is not None else beside
         self._depth = 0
         """Steps of optimizers that run within each other."""
@@ -359,7 +365,7 @@ class OptimizerBinding(MemoryChoice):
             self._outermost, self._depth, self._empty = None, 0, []
             self._adam.after()
             self._momentum.forget()
-            self._drift.after()
+            self._drift.after(failed=True)
 
     def _runs(self, more: int = 0) -> bool:
         """Return True if the outermost step that has begun is still running: of one that has failed, no frame is left.
@@ -382,6 +388,10 @@ class OptimizerBinding(MemoryChoice):
     def own_states(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return what optimizers keep of parameters that drift."""
         return self._drift.own_states(self.optimizers)
+
+    def meet_states(self) -> None:
+        """Average what optimizers keep of parameters that drift, between two steps; collective."""
+        self._drift.meet(self.optimizers)
 
     def go_on(self, state: Mapping[str, Any]) -> None:
         """Follow a state that was loaded: what has waited is what it remembers."""

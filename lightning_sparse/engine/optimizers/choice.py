@@ -187,7 +187,14 @@ class MemoryChoice:
             memory, known = measured(optimizer)
             held = ids_of(optimizer)
             names = [name for key, name in self._mine.items() if key in held and name in stepper.sparsified]
-            if not names or not all(fills_memory(self._parameters[name]) for name in names):
+            if apart := [name for name in names if not fills_memory(self._parameters[name])]:
+                self._once(
+                    rank_zero_warn,
+                    f"{apart[0]} leaves gaps in memory, so that ranks cannot train copies of it: its optimizer steps "
+                    "sparse averages there. Call contiguous() before the parameter is made.",
+                )
+            names = [name for name in names if name not in apart]
+            if not names:
                 continue
             found.update(dict.fromkeys(names, memory))
             name = type(stepping(optimizer)).__name__

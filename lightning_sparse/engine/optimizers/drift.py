@@ -18,7 +18,18 @@ from lightning_sparse.methods.memory import Drift
 
 COUPLED = "Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"
 """torch's optimizers whose weight decay is added to gradients, unless they say otherwise."""
-PLAIN = {"lr", "weight_decay", "maximize", "foreach", "fused", "capturable", "differentiable"}
+PLAIN = {
+    "params",
+    "param_names",
+    "initial_lr",
+    "lr",
+    "weight_decay",
+    "maximize",
+    "foreach",
+    "fused",
+    "capturable",
+    "differentiable",
+}
 """Settings of steps that are linear in gradients."""
 MEASURED = {
     "lion": (
@@ -55,6 +66,10 @@ def misfit(optimizer: Optimizer) -> str:
     held = vars(inner)
     if not isinstance(held.get("param_groups"), list) or any(map(_has_optimizer, held.values())):
         return f"{name} is made of several optimizers"
+    if callable(getattr(inner, "eval", None)) and callable(getattr(inner, "train", None)):
+        return f"{name} has other weights for evaluation"
+    if any({"d0", "d_coef"} & group.keys() for group in inner.param_groups):
+        return f"{name} finds its rate by itself, of all parameters together"
     rates = [group.get("lr") for group in inner.param_groups]
     if not all(isinstance(rate, (int, float, Tensor)) and not isinstance(rate, bool) for rate in rates):
         return f"a learning rate of {name} is no number, so that it cannot be made longer"
@@ -72,12 +87,8 @@ def wanted(optimizer: Optimizer) -> bool:
     An optimizer that has nothing but a rate and a decay is taken for one that is linear in gradients.
     """
     inner = stepping(optimizer)
-    served = (
-        _is_linear(inner)
-        or isinstance(inner, torch.optim.ASGD)
-        or is_adam(type(inner))
-        or not (inner.defaults.keys() - PLAIN)
-    )
+    settings = inner.defaults.keys() | {key for group in inner.param_groups for key in group}
+    served = _is_linear(inner) or isinstance(inner, torch.optim.ASGD) or is_adam(type(inner)) or not (settings - PLAIN)
     return not served and not misfit(optimizer)
 
 
@@ -100,7 +111,7 @@ class DriftRule:
 
     def __init__(self, stepper: Stepper) -> None:
         self._stepper = stepper
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[bool], None]] = []
         self._watched: WeakSet[Optimizer] = WeakSet()
         self._loaded: Mapping[str, Mapping[str, Tensor]] = {}
         """What an optimizer of this rank kept of parameters when a state was saved, by name."""
@@ -116,6 +127,24 @@ class DriftRule:
                     tensors = ((path, x) for path, x in tensors_of(state) if type(x) is Tensor)  # files take no others
                     found[name] = {path: x.detach().to("cpu", copy=True) for path, x in tensors}
         return found
+
+    @torch.no_grad()
+    def meet(self, optimizers: Iterable[Optimizer]) -> None:
+        """Let optimizers keep the means over ranks of floats, and of all else what rank 0 has; collective."""
+        stepper, kept = self._stepper, dict[str, Mapping[Any, Any]]()
+        for optimizer in map(stepping, optimizers):
+            kept |= {stepper.names[id(p)]: state for p, state in optimizer.state.items() if id(p) in stepper.names}
+        moving = (name for name in stepper.parameters if name in kept and stepper.group_of[name].drifts)
+        mine = {(name, path): x for name in moving for path, x in tensors_of(kept[name])}
+        shapes = {key: (tuple(x.shape), str(x.dtype)) for key, x in mine.items()}
+        theirs = stepper.comm.all_gather_object(shapes, stepper.device)
+        for key, x in mine.items():
+            if all(each.get(key) == shapes[key] for each in theirs):  # else a rank has not stepped it yet
+                there = x.to(stepper.device)
+                if x.is_floating_point():
+                    x.copy_(stepper.comm.all_reduce(there.double()) / stepper.comm.world_size)
+                else:
+                    x.copy_(stepper.comm.broadcast(there.clone(), 0))
 
     def load(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Give an optimizer its own state when it steps next: until then users may load that of rank 0."""
@@ -147,6 +176,8 @@ class DriftRule:
             self._watched.add(optimizer)
             rule = ref(self)
             optimizer.register_state_dict_pre_hook(lambda _: None if (one := rule()) is None else one.after())
+            handle = optimizer.register_step_post_hook(lambda *_: None if (one := rule()) is None else one.after())
+            optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
         self._stepper.copies.begin_step()
         stepper, factors = self._stepper, dict[str, tuple[float, float]]()
         with stepper.record.changing():
@@ -176,7 +207,7 @@ class DriftRule:
             self._scale(one, *factors, _decouples(optimizer, settings))
         optimizer.param_groups += groups[1:]
 
-        def undo() -> None:
+        def undo(failed: bool) -> None:
             optimizer.param_groups[:] = [one for one in optimizer.param_groups if all(one is not g for g in groups[1:])]
             settings["params"] = whole
 
@@ -188,11 +219,11 @@ class DriftRule:
             if factor != 1.0 and key in settings:
                 self._undo.append(_scaled(settings, key, factor))
 
-    def after(self) -> None:
-        """Give optimizers their rates again: a step has ended, or has failed."""
+    def after(self, failed: bool = False) -> None:
+        """Give optimizers their rates again: a step has ended, or has failed; then rates may be others meanwhile."""
         undo, self._undo = self._undo, []
         for each in reversed(undo):
-            each()
+            each(failed)
 
 
 def _copied(value: Any) -> Any:
@@ -200,13 +231,16 @@ def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _scaled(settings: dict[str, Any], key: str, factor: float) -> Callable[[], None]:
+def _scaled(settings: dict[str, Any], key: str, factor: float) -> Callable[[bool], None]:
     """Multiply a setting; return what undoes that, also where the optimizer has changed it meanwhile."""
     before = settings[key]
     settings[key] = now = before * factor
 
-    def undo() -> None:
-        settings[key] = before if settings[key] is now else settings[key] / factor
+    def undo(failed: bool) -> None:
+        if settings[key] is now:
+            settings[key] = before
+        elif not failed:  # the optimizer has changed it
+            settings[key] = settings[key] / factor
 
     return undo
 

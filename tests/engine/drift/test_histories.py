@@ -702,18 +702,20 @@ class OwnedByRanks(Lion):
                 dist.broadcast(p.data, 0)
 
 
-def exchanged_by_itself() -> str:
-    training = Training(made=OwnedByRanks)
-    try:
-        for _ in range(3):
+def exchanged_by_itself() -> list[str]:
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        training = Training(made=OwnedByRanks)
+        for _ in range(6):
             training.step()
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    return [
+        str(one.message)
+        for one in caught
+        if "leaves equal weights" in str(one.message) or "has left equal" in str(one.message)
+    ]
 
 
-def test_an_optimizer_that_exchanges_by_itself_is_an_error(two_ranks: Ranks) -> None:
-    assert all("leaves equal weights on all ranks" in told for told in two_ranks(exchanged_by_itself))
+def test_an_optimizer_that_exchanges_by_itself_is_warned_of(two_ranks: Ranks) -> None:
+    assert [len(told) for told in two_ranks(exchanged_by_itself)] == [1, 0]
 
 
 def rescued() -> tuple[list[float], int]:
@@ -765,3 +767,112 @@ def perturbed() -> tuple[int, Tensor]:
 def test_weights_that_sam_moves_for_a_while_are_not_averaged(two_ranks: Ranks) -> None:
     one, other = two_ranks(perturbed)
     assert one[0] == other[0] == 0 and torch.equal(one[1], other[1])
+
+
+def flushed_then_dense() -> tuple[Tensor, bool]:
+    """Plain DDP goes on after a flush, with the same optimizer."""
+    training = Training()
+    for _ in range(6):
+        training.step()
+    ls.flush(training.engine, [training.optimizer])
+    training.close()
+    ddp = DistributedDataParallel(training.model)
+    for step in range(30):
+        loss_of(ddp, batch(100 + step, dist.get_rank())).backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+    return training.mine(), True
+
+
+def test_dense_training_goes_on_after_a_flush(two_ranks: Ranks) -> None:
+    one, other = two_ranks(flushed_then_dense)
+    assert torch.equal(one[0], other[0])
+
+
+def a_step_fails_on_one_rank() -> str:
+    class Fails(Lion):
+        def step(self, closure: Any = None) -> Any:
+            if dist.get_rank() == 1 and training.number == 3:  # DDP has messages of its own in the first steps
+                raise ValueError("here")
+            return super().step(closure)
+
+    training = Training(made=Fails)
+    try:
+        for _ in range(5):
+            try:
+                training.step()
+            except ValueError:
+                training.number += 1
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_step_that_fails_on_one_rank_ends_all(two_ranks: Ranks) -> None:
+    one, other = two_ranks(a_step_fails_on_one_rank)
+    assert "lost another rank" in one and "step has failed on this rank" in other
+
+
+class HasModes(Lion):
+    def eval(self) -> None: ...
+
+    def train(self) -> None: ...
+
+
+class FindsRates(Lion):
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, **settings)
+        for group in self.param_groups:
+            group["d0"] = 1e-6
+
+
+class AllInGroups(torch.optim.Optimizer):
+    """Has its settings in groups alone, as a class for Muon beside Adam."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float) -> None:
+        super().__init__([{"params": list(params), "lr": lr, "momentum": 0.9}], {})
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.data.add_(p.grad.sign(), alpha=-self.param_groups[0]["lr"])
+
+
+def memory_of(made: Any) -> set[str]:
+    training = Training(made=made)
+    training.step()
+    return {type(group.memory).__name__ for group in training.engine.router.groups if group.sparsified}
+
+
+@pytest.mark.parametrize(
+    ("made", "memory"), [(HasModes, "Residual"), (FindsRates, "Residual"), (AllInGroups, "Drift"), (Lion, "Drift")]
+)
+def test_the_kind_of_an_optimizer_is_told_by_its_settings(two_ranks: Ranks, made: Any, memory: str) -> None:
+    assert two_ranks(quietly, memory_of, made) == [{memory}] * 2
+
+
+def scheduled_by_a_hook() -> tuple[list[float], int]:
+    training = Training()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(training.optimizer, lambda step: 1 / (1 + step))
+    training.optimizer.register_step_post_hook(lambda *_: scheduler.step())
+    rates = []
+    for _ in range(4):
+        training.step()
+        rates.append(training.optimizer.param_groups[0]["lr"])
+    return rates, len(training.optimizer.param_groups)
+
+
+def test_hooks_of_users_see_their_own_rates(two_ranks: Ranks) -> None:
+    for rates, groups in two_ranks(quietly, scheduled_by_a_hook):
+        assert rates == pytest.approx([0.01 / 2, 0.01 / 3, 0.01 / 4, 0.01 / 5]) and groups == 1
+
+
+def written_through_a_state_dict() -> bool:
+    training = Training(memory="drift")
+    own = training.model.state_dict()
+    for name, x in own.items():
+        own[name].copy_(torch.full_like(x, 0.5))
+    return all(bool((p == 0.5).all()) for p in training.model.parameters())
+
+
+def test_a_state_dict_can_be_written_to_before_weights_drift(two_ranks: Ranks) -> None:
+    assert two_ranks(written_through_a_state_dict) == [True, True]
