@@ -47,6 +47,8 @@ VARIANTS: dict[str, Variant] = {
     "second moments of the mean": Variant(second="mean"),
     "the best coordinates": Variant(selection="best"),
     "the best coordinates, second moments of the mean": Variant(selection="best", second="mean"),
+    "4 times as many are named": Variant(selection="named"),
+    "16 times as many are named": Variant(selection="named", names=16.0),
     "density 0.03": Variant(density=0.03),
     "density 0.1": Variant(density=0.1),
     "0.1 for 5 % of the steps": Variant(begin=0.1, warm_up=0.05),
@@ -232,7 +234,8 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     deadline, loaded = time.time() + 60 * chosen.minutes, SHAKESPEARE.load(chosen.data)
-    chosen_first = sorted(wanted(), key=lambda run: run.name not in (chosen.before or ()))
+    before = chosen.before or []
+    chosen_first = sorted(wanted(), key=lambda run: before.index(run.name) if run.name in before else len(before))
     for run in chosen_first:
         if run in known(chosen.results):
             continue

@@ -29,7 +29,9 @@ class Variant:
             engine does; or `none`.
         second: `own`: the mean of the ranks' second moments, which are those of one rank's noise; `mean`: the second
             moment of the mean gradient, as dense training has it.
-        selection: `union` of what each rank selects; `best`: the k largest scores of the mean, which no message tells.
+        selection: `union` of what each rank selects; `best`: the k largest scores of the mean, which no message tells;
+            `named`: each rank names more coordinates than its share, with values, and the k largest sums are averaged.
+        names: how many more.
         density: at the end.
         begin: density at the start.
         warm_up: share of the steps in which the density falls from that, geometrically.
@@ -42,7 +44,8 @@ class Variant:
 
     clipping: Clipping = "mean"
     second: Literal["own", "mean"] = "own"
-    selection: Literal["union", "best"] = "union"
+    selection: Literal["union", "best", "named"] = "union"
+    names: float = 4.0
     density: float = 0.01
     begin: float = 0.0
     warm_up: float = 0.0
@@ -111,6 +114,13 @@ class Rule:
             score = mean.abs() / ((second.mean(0) + (mean / length).square()).sqrt() + EPS) ** (2 * self.variant.power)
             return score.topk(k).indices.sort().values
         score = acc.abs() / ((second + (acc / length).square()).sqrt() + EPS) ** (2 * self.variant.power)
+        if self.variant.selection == "named":
+            named, picks = torch.zeros(numel), min(numel, round(self.variant.names * k / ranks))
+            for row, values in zip(score, acc, strict=True):
+                said = row >= float(np.partition(row.numpy(), numel - picks)[numel - picks])
+                named[said] += values[said]
+            by = ((second.mean(0) + (named / ranks / length).square()).sqrt() + EPS) ** (2 * self.variant.power)
+            return (named.abs() / by).topk(k).indices.sort().values
         chosen = torch.zeros(numel, dtype=torch.bool)
         for row in score:
             picks = min(numel, max(1, round(self.more * k / ranks)))

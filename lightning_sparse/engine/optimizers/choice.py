@@ -21,6 +21,7 @@ from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.optimizers.drift import measured, misfit, wanted
 from lightning_sparse.engine.optimizers.hooks import changes, in_life
 from lightning_sparse.engine.optimizers.kinds import (
+    adapts,
     check_pair,
     decays_of,
     holds,
@@ -46,7 +47,11 @@ DRIFTS = (
     f"averaged (memory Drift, {page('guide/optimizers')}). The model is the agreed weights, and each rank keeps 8 more "
     "bytes a parameter.{} memory='residual' exchanges gradients."
 )
-UNMEASURED = " How {} trains in this way was not measured: compare its loss with that of sparsifier='everything'."
+UNMEASURED = " How {} trains in this way was not measured: compare its loss with that of sparsifier='everything'.{}"
+ADAPTING = (
+    " With four ranks at density 0.01, an LSTM ended 15 % behind dense training with AdamW in this way and 14 % with "
+    "NAdam; with memory='residual', 1 % behind at twice the rate, and 4 % at the same."
+)
 LEFT = "their optimizer steps copies of the weights now. Call lightning_sparse.flush() before optimizers change."
 
 
@@ -201,7 +206,11 @@ class MemoryChoice:
             if known:
                 self._once(say, DRIFTS.format(name, f" {known}."))
             else:
-                self._once(rank_zero_warn, DRIFTS.format(name, UNMEASURED.format(name)), kind=f"drift of {name}")
+                self._once(
+                    rank_zero_warn,
+                    DRIFTS.format(name, UNMEASURED.format(name, ADAPTING if adapts(optimizer) else "")),
+                    kind=f"drift of {name}",
+                )
         return found
 
     def _leave_gradients(self, drifting: Mapping[str, Memory]) -> None:
