@@ -17,6 +17,7 @@ from torch import Tensor
 
 import lightning_sparse as ls
 from tests.covering import by_default, covering, in_turns
+from tests.engine.drift.models import Lion
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE, flat, make_data, make_module, make_trainer
 
@@ -333,6 +334,40 @@ def test_of_a_checkpoint_of_plain_ddp_nothing_is_lost(
         assert told == []
         assert counters.get("steps") == (6.0 if kind == "adamw" else None)
         assert states == [set() if kind == "adamw" else {"momentum_buffer", "waited"}] * 4
+
+
+BACK = {
+    **DENSE_OPTIMIZERS,
+    "lion": lambda parameters: Lion(parameters, lr=0.001),
+}
+
+
+def go_back(path: str, kind: str) -> tuple[list[str], bool, dict[int, Any], list[float]]:
+    """Of a run with plain DDP: warnings, whether it has the weights, the states it was given, and steps it counts."""
+    package, seen = "pytorch_lightning", list[Tensor]()
+    for strategy, load in ((strategy_of(package, SPARSE), None), ("ddp", path)):
+        module = make_module(package)
+        module.configure_optimizers = lambda module=module: BACK[kind](module.parameters())
+        module.on_train_start = lambda module=module: seen.append(flat(module))  # with the weights of the checkpoint
+        flushes = [] if load else [ls.FlushResidual()]
+        trainer = make_trainer(package, strategy=strategy, max_epochs=2 if load else 1, callbacks=flushes)
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            trainer.fit(module, make_data(), ckpt_path=load)
+        if load is None:
+            trainer.save_checkpoint(path)
+            seen.append(flat(module))
+    told = [str(w.message) for w in caught if "sparse" in str(w.message) or "resid" in str(w.message)]
+    states = [trainer.optimizers[0].state[parameter] for parameter in module.parameters()]
+    saved = torch.load(path, weights_only=False)["optimizer_states"][0]["state"]
+    return told, torch.equal(seen[1], seen[2]), saved, [float(one["step"]) for one in states if "step" in one]
+
+
+@pytest.mark.parametrize("kind", by_default(list(BACK), 1))
+def test_plain_ddp_goes_on_from_a_checkpoint_after_a_flush(two_ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    for told, equal, saved, steps in two_ranks(go_back, str(tmp_path / "sparse.ckpt"), kind):
+        assert told == [] and equal
+        assert len(saved) == (0 if kind == "adamw" else 4)
+        assert steps == ([3.0] * 4 if kind == "adamw" else [])
 
 
 def error_of(options: dict[str, Any], path: str) -> str:
