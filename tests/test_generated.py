@@ -6,6 +6,7 @@ import csv
 import inspect
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -13,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import yaml
 
 import lightning_sparse as ls
 from lightning_sparse.integrations.base import StrategyArguments
@@ -145,6 +147,24 @@ def test_every_kept_table_is_in_a_report() -> None:
         with path.open(newline="") as file:
             lengths = {len(row) for row in csv.reader(file)}
         assert len(lengths) == 1, path
+
+
+def test_papers_are_cited_where_the_citation_of_the_software_is() -> None:
+    listed = tomllib.loads((DOCS / "site/papers.toml").read_text())["paper"]
+    references = yaml.safe_load((ROOT / "CITATION.cff").read_text())["references"]
+    page = (DOCS / "methods/index.md").read_text()
+    assert page.count("\n@") == 1 + len(listed) == 1 + len(references)
+    for one, cited in zip(listed, references, strict=True):
+        name, *_ = one["paper"].split(", ")
+        assert name.startswith(cited["abbreviation"])
+        assert re.findall(r"arXiv (\S+)", one["paper"]) == re.findall(r"arxiv.org/abs/(\S+)", cited.get("url", ""))
+        assert str(cited["year"]) in one["paper"] or cited["abbreviation"] in ("LAGS-SGD", "GaussianK-SGD")
+        for author in cited["authors"]:
+            assert f"{author['family-names']}, {author['given-names']}" in page
+    for name in SPARSIFIERS:
+        text = (DOCS / "methods" / ("sidco.md" if name.startswith("sidco") else f"{name}.md")).read_text()
+        for number in re.findall(r"arXiv ([\d.]+\d)", text.partition("## Citation")[2]):
+            assert f"arxiv.org/abs/{number}" in page, (name, number)
 
 
 def test_systems_of_papers_name_what_exists(site: ModuleType) -> None:

@@ -1,13 +1,14 @@
-"""The page docs/reports/race.md and its figures, from kept results only.
+"""The pages docs/reports/race*.md and their figures, from kept results only.
 
-`docs/site/generate.py` adds the box at its head and the tables that are files of their own.
+`docs/site/generate.py` adds the boxes at their heads and the tables that are files of their own.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import runpy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -18,19 +19,17 @@ from benchmarks.race.results import ROOT, Results
 from benchmarks.race.tasks import TASKS
 from lightning_sparse.core.messages import ring_all_reduce_bytes
 
-TEMPLATE = Path(__file__).with_name("page.md")
-PAGE = ROOT / "docs" / "reports" / "race.md"
+TEMPLATES = {path.stem: path for path in sorted(Path(__file__).with_name("pages").glob("*.md"))}
+"""Of the pages, by name."""
+REPORTS = ROOT / "docs" / "reports"
 GENERATOR = ROOT / "docs" / "site" / "generate.py"
 SHORT = ("lstm-600", "gpt-300")
 LONG = ("lstm-3000", "gpt-3000")
-NODES = ("lstm-600-nodes", "gpt-300-nodes")
-"""Two nodes of two ranks: two ranks with twice the batch, whose exchange is of all coordinates or of parts of them."""
-OTHER = ("shakespeare-2000", "shakespeare-alone", "shakespeare-pair", "shift-300")
 ENDS = {
     "table lstm-600": "Short trainings, LSTM",
     "table gpt-300": "Short trainings, GPT",
-    "table lstm-3000": "Long trainings, LSTM",
-    "table gpt-3000": "Long trainings, GPT",
+    "table lstm-3000": "LSTM",
+    "table gpt-3000": "GPT",
 }
 """Tables of where methods end, and the headings above them."""
 COMPUTE = 0.02
@@ -46,29 +45,25 @@ ALLOWED = math.log(1.02)
 
 
 def write(results: Results) -> None:
-    """Write the page and the figures."""
-    draw(results, PAGE.with_suffix(""))
+    """Write the pages and the figures."""
+    draw(results, REPORTS / "race")
     generator = runpy.run_path(str(GENERATOR))
     generator["write"](generator["pages"](), ["reports/race"])
 
 
-def page(results: Results) -> str:
-    """The page, with every table in its place but those that are files of their own."""
-    text = TEMPLATE.read_text()
-    for name, table in tables(results).items():
-        text = text.replace(f"<!-- {name} -->", table)
+def page(results: Results, name: str) -> str:
+    """A page, with every table in its place but those that are files of their own."""
+    text = TEMPLATES[name].read_text()
+    for place, table in tables(results, name).items():
+        text = text.replace(f"<!-- {place} -->", table)
     return text
 
 
-def tables(results: Results) -> dict[str, str]:
-    """By the name of their place in the template."""
-    found = {f"table {task}": ends(results, task) for task in (*SHORT, *LONG, *NODES, *OTHER)}
-    found |= {f"search {task}": search(results, task) for task in (*SHORT, *LONG)}
-    found |= {f"pairs {task}": pairs(results, task) for task in (*SHORT, *LONG, *NODES)}
-    found |= {f"times {task}": times(results, task) for task in SHORT}
-    found |= {f"ratios {task}": ratios(results, task) for task in ("lstm-600", "lstm-3000")}
-    found |= {"measured": measured(results), "faster": faster(results), "gate": gate(results)}
-    return found | {"bytes": bytes_by_ranks(results), "asks": table(ASKED[0], ASKED[1:]), "machine": machine(results)}
+def tables(results: Results, name: str) -> dict[str, str]:
+    """Those of a page by their places in its template: what a table is of, and tasks."""
+    places = re.findall(r"<!-- (?:csv )?(.+?) -->", TEMPLATES[name].read_text())
+    kinds = {place: place.split() for place in places if place != "box"}
+    return {place: TABLES[kind](results, *tasks) for place, (kind, *tasks) in kinds.items()}
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -291,10 +286,12 @@ def _link(gbit: float, hop: float) -> str:
     return f"{gbit:g} Gbit/s" + (f", {1000 * hop:g} ms away" if hop else "")
 
 
-def machine(results: Results) -> str:
-    """On what the trainings ran."""
+def machine(results: Results, *tasks: str) -> str:
+    """On what the trainings of some tasks ran."""
     kinds: dict[tuple[str, str], list[float]] = {}
     for line in results.known.values():
+        if line["run"]["task"][0] not in tasks:
+            continue
         kinds.setdefault((line["processor"], line["torch"]), []).append(line["seconds"] / 3600)
     told = [
         f"{len(hours)} trainings, {sum(hours):.1f} hours, on {name} with torch {version}"
@@ -321,6 +318,27 @@ ASKED = (
     ("DeMo, DisTrO", "replaced: signs", "differ", "equal after each step", "every step", "rate, k, decay"),
     ("ours", "AdamW or momentum SGD", "one vector a rank", "equal after each step", "every step", "rate, density"),
 )
+
+
+def asks(results: Results) -> str:
+    """What each method needs, which no result says."""
+    return table(ASKED[0], ASKED[1:])
+
+
+TABLES: dict[str, Callable[..., str]] = {
+    "asks": asks,
+    "bytes": bytes_by_ranks,
+    "faster": faster,
+    "gate": gate,
+    "machine": machine,
+    "measured": measured,
+    "pairs": pairs,
+    "ratios": ratios,
+    "search": search,
+    "table": ends,
+    "times": times,
+}
+"""Of results and tasks, by the first word of their places in templates."""
 
 
 def draw(results: Results, folder: Path) -> None:

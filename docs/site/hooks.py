@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tomllib
 from pathlib import Path
@@ -46,6 +47,21 @@ REDIRECTS = {
 }
 """Pages that moved, without their endings. One that is there again stays as it is."""
 
+ANCHORS = {
+    "reports/race": {
+        "long-trainings-lstm": "race-long.html#lstm",
+        "long-trainings-gpt": "race-long.html#gpt",
+        "density": "race-long.html#density",
+        "time": "race-time.html#seconds-of-a-step",
+        "selection-from-parts": "race-parts.html",
+        "characters-of-shakespeare": "race-characters.html",
+        "fine-tuning": "race-fine-tuning.html",
+        "bytes-for-other-numbers-of-ranks": "race-time.html#bytes-for-other-numbers-of-ranks",
+        "the-grid": "race.html#short-trainings-lstm",
+    }
+}
+"""Headings that moved to another page, by the page where they were: its new place, from there."""
+
 BOOST = {"guide": 4.0, "reports": 0.5}
 """Weights in the search, by folder; others have 1."""
 
@@ -61,6 +77,8 @@ PAGE = """<!doctype html>
 <body>This page has moved: <a href="{target}">{target}</a></body>
 </html>
 """
+
+SCRIPT = "<script>{{const to = {moved}[location.hash.slice(1)]; if (to) location.replace(to)}}</script>"
 
 
 @event_priority(100)  # before mike, which adds the version to the site's address
@@ -81,6 +99,14 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     if folder in BOOST:
         page.meta.setdefault("search", {}).setdefault("boost", BOOST[folder])
     return markdown
+
+
+def on_page_content(html: str, *, page: Any, **_: Any) -> str:
+    """Lead from headings that moved to where they are."""
+    moved = ANCHORS.get(page.file.src_uri.removesuffix(".md"))
+    if moved is None:
+        return html
+    return html + SCRIPT.format(moved=json.dumps(moved))
 
 
 def on_post_build(*, config: Any, **_: Any) -> None:

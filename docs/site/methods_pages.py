@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
 from docstrings import Docstring, fill, settings, table
 from report_pages import Report
 from step_figure import figure
@@ -106,6 +108,18 @@ def papers() -> list[dict[str, str]]:
     return tomllib.loads((Path(__file__).parent / "papers.toml").read_text(encoding="utf-8"))["paper"]
 
 
+def bibtex(one: Mapping[str, Any]) -> str:
+    """Entry of the project or of a paper, by what CITATION.cff says of it."""
+    who = [author.get("name") or f"{author['family-names']}, {author['given-names']}" for author in one["authors"]]
+    lines = {"title": f"{{{one['title']}}}", "author": " and ".join(f"{{{x}}}" if "," not in x else x for x in who)}
+    kind = {"conference-paper": "inproceedings", "article": "article"}.get(one["type"], "software")
+    if "conference" in one:
+        lines["booktitle"] = one["conference"]["name"]
+    lines |= {name: one[name] for name in ("journal", "volume", "version", "year", "url") if name in one}
+    name = re.sub(r"\W", "", one.get("abbreviation", one["title"])).lower() + str(one.get("year", ""))
+    return "\n".join([f"@{kind}{{{name},", *(f"  {key} = {{{value}}}," for key, value in lines.items()), "}"])
+
+
 def pages(reports: Mapping[str, Report]) -> dict[str, str]:
     """All pages and figures of methods by path."""
     every = dict(SPARSIFIERS.items())
@@ -138,6 +152,8 @@ def pages(reports: Mapping[str, Report]) -> dict[str, str]:
     heads = ("sparsifier", "what it does", "exchange", "AdamW", *(f"kB, n = {n}" for n in RANKS))
     rows = [[one[key] for key in ("paper", "here", "published", "corrected", "test")] for one in papers()]
     systems = table(("paper", "name here", "published", "corrected", "test against the authors' code"), rows)
-    values = {"overview": table(heads, overview, len(RANKS)), "systems": systems}
+    about = yaml.safe_load((Path(__file__).parents[2] / "CITATION.cff").read_text(encoding="utf-8"))
+    cited = {"project": bibtex(about), "cited": "\n\n".join(map(bibtex, about["references"]))}
+    values = {"overview": table(heads, overview, len(RANKS)), "systems": systems, **cited}
     found["methods/index.md"] = fill("methods.md.j2", **values, numel=NUMEL, density=DENSITY)
     return found

@@ -93,9 +93,11 @@ def read() -> dict[str, Report]:
         if "program" in about:  # which makes the page, and tables by name
             program = import_module(about["program"])
             results = program.Results()
-            about |= {"page": program.page(results), "tables": program.tables(results)}
+            about |= {"page": program.page(results, file.stem), "tables": program.tables(results, file.stem)}
             tables = [
-                Table(title, parsed(about["tables"][name]), {"methods": True}) for name, title in program.ENDS.items()
+                Table(title, parsed(about["tables"][name]), {"methods": True})
+                for name, title in program.ENDS.items()
+                if name in about["tables"]
             ]
         found[file.stem] = Report(file.stem, about, tables)
     return found

@@ -1,4 +1,4 @@
-"""The page of the race says what the results' files hold, and nothing else."""
+"""The pages of the race say what the results' files hold, and nothing else."""
 
 from __future__ import annotations
 
@@ -47,11 +47,12 @@ def keep(results: Results, run: Run, loss: float | None) -> None:
     results.add({"key": run.key, "run": run.described(), "curve": curve, "seconds": 1.0, "processor": "a"})
 
 
-def test_the_page_is_made_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each number on it is one of these, since all come from there."""
+@pytest.mark.parametrize("name", report.TEMPLATES)
+def test_the_pages_are_made_of_the_results(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Each number on them is one of these, since all come from there."""
     monkeypatch.setattr(Run, "key", property(cache(Run.key.fget)))  # type: ignore[attr-defined]  # asked for often
-    page = report.PAGE.read_text()
-    for part in re.split(r"<!-- .+? -->", report.page(Results())):  # places that docs/site/generate.py fills
+    page = (report.REPORTS / f"{name}.md").read_text()
+    for part in re.split(r"<!-- .+? -->", report.page(Results(), name)):  # places that docs/site/generate.py fills
         assert part in page, "run python docs/site/generate.py"
     assert "<!--" not in page
 
