@@ -7,10 +7,11 @@ rates of the same training with small ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from benchmarks.race.configurations import OTHERS
 from benchmarks.race.results import Results
 from benchmarks.race.run import Run
 
@@ -26,6 +27,8 @@ OPTIMIZERS = "muon", "lion"
 RULES = {"muon": ("average-gain", "steps-gain"), "lion": ("steps-gain", "average-gain")}
 """The two that may pass the gate, the expected one first."""
 RATES = {"muon": (4.0, 8.0, 16.0, 32.0), "lion": (0.5, 1.0, 2.0)}
+HIGHER_RATES = {"adafactor": (16.0, 32.0, 64.0), "sgd": (200.0, 400.0, 800.0)}
+OTHER_RATES = dict.fromkeys(OTHERS, (4.0, 8.0, 16.0)) | HIGHER_RATES
 LONG_RATES = {"muon": (4.0, 8.0, 16.0), "lion": (0.25, 0.5, 1.0)}
 WIDEST = 8
 """Factors of two that a grid may grow by."""
@@ -93,6 +96,12 @@ def _entries() -> Iterator[Entry]:
 
 ENTRIES = tuple(_entries())
 """In the order of their trainings."""
+OTHER_ENTRIES = tuple(
+    Entry("lstm-600", f"{optimizer}-{name}", OTHER_RATES[optimizer], FRESH[:2])
+    for optimizer in OTHERS
+    for name in ("dense", "today", "steps-gain", *(["ours"] if optimizer == "adamw" else []))
+)
+"""Other optimizers, which decide nothing."""
 # Seconds of one training on one core of an AMD EPYC that other work kept busy, in the mean over dense, today and drift.
 # Ten steps of some of them were timed (`--seconds`); the first two rows of 3000 steps are five and ten times those of
 # the short ones, and large batches were timed densely, those of the GPT with three steps. Of dense training's time,
@@ -151,9 +160,9 @@ def missing(entry: Entry, results: Results) -> list[Run]:
     return search.missing or [run for run in fresh(entry, search.best or search.tried[0]) if results.of(run) is None]
 
 
-def wanted(results: Results) -> list[Run]:
+def wanted(results: Results, entries: Sequence[Entry] = ENTRIES) -> list[Run]:
     """All trainings that can be done now, in the order of the plan."""
-    found = {run.key: run for run in KNOWN if results.of(run) is None}
-    for entry in ENTRIES:
+    found = {run.key: run for run in KNOWN if entries is ENTRIES and results.of(run) is None}
+    for entry in entries:
         found |= {run.key: run for run in missing(entry, results)}
     return list(found.values())

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from benchmarks.drift.plan import ENTRIES, FRESH, KNOWN, OPTIMIZERS, SHORT, TASKS, WIDE, Entry, fresh, searched, wanted
+from benchmarks.drift.plan import (
+    ENTRIES,
+    FRESH,
+    KNOWN,
+    OPTIMIZERS,
+    OTHER_ENTRIES,
+    SHORT,
+    TASKS,
+    WIDE,
+    Entry,
+    fresh,
+    searched,
+    wanted,
+)
 from benchmarks.race.cells import shown
 from benchmarks.race.configurations import ALL
 from benchmarks.race.report import table
@@ -140,11 +153,11 @@ def verdict(results: Results) -> str:
     return f"Gate not passed, measured against dense by paired seeds: {far}."
 
 
-def rows(task: str, results: Results) -> list[list[str]]:
-    """Of a task, each method in the order of the plan."""
-    every = [cell(entry, results) for entry in ENTRIES if entry.task == task]
-    found = {one.entry.method: one for one in every}
-    return [_row(one, found) for one in sorted(every, key=lambda one: OPTIMIZERS.index(one.entry.optimizer))]
+def rows(entries: Sequence[Entry], results: Results) -> list[list[str]]:
+    """Of a task, each method in the order of the plan, optimizer by optimizer."""
+    found = {entry.method: cell(entry, results) for entry in entries}
+    order = list(dict.fromkeys(entry.optimizer for entry in entries))
+    return [_row(one, found) for one in sorted(found.values(), key=lambda one: order.index(one.entry.optimizer))]
 
 
 def _row(one: Cell, found: dict[str, Cell]) -> list[str]:
@@ -168,12 +181,13 @@ def _row(one: Cell, found: dict[str, Cell]) -> list[str]:
 HEADS = ("method", "rate", "perplexity", "± s.e.", "seeds", "against dense", "of today's gap", "MB", "MB, the rest")
 
 
-def search(task: str, results: Results) -> str:
+def search(entries: Sequence[Entry], results: Results) -> str:
     """The grid of a task."""
     found = []
-    for entry in (entry for entry in ENTRIES if entry.task == task):
+    for entry in entries:
         one = cell(entry, results)
-        tried = [f"{run.rate:g}: {shown(loss, task)}" for run in one.tried if (loss := results.loss(run)) is not None]
+        losses = [(run.rate, loss) for run in one.tried if (loss := results.loss(run)) is not None]
+        tried = [f"{rate:g}: {shown(loss, entry.task)}" for rate, loss in losses]
         if tried:
             found.append([ALL[entry.method].title, ", ".join(tried), "" if one.best is None else "done"])
     return table(["method", "rate: perplexity", ""], found) if found else "Nothing is known yet."
@@ -216,6 +230,10 @@ def report(results: Results) -> str:
     ]
     for task in TASKS:
         wide = f", at the rates of {WIDE[task]}" if task in WIDE else ""
-        parts += [f"## {task}{wide}", table(HEADS, rows(task, results)), search(task, results)]
+        entries = [entry for entry in ENTRIES if entry.task == task]
+        parts += [f"## {task}{wide}", table(HEADS, rows(entries, results)), search(entries, results)]
+    seeds = ", ".join(map(str, OTHER_ENTRIES[0].seeds))
+    others = table(HEADS, rows(OTHER_ENTRIES, results)), search(OTHER_ENTRIES, results)
+    parts += [f"## {OTHER_ENTRIES[0].task}, other optimizers, seeds {seeds}", *others]
     parts += ["## Known from elsewhere", known(results), "## Missing", left(results), "## Verdict", verdict(results)]
     return "\n\n".join(parts)

@@ -101,6 +101,16 @@ DRIFTS: dict[str, dict[str, Any]] = {
     "steps-warm": {**STEPS, "warm_up": 150},
 }
 """Variants of drift: where the factor is and the score, or what is special."""
+OTHERS = {
+    "adamw": "AdamW",
+    "nadam": "NAdam",
+    "rmsprop": "RMSprop",
+    "adafactor": "Adafactor",
+    "sgd": "SGD with momentum",
+    "soap": "SOAP",
+    "adamw8": "AdamW with 8 bits",
+}
+"""Names of optimizers that have one variant of drift, in tables. Steps of SGD are linear: their mean is not shorter."""
 
 
 def _of_optimizers() -> Iterator[tuple[str, Configuration]]:
@@ -111,6 +121,13 @@ def _of_optimizers() -> Iterator[tuple[str, Configuration]]:
         for name, settings in DRIFTS.items():
             if optimizer == "muon" or not name.endswith("sparse"):
                 yield f"{optimizer}-{name}", Configuration(Drift, own | settings, title=f"{title}, drift: {name}")
+    for optimizer, title in OTHERS.items():
+        own, factor = {"optimizer": optimizer}, {"factor": "one"} if optimizer == "sgd" else {}
+        yield f"{optimizer}-dense", Configuration(Averaged, own, title=f"{title}, dense (DDP)")
+        yield f"{optimizer}-today", Configuration(Today, own, title=f"{title}, today")
+        drift = own | STEPS | factor
+        yield f"{optimizer}-steps-gain", Configuration(Drift, drift, title=f"{title}, drift: steps-gain")
+    yield "adamw-ours", Configuration(Ours, {"density": 0.01}, title="AdamW, by its own rule", asks=ADAMW)
 
 
 OPTIMIZERS: dict[str, Configuration] = dict(_of_optimizers())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -216,4 +217,13 @@ def simulated(names: Sequence[str], n: int) -> list[tuple[list[Tensor], float]]:
     return found
 
 
-ALL = list(CONFIGURED)
+NEEDED = {"soap": "pytorch_optimizer", "adamw8": "bitsandbytes"}
+"""What an optimizer comes from, where that is neither torch nor here."""
+
+
+def installed(optimizer: str) -> bool:
+    """Whether this optimizer can be made."""
+    return optimizer not in NEEDED or find_spec(NEEDED[optimizer]) is not None
+
+
+ALL = [name for name in CONFIGURED if installed(name.split("-")[0])]

@@ -41,7 +41,10 @@ CASES = [
     ("lion", "measured", "average", "gain", "agreed"),
     ("sgd", "one", "average", "drift", "ranks"),
     ("sgd", "measured", "steps", "gain", "ranks"),
+    ("sgd", "one", "steps", "gain", "ranks"),
 ]
+DECAYS = {"lion": 1.0, "sgd": 1e-4}
+"""Of matrices and vectors, where it is not 0.1."""
 
 
 @pytest.mark.parametrize("n", [2, 4])
@@ -51,7 +54,7 @@ def test_twenty_steps_are_those_of_the_reference(case: tuple[str, ...], n: int) 
     settings = {"optimizer": optimizer, "factor": factor, "longer": longer, "score": score, "decay": decay}
     ranks = methods(Drift, n, SHAPES, density=0.05, **settings)
     begin = values(ranks[0])
-    decays = (1.0, 1.0) if optimizer == "lion" else (0.1, 0.1)
+    decays = (DECAYS.get(optimizer, 0.1),) * 2
     by = Settings(**settings, density=0.05, rate=0.01, weight_decay=decays)
     reference = ReferenceDrift(matrices_of(begin), begin[NUMEL:], n, by)
     for step in range(20):
@@ -99,13 +102,13 @@ def joined(rows: Tensor) -> list[Tensor]:
     return matrices_of(rows.mean(0))
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "lion", "sgd"])
+@pytest.mark.parametrize("optimizer", ["muon", "lion", "sgd", "adamw"])
 @pytest.mark.parametrize("make", [Averaged, Today])
 def test_dense_and_todays_exchange_of_everything_step_the_mean_gradient(make: type[Method], optimizer: str) -> None:
     settings = {"density": 1.0} if make is Today else {}
     ranks = methods(make, 2, SHAPES, optimizer=optimizer, **settings)
     x = matrices_of(values(ranks[0]))
-    stepper, decay = Stepper(optimizer, x), 1.0 if optimizer == "lion" else 0.1
+    stepper, decay = Stepper(optimizer, x), DECAYS.get(optimizer, 0.1)
     for step in range(5):
         rows = torch.stack([gradient(values(ranks[i]), i, step) for i in range(2)])
         take(ranks, rows, 0.01, step)

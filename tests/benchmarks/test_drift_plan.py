@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from benchmarks.drift import plan
-from benchmarks.drift.plan import ENTRIES, FRESH, SEED, Entry, searched, wanted
+from benchmarks.drift.plan import ENTRIES, FRESH, OTHER_ENTRIES, SEED, Entry, searched, wanted
 from benchmarks.drift.report import report, verdict
 from benchmarks.race.results import FOLDER, Results
 from benchmarks.race.run import Run
@@ -52,9 +53,11 @@ def test_what_decides_comes_first_and_wide_trainings_take_rates_over(tmp_path: P
     assert wide == Run("gpt-3000-wide", "muon-dense", 8.0, SEED)
 
 
-def made_up(results: Results, end: dict[str, float], tasks: tuple[str, ...]) -> None:
+def made_up(
+    results: Results, end: dict[str, float], tasks: tuple[str, ...], entries: Sequence[Entry] = ENTRIES
+) -> None:
     """All trainings of some tasks, ending at what is given for a kind of method, best at the second rate."""
-    for entry in ENTRIES:
+    for entry in entries:
         if entry.task not in tasks:
             continue
         kind = entry.method.split("-", 1)[1]
@@ -89,6 +92,17 @@ def test_a_gap_that_is_not_closed_fails_and_missing_cells_are_named(tmp_path: Pa
     text = report(results)
     assert "- gpt-3000: muon-dense (search, 0 trainings known)" in text
     assert "50 %" in text
+
+
+def test_other_optimizers_are_searched_alike_apart_from_the_gate(tmp_path: Path) -> None:
+    results = Results(tmp_path)
+    before = verdict(results)
+    made_up(results, {"dense": 4.0, "today": 4.2, "drift": 4.05}, ("lstm-600",), OTHER_ENTRIES)
+    assert wanted(results, OTHER_ENTRIES) == []
+    assert verdict(results) == before and not {entry.method for entry in ENTRIES} & {e.method for e in OTHER_ENTRIES}
+    text = report(results)
+    assert "| SGD with momentum, drift: steps-gain | 400 | 57.5 | 0.029 | 2 | +5.1 ± 0.0 % | 75 % |" in text
+    assert "| AdamW, by its own rule | 8 |" in text
 
 
 def test_results_are_whole() -> None:

@@ -43,7 +43,8 @@ def kind(name: str) -> tuple[str]:
 
 @pytest.mark.parametrize("name", by_default(covering([(name,) for name in ALL], together=1, seen_as=kind), 6))
 def test_a_training_goes_on_where_it_was_interrupted(name: str, tmp_path: Path) -> None:
-    run, loaded = Run("small", name, 4.0), load(Path())
+    rate = 1.0 if name == "soap-today" else 4.0  # SOAP's bases hardly fit sparse averages
+    run, loaded = Run("small", name, rate), load(Path())
     whole = Simulation(run, loaded)
     assert whole.train(lambda: False, None)
     first = Simulation(run, loaded)

@@ -1,12 +1,13 @@
 """Other optimizers than AdamW behind an exchange of gradients: dense, and as `sparse_ddp` serves them today.
 
-Muon steps the matrices of layers, AdamW embeddings, the output layer and vectors. Lion and SGD step everything.
+Muon steps the matrices of layers, AdamW embeddings, the output layer and vectors. All others step everything.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
@@ -26,8 +27,11 @@ from lightning_sparse.methods.memory import Memory
 
 OUTER = "words", "places", "out"
 """How names of embeddings and of the output layer begin, which AdamW steps beside Muon."""
-LION_DECAY = 10.0
-"""Lion's weight decay, as a multiple of AdamW's: its rates are as much lower."""
+DECAYS = {"lion": 10.0, "sgd": 1e-3, "rmsprop": 0.0}
+"""Weight decay, as a multiple of AdamW's, where it differs. Lion's rates are as much lower, and those of SGD with
+momentum as much higher. RMSprop would add decay to gradients before their scale is taken out: its default is none."""
+LARGEST = 1000
+"""Side of a matrix that SOAP has a basis for."""
 WARM = 1.0
 """Density that a warm-up begins with."""
 
@@ -40,7 +44,7 @@ class Optimized(Method):
     Args:
         flat: of the model.
         at: this rank.
-        optimizer: `muon`, `lion`, or `sgd` with momentum.
+        optimizer: `muon`, `lion`, `sgd` with momentum, or one of those in :func:`_made`.
         embeddings: what Muon leaves: `dense`, or `second_moment` as the library serves AdamW.
         density: of what is sparse.
         warm_up: steps in which the density falls from 1 to that.
@@ -182,10 +186,20 @@ def _made(
         muon = torch.optim.Muon(group(served, of_matrices, True), lr=1.0, adjust_lr_fn="match_rms_adamw")
         left = group(others, of_matrices) + group(vectors, of_vectors)
         return [muon, *([torch.optim.AdamW(left, lr=1.0, betas=at.betas)] if left else [])]
-    longer = LION_DECAY if optimizer == "lion" else 1.0
-    groups = group(served, longer * of_matrices, True) + group(vectors, longer * of_vectors)
-    if optimizer == "lion":
-        return [Lion(groups)]
-    if optimizer == "sgd":
-        return [torch.optim.SGD(groups, lr=1.0, momentum=0.9)]
-    raise ValueError(f"Expected muon, lion or sgd, but got {optimizer}.")
+    times = DECAYS.get(optimizer, 1.0)
+    groups = group(served, times * of_matrices, True) + group(vectors, times * of_vectors)
+    makes: dict[str, Callable[[], torch.optim.Optimizer]] = {
+        "lion": lambda: Lion(groups),
+        "sgd": lambda: torch.optim.SGD(groups, lr=1.0, momentum=0.9),
+        "adamw": lambda: torch.optim.AdamW(groups, lr=1.0, betas=at.betas),
+        "adamw8": lambda: import_module("bitsandbytes").optim.AdamW8bit(groups, lr=1.0, betas=at.betas),
+        "nadam": lambda: torch.optim.NAdam(groups, lr=1.0, betas=at.betas, decoupled_weight_decay=True),
+        "rmsprop": lambda: torch.optim.RMSprop(groups, lr=1.0, alpha=at.betas[1]),
+        "adafactor": lambda: torch.optim.Adafactor(groups, lr=1.0),
+        "soap": lambda: import_module("pytorch_optimizer").SOAP(
+            groups, lr=1.0, betas=at.betas, max_precondition_dim=LARGEST
+        ),
+    }
+    if optimizer not in makes:
+        raise ValueError(f"Expected muon, {', '.join(makes)}, but got {optimizer}.")
+    return [makes[optimizer]()]
