@@ -104,6 +104,9 @@ class Rule:
         moved[places] = factor * mean / root / age
         return moved
 
+    def _score(self, acc: Tensor, second: Tensor, length: float) -> Tensor:
+        return acc.abs() / ((second + (acc / length).square()).sqrt() + EPS) ** (2 * self.variant.power)
+
     def _places(self, acc: Tensor, second: Tensor, density: float, length: float) -> Tensor:
         numel, ranks = acc.shape[1], len(acc)
         if density >= 1:
@@ -111,16 +114,14 @@ class Rule:
         k = max(1, int(density * numel))
         if self.variant.selection == "best":
             mean = acc.mean(0)
-            score = mean.abs() / ((second.mean(0) + (mean / length).square()).sqrt() + EPS) ** (2 * self.variant.power)
-            return score.topk(k).indices.sort().values
-        score = acc.abs() / ((second + (acc / length).square()).sqrt() + EPS) ** (2 * self.variant.power)
+            return self._score(mean, second.mean(0), length).topk(k).indices.sort().values
+        score = self._score(acc, second, length)
         if self.variant.selection == "named":
             named, picks = torch.zeros(numel), min(numel, round(self.variant.names * k / ranks))
             for row, values in zip(score, acc, strict=True):
                 said = row >= float(np.partition(row.numpy(), numel - picks)[numel - picks])
                 named[said] += values[said]
-            by = ((second.mean(0) + (named / ranks / length).square()).sqrt() + EPS) ** (2 * self.variant.power)
-            return (named.abs() / by).topk(k).indices.sort().values
+            return self._score(named / ranks, second.mean(0), length).topk(k).indices.sort().values
         chosen = torch.zeros(numel, dtype=torch.bool)
         for row in score:
             picks = min(numel, max(1, round(self.more * k / ranks)))

@@ -88,7 +88,7 @@ class Copies:
         self._sums = {name: self._sum(name) for name in self._drifting}
 
     def _sum(self, name: str) -> Tensor:
-        """Return (2,) float64: a sum of bits, which sees any change of one weight, and one with signs, for the rest."""
+        """Return (3,) float64: a sum of bits, which sees any change of one weight, and one with signs, for the rest."""
         flat = flattened(self._groups.parameters[name])
         bits = torch.int32 if flat.element_size() != 2 else torch.int16
         words = flat.view(bits).sum(dtype=bits)  # wrapping around: a wider sum takes a hundred times as long
@@ -185,14 +185,13 @@ class Copies:
             return None
         if not self._moves and bool(_differ(self._sum(name), self._sums[name])):
             return None
-        if torch.equal(self.of(name), own(self._groups.parameters[name])):  # so that what is written there counts
+        agreed = self.of(name)
+        if torch.equal(agreed, own(self._groups.parameters[name])):  # so that what is written there counts
             return None
         if self._given_at != (now := (self._groups.record.counts.number, self._groups.adoptions)):
             self._given.clear()
             self._given_at = now
-        if (found := self._given.get(name)) is None:
-            self._given[name] = found = self.of(name)
-        return found
+        return self._given.setdefault(name, agreed)
 
     def watch(self, model: Module) -> None:
         """Let state dicts of a model have the agreed weights, from when weights drift on."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -10,7 +9,7 @@ from torch import Tensor
 from torch.optim import ASGD, SGD, Optimizer
 
 from lightning_sparse.core.console import page
-from lightning_sparse.engine.optimizers.kinds import groups_with, holds, stepping
+from lightning_sparse.engine.optimizers.kinds import groups_with, holds, is_called, stepping
 
 ADAM = "torch's AdamW with an exchange that carries second moments, such as the default one of 'union_top_k'"
 OTHERS = f"Use torch's SGD, or {ADAM}; or keep the parameters that it steps dense, for instance dense=['*.weight']."
@@ -99,8 +98,8 @@ def unsuited(optimizer: Optimizer, parameters: Set[int]) -> Unsuited | None:
     if type(inner) in (SGD, ASGD) or not holds(optimizer, parameters):
         return None
     names = [base.__name__ for base in type(inner).__mro__]
-    for kind in BY_NAME:  # a whole word, as in FusedLion8bit and lion, not in Medallion
-        if any(re.search(f"{kind.title()}|{kind.upper()}|^{kind}|_{kind}", one) for one in names):
+    for kind in BY_NAME:
+        if is_called(kind, inner):
             return Unsuited(name, kind)
     understood = False
     for group in groups_with(optimizer, parameters):

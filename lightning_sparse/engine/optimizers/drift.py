@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from lightning_sparse.core.layout import flat_as
-from lightning_sparse.engine.optimizers.kinds import ids_of, is_adam, is_in_parts, needs_closure, stepping
+from lightning_sparse.engine.optimizers.kinds import ids_of, is_adam, is_called, is_in_parts, needs_closure, stepping
 from lightning_sparse.engine.step import Stepper
 from lightning_sparse.methods.memory import Drift
 
@@ -48,11 +48,7 @@ MEASURED = {
 
 def measured(optimizer: Optimizer) -> tuple[Drift, str]:
     """Return the memory for copies that an optimizer steps, and what is known of it; empty: nothing."""
-    names = [base.__name__ for base in type(stepping(optimizer)).__mro__]
-    for word, known in MEASURED.items():  # a whole word, as in FusedLion8bit and lion, not in Medallion
-        if any(re.search(f"{word.title()}|{word.upper()}|^{word}|_{word}", name) for name in names):
-            return known
-    return Drift(), ""
+    return next((known for word, known in MEASURED.items() if is_called(word, optimizer)), (Drift(), ""))
 
 
 def misfit(optimizer: Optimizer) -> str:

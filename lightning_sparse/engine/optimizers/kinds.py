@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import cache
@@ -52,6 +53,12 @@ def stepping(optimizer: Optimizer) -> Optimizer:
 def is_in_parts(*kinds: type[object]) -> bool:
     """Return True if one of these steps a part of the parameters on each rank."""
     return "ZeroRedundancyOptimizer" in [kind.__name__ for kind in kinds]
+
+
+def is_called(word: str, optimizer: Optimizer) -> bool:
+    """Return True if a class of an optimizer has a whole word, as in FusedLion8bit and lion, not in Medallion."""
+    names = (base.__name__ for base in type(stepping(optimizer)).__mro__)
+    return any(re.search(f"{word.title()}|{word.upper()}|^{word}|_{word}", name) for name in names)
 
 
 def listed(optimizers: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:

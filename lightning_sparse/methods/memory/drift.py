@@ -159,10 +159,8 @@ class Drift(Memory):
     def absorb_(self, state: DriftState, grad: Gradient, ctx: Context) -> Absorbed:
         """Set ``acc = p - x``, given the weights of this rank in the place of a gradient."""
         work = state.work
-        work.copy, work.away = grad, torch.empty_like(state.agreed)
-        for span, run in grad:
-            torch.sub(state.agreed[span], run, out=work.away[span])
-        work.away[-1:].zero_()
+        work.copy = grad
+        work.away = self._with_a_spare_slot(state)
         work.factor = 1.0 if self.longer == "steps" else self.factor(state, ctx.world_size)
         work.steps, total = work.steps + 1, work.away.sum()
         if state.pushed is not None:
@@ -240,9 +238,13 @@ class Drift(Memory):
 
     def away(self, state: DriftState) -> Tensor:
         """Return (numel,) ``p - x``."""
-        away = torch.empty_like(state.agreed[:-1])
+        return self._with_a_spare_slot(state)[:-1]
+
+    def _with_a_spare_slot(self, state: DriftState) -> Tensor:
+        away = torch.empty_like(state.agreed)
         for span, run in self.copy(state):
             torch.sub(state.agreed[span], run, out=away[span])
+        away[-1:].zero_()
         return away
 
     def for_dense(self) -> Memory:
