@@ -38,14 +38,14 @@ class ResidualAudit(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Reset the audit; warn if there are no residuals."""
-        self._ages, engine = Ages(), self.engine_of(trainer)
+        self._ages, engine = Ages(), self._engine_of(trainer)
         self._seen = {} if engine is None else _latest(engine)
         if engine is None:
-            self.warn_that_nothing_is_sparse(trainer, "log")
+            self._warn_that_nothing_is_sparse(trainer, "log")
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """Record the update; log on logging steps."""
-        engine = self.engine_of(trainer)
+        engine = self._engine_of(trainer)
         if engine is None or engine._direct:
             return
         latest = _latest(engine)
@@ -53,8 +53,8 @@ class ResidualAudit(Callback):
             return
         self._seen = latest
         self._ages.note(engine)
-        if self.is_logging_step(trainer):
-            self.log_numbers(pl_module, {**self._ages.quantities(), "norm": _norm(engine)}, "residual/")
+        if self._is_logging_step(trainer):
+            self._log_numbers(pl_module, {**self._ages.quantities(), "norm": _norm(engine)}, "residual/")
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Log the distribution of ages."""

@@ -29,11 +29,11 @@ class Callback(Base):
     """Callback that asks a Trainer for its engine, its logging steps and its loss scale."""
 
     @staticmethod
-    def engine_of(trainer: Any) -> Engine | None:
+    def _engine_of(trainer: Any) -> Engine | None:
         """Return the engine of a strategy that sparsifies, or None."""
         return getattr(trainer.strategy, "engine", None)
 
-    def warn_that_nothing_is_sparse(self, trainer: Any, what: str, also: str = "") -> None:
+    def _warn_that_nothing_is_sparse(self, trainer: Any, what: str, also: str = "") -> None:
         """Warn that the callback has nothing to do, because the strategy does not sparsify.
 
         Args:
@@ -47,19 +47,19 @@ class Callback(Base):
         )
 
     @staticmethod
-    def is_logging_step(trainer: Any) -> bool:
+    def _is_logging_step(trainer: Any) -> bool:
         """Return Lightning's own decision to log, which has no public name."""
         return bool(trainer._logger_connector.should_update_logs) and not trainer.fit_loop._should_accumulate()
 
     @staticmethod
-    def loss_scale(trainer: Any) -> Tensor | None:
+    def _loss_scale(trainer: Any) -> Tensor | None:
         """Return the factor of the loss, (), or None without a scaler."""
         scaler = getattr(trainer.strategy.precision_plugin, "scaler", None)
         scale: Tensor | None = getattr(scaler, "_scale", None)  # public get_scale() waits for the device
         return scale
 
     @staticmethod
-    def log_numbers(pl_module: Any, numbers: Mapping[str, float], under: str = "", **options: Any) -> None:
+    def _log_numbers(pl_module: Any, numbers: Mapping[str, float], under: str = "", **options: Any) -> None:
         """Log numbers by name, ``sparse/<under><name>``, in the row of the step."""
         named = {f"sparse/{under}{name}": number for name, number in numbers.items()}
         pl_module.log_dict(named, **{"on_step": True, "on_epoch": False, **options})

@@ -73,7 +73,7 @@ class GradientDistribution(Callback):
         """Start to copy gradients, if this step is shown."""
         if self._steps % self.every or not trainer.is_global_zero or self._gradients is not None:
             return
-        engine = self.engine_of(trainer)
+        engine = self._engine_of(trainer)
         parameters = trained_parameters(trainer.lightning_module) if engine is None else engine._parameters
         plan = [] if engine is None or engine._direct else [group for group in engine.groups if not group.dense]
         largest = sorted(plan, key=lambda group: -group.numel)[: self.most]
@@ -96,9 +96,9 @@ class GradientDistribution(Callback):
         self._steps += 1
         if self._gradients is None:
             return
-        found = self._gradients.take(self.loss_scale(trainer))
+        found = self._gradients.take(self._loss_scale(trainer))
         self._gradients = None
-        engine = self.engine_of(trainer)
+        engine = self._engine_of(trainer)
         thresholds = _thresholds(engine)
         if engine is not None:
             found = {name: engine.router.share.part(name, gradient) for name, gradient in found.items()}

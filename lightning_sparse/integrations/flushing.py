@@ -53,7 +53,7 @@ class FlushResidual(Callback):
         """Warn if there is nothing to flush."""
         self._rates, self._flushed, self._averaged = {}, [], False
         if not engines_of(trainer.strategy):
-            self.warn_that_nothing_is_sparse(trainer, "do")
+            self._warn_that_nothing_is_sparse(trainer, "do")
             return
         for optimizer in trainer.optimizers:
             refuse_closure(optimizer)

@@ -85,7 +85,7 @@ class SparsityMonitor(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Print the table, set the axes in W&B, set up the shadow."""
-        engine = self.engine_of(trainer)
+        engine = self._engine_of(trainer)
         self._start_shadow(trainer)
         for metric in (*self.metrics.values(), self.traffic):
             metric.reset()
@@ -94,7 +94,7 @@ class SparsityMonitor(Callback):
         if engine is None:
             if not self.shadow:
                 also = ", let sparsifiers look on with SparsityMonitor(shadow=['top_k']),"
-                self.warn_that_nothing_is_sparse(trainer, "log", also)
+                self._warn_that_nothing_is_sparse(trainer, "log", also)
             return
         self._logged_step, self._plan = engine.step, []
         if self.table and trainer.is_global_zero:
@@ -116,16 +116,16 @@ class SparsityMonitor(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """Log on logging steps, if gradients were exchanged since the last time."""
-        shadow, engine = self._shadow, self.engine_of(trainer)
+        shadow, engine = self._shadow, self._engine_of(trainer)
         if shadow is not None and not trainer.fit_loop._should_accumulate():
             if shadow.gradients.started:
-                shadow.step(shadow.gradients.take(self.loss_scale(trainer)))
+                shadow.step(shadow.gradients.take(self._loss_scale(trainer)))
             self._steps += 1
         # In this order: to read the step may wait for a device.
-        if not self.is_logging_step(trainer):
+        if not self._is_logging_step(trainer):
             return
         if shadow is not None:
-            self.log_numbers(pl_module, shadow.quantities, "shadow/")
+            self._log_numbers(pl_module, shadow.quantities, "shadow/")
             shadow.quantities = {}
         if engine is None or engine.step == self._logged_step:
             return
@@ -136,18 +136,18 @@ class SparsityMonitor(Callback):
         summary = summarize(step, engine._mean_over_ranks)
         summary |= {name: float(metric(step)) for name, metric in self.metrics.items()}
         self.traffic.update(step)
-        self.log_numbers(pl_module, {"density": summary.pop("density")}, prog_bar=True)
-        self.log_numbers(pl_module, summary)
+        self._log_numbers(pl_module, {"density": summary.pop("density")}, prog_bar=True)
+        self._log_numbers(pl_module, summary)
         for group, values in engine._group_summaries().items() if self.groups else ():
-            self.log_numbers(pl_module, values, f"group/{group}/")
+            self._log_numbers(pl_module, values, f"group/{group}/")
         self.log_plan(trainer, engine)
 
     def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Log the totals beside the results of validation during fit."""
-        engine = self.engine_of(trainer)
+        engine = self._engine_of(trainer)
         if engine is None or trainer.sanity_checking or trainer.state.fn != "fit":
             return
-        self.log_numbers(pl_module, totals_of(engine._totals), on_step=False, on_epoch=True, sync_dist=True)
+        self._log_numbers(pl_module, totals_of(engine._totals), on_step=False, on_epoch=True, sync_dist=True)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Free the shadow's memory."""

@@ -58,7 +58,7 @@ class PartitionMap(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Clear the record; warn if there is nothing to record."""
         self.rows, self._recorded = [], 0
-        engine = self.engine_of(trainer)
+        engine = self._engine_of(trainer)
         if engine is None or not has_ranges(engine):
             rank_zero_warn(
                 "PartitionMap has nothing to record: only sparsifiers that give ranks ranges of coordinates have a "
@@ -68,7 +68,7 @@ class PartitionMap(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """Record the ranges, if it is due."""
-        engine = self.engine_of(trainer)
+        engine = self._engine_of(trainer)
         if engine is None or not trainer.is_global_zero or trainer.fit_loop._should_accumulate():
             return
         self._recorded += 1
