@@ -52,6 +52,7 @@ CASES = [
     Case("shared_top_k", ls.sparsifiers.SharedTopK(), numbered=True),
     Case("union_top_k", ls.sparsifiers.UnionTopK(), numbered=True),
     Case("union_top_k-bounded", ls.sparsifiers.UnionTopK(max_factor=1.1), numbered=True),
+    Case("mean_top_k", ls.sparsifiers.MeanTopK(), numbered=True),
     Case("striped_top_k", ls.sparsifiers.StripedTopK(), numbered=True),
     Case("striped_top_k-single", ls.sparsifiers.StripedTopK(block=1), numbered=True),
     Case("dgc", ls.sparsifiers.DGC(), private=True),

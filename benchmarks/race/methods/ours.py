@@ -153,6 +153,7 @@ class Ours(Exchanged):
         late: apply each average one step late; the last one is applied at the end, too.
         whole: vectors are sparse, too.
         chunked: pick as many of each chunk, see :class:`Chunked`.
+        voted: MeanTopK in place of UnionTopK.
         keeps: factor of the residual in each step; below 1 it forgets.
         ahead: extrapolate: move matrices by this part of each move in advance, and take it back in the next step, as in
             optimistic gradient descent (arXiv 1711.00141); for averages that come late.
@@ -174,8 +175,10 @@ class Ours(Exchanged):
         parts: int = 1,
         chunked: bool = False,
         keeps: float = 1.0,
+        voted: bool = False,
     ) -> None:
-        sparsifier = Chunked() if chunked else ls.sparsifiers.UnionTopK()
+        made = ls.sparsifiers.MeanTopK if voted else Chunked if chunked else ls.sparsifiers.UnionTopK
+        sparsifier = made()
         super().__init__(flat, at, sparsifier, ls.memories.SecondMoment(at.betas[1]), density, whole, parts)
         self.keeps, self.waits = keeps, chunked
         self.optimizer = None if whole else self.adamw(flat.vectors)

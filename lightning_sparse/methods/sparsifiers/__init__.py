@@ -8,6 +8,7 @@ from lightning_sparse.methods.sparsifiers.exdyna import ExDyna
 from lightning_sparse.methods.sparsifiers.gaussian_k import GaussianK
 from lightning_sparse.methods.sparsifiers.gtop_k import GTopK
 from lightning_sparse.methods.sparsifiers.hard_threshold import HardThreshold
+from lightning_sparse.methods.sparsifiers.mean_top_k import MeanTopK
 from lightning_sparse.methods.sparsifiers.micro import MiCRO
 from lightning_sparse.methods.sparsifiers.ok_top_k import OkTopK
 from lightning_sparse.methods.sparsifiers.random_k import RandomK
@@ -28,6 +29,7 @@ __all__ = [
     "GaussianK",
     "GTopK",
     "HardThreshold",
+    "MeanTopK",
     "MiCRO",
     "OkTopK",
     "RandomK",
