@@ -76,7 +76,7 @@ def test_every_name_of_a_registry_has_a_page() -> None:
 @pytest.mark.parametrize("name", [name for name in SPARSIFIERS if name not in ("sidco_gp", "sidco_p")])
 def test_methods_of_papers_say_what_differs_and_whom_to_cite(name: str) -> None:
     page = (DOCS / "methods" / f"{name.removesuffix('_e') if name.startswith('sidco') else name}.md").read_text()
-    ours = {"union_top_k", "shared_top_k", "striped_top_k", "everything"}
+    ours = {"union_top_k", "mean_top_k", "shared_top_k", "striped_top_k", "everything"}
     assert ("## Differs from the paper" in page) == (name not in ours)
     assert "## Citation" in page or name == "everything"
 

@@ -35,10 +35,12 @@ from lightning_sparse.engine.pipeline import exchange_group, init_group, settle_
 from lightning_sparse.methods.exchanges import as_exchange
 
 OWN = FOLDER / "causes" / "causes.jsonl"
-LIBRARY, DENSE = "library", "dense"
+LIBRARY, DENSE, MEAN = "library", "dense", "library, MeanTopK"
 VARIANTS: dict[str, Variant] = {
     LIBRARY: Variant(),
     f"{LIBRARY}, script's clipping": Variant("own"),
+    MEAN: Variant(),
+    f"{LIBRARY}, density 0.02": Variant(density=0.02),
     "formulas": Variant(),
     "script's clipping": Variant("own"),
     "no clipping": Variant("none"),
@@ -85,7 +87,9 @@ def wanted() -> Iterator[Run]:
     rest = [*next_ones, *(name for name in VARIANTS if name not in (*first, *next_ones))]
     yield from (Run(name, 8, 1000) for name in first)
     yield from (Run(name, 8, 1000) for name in rest)
-    yield from (Run(name, 8, 1000, rate) for rate in (2.0,) for name in (DENSE, LIBRARY, "formulas"))
+    yield from (Run(name, 8, 1000, rate) for rate in (2.0, 4.0) for name in (DENSE, LIBRARY, MEAN))
+    yield Run(f"{LIBRARY}, density 0.02", 8, 1000, 4.0)
+    yield from (Run(name, 8, 1000, 4.0, 1) for name in (DENSE, LIBRARY, MEAN))
     yield Run(f"{DENSE}, beta1 0", 8, 1000)
     yield from (Run(name, 2, 1000) for name in first)
     yield from (Run(name, 8, 1000, seed=1) for name in (*first, *rest))
@@ -113,7 +117,7 @@ class Simulation:
         self.optimizer = torch.optim.AdamW(groups if self.dense else groups[1:], lr=1.0, betas=betas)
         self.rule = Rule(self.variant, run.ranks, numel if not self._by_library else 0, betas[1], run.steps)
         self.parts: dict[str, Any] = {
-            "sparsifier": ls.sparsifiers.UnionTopK(),
+            "sparsifier": ls.sparsifiers.MeanTopK() if run.name == MEAN else ls.sparsifiers.UnionTopK(),
             "memory": ls.memories.SecondMoment(betas[1]),
         }
         self.exchange = as_exchange(None, *self.parts.values())
@@ -213,7 +217,7 @@ def report(found: dict[Run, dict[str, Any]]) -> str:
             pairs = [
                 end - found[dense]["curve"][-1][1]
                 for run, end in zip(runs, ends, strict=True)
-                if (dense := run._replace(name=DENSE, rate=1.0)) in found
+                if (dense := run._replace(name=DENSE)) in found
             ]
             behind = f"{sum(pairs) / len(pairs):+.3f}" if pairs else ""
             density = found[runs[0]]["density"]

@@ -177,8 +177,8 @@ class Ours(Exchanged):
         keeps: float = 1.0,
         voted: bool = False,
     ) -> None:
-        made = ls.sparsifiers.MeanTopK if voted else Chunked if chunked else ls.sparsifiers.UnionTopK
-        sparsifier = made()
+        union = Chunked() if chunked else ls.sparsifiers.UnionTopK()
+        sparsifier = ls.sparsifiers.MeanTopK() if voted else union
         super().__init__(flat, at, sparsifier, ls.memories.SecondMoment(at.betas[1]), density, whole, parts)
         self.keeps, self.waits = keeps, chunked
         self.optimizer = None if whole else self.adamw(flat.vectors)

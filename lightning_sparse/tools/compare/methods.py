@@ -18,6 +18,7 @@ from lightning_sparse.sparsifiers import (
     GaussianK,
     GTopK,
     HardThreshold,
+    MeanTopK,
     MiCRO,
     OkTopK,
     RandomK,
@@ -123,6 +124,8 @@ METHODS = [
     Method("union_top_k", UnionTopK(), lambda n: 1.95, _heads),
     Method("union_top_k+momentum", UnionTopK(), lambda n: 1.95, _heads, memory=MomentumCorrection()),
     Method("union_top_k+early", UnionTopK(), lambda n: 1.95, _heads, early=True),
+    # Those of UnionTopK, and 2.1 bits of each coordinate that is looked at: six for each one that is sent.
+    Method("mean_top_k", MeanTopK(), lambda n: 2.3, _heads),
     Method("top_k+early", TopK(), early=True),
     Method("exdyna+early", ExDyna(), _exclusive, _survey, early=True),
 ]

@@ -18,6 +18,7 @@ from lightning_sparse.methods.density import count
 from lightning_sparse.methods.sparsifiers.mean_top_k import Stripe, encoded, estimated
 from tests.static_path import static_path
 
+METHOD = ls.sparsifiers.MeanTopK()
 LOW, HIGH = 0.4528, 1.5104
 SHARES = [(2, 2000, 0.02), (3, 601, 0.1), (8, 9000, 0.01), (4, 300, 0.3), (5, 5001, 0.04), (2, 140, 0.5)]
 
@@ -68,7 +69,7 @@ def reference_selection(
 
 def select(rows: torch.Tensor, density: float, step: int, in_runs: bool = False) -> list[Selection]:
     n, numel = rows.shape
-    sparsifier = ls.sparsifiers.MeanTopK()
+    sparsifier = METHOD
 
     def one(rank: int):  # type: ignore[no-untyped-def]
         state = sparsifier.init(numel, n, density, rows.device)
@@ -149,7 +150,7 @@ def test_the_union_holds_k_whatever_ranks_agree_on(n: int) -> None:
     common = torch.randn(90, 1, 20_000, generator=generator)
     for share in (0.0, 0.5, 1.0):
         stream = share * common + (1 - share) * torch.randn(90, n, 20_000, generator=generator)
-        densities = [len(step.indices) / 200 for step in ls.simulate(stream, sparsifier="mean_top_k", density=0.01)]
+        densities = [len(step.indices) / 200 for step in ls.simulate(stream, sparsifier=METHOD, density=0.01)]
         assert sum(density < 1 for density in densities) <= 5
         assert min(densities) > 0.7
 
@@ -158,12 +159,28 @@ def test_a_coordinate_that_is_large_on_one_rank_does_not_wait_for_its_turn() -> 
     stream = torch.randn(3, 8, 20_000, generator=torch.Generator().manual_seed(0))
     for step, place in enumerate((5, 17_000, 9_999)):
         stream[step, 3, place] = 100.0
-    for place, step in zip((5, 17_000, 9_999), ls.simulate(stream, sparsifier="mean_top_k", density=0.01), strict=True):
+    for place, step in zip((5, 17_000, 9_999), ls.simulate(stream, sparsifier=METHOD, density=0.01), strict=True):
         assert place in step.indices
 
 
 def test_alone_a_rank_picks_its_k_largest() -> None:
     stream = torch.randn(3, 1, 1000, generator=torch.Generator().manual_seed(0))
-    steps = ls.simulate(stream, sparsifier="mean_top_k", density=0.01)
+    steps = ls.simulate(stream, sparsifier=METHOD, density=0.01)
     expected = ls.simulate(stream, sparsifier="top_k", density=0.01)
     assert [one.indices.tolist() for one in steps] == [one.indices.tolist() for one in expected]
+
+
+def test_small_groups_are_selected_from_as_by_union_top_k() -> None:
+    stream = torch.randn(70, 8, 3000, generator=torch.Generator().manual_seed(0))
+    steps, expected = (
+        [step.indices.tolist() for step in ls.simulate(stream, sparsifier=name, density=0.01)]
+        for name in ("mean_top_k", "union_top_k")
+    )
+    assert steps == expected
+
+
+@pytest.mark.parametrize("max_factor", [1.0, 1.2, 2.0])
+def test_messages_stay_within_the_bound_where_all_ranks_pick_the_same(max_factor: float) -> None:
+    common = torch.randn(20, 1, 20_000, generator=torch.Generator().manual_seed(0)).expand(20, 8, 20_000)
+    *_, last = ls.simulate(common, sparsifier=ls.sparsifiers.MeanTopK(max_factor=max_factor), density=0.01)
+    assert int(last.counts.max()) <= math.ceil(200 / 8 * max_factor) + 1

@@ -86,7 +86,7 @@ def test_names_are_unique_and_every_sparsifier_is_there() -> None:
 
 
 def test_ours_are_those_that_no_paper_proposes() -> None:
-    ours = {"striped_top_k", "shared_top_k", "shared_top_k+packed", "union_top_k", "union_top_k+momentum"}
+    ours = {"striped_top_k", "shared_top_k", "shared_top_k+packed", "union_top_k", "union_top_k+momentum", "mean_top_k"}
     ours |= {"union_top_k+early", "top_k+early", "exdyna+early"}
     assert {method.name for method in METHODS if method.ours} == ours
 

@@ -15,7 +15,9 @@ from tests.lockstep import Ranks
 from tests.reference import measures
 
 TOGETHER = {"random_k", "clt_k", "micro", "exdyna", "exdyna+early", "striped_top_k", "dense"} | {
-    name for name in (method.name for method in METHODS) if name.startswith(("shared_top_k", "union_top_k"))
+    name
+    for name in (method.name for method in METHODS)
+    if name.startswith(("shared_top_k", "union_top_k", "mean_top_k"))
 }
 """k is the number of coordinates in the update; for the others each rank picks k."""
 
