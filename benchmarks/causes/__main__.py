@@ -41,6 +41,7 @@ VARIANTS: dict[str, Variant] = {
     f"{LIBRARY}, script's clipping": Variant("own"),
     MEAN: Variant(),
     f"{LIBRARY}, density 0.02": Variant(density=0.02),
+    f"{LIBRARY}, density 0.1": Variant(density=0.1),
     "formulas": Variant(),
     "script's clipping": Variant("own"),
     "no clipping": Variant("none"),
@@ -88,7 +89,7 @@ def wanted() -> Iterator[Run]:
     yield from (Run(name, 8, 1000) for name in first)
     yield from (Run(name, 8, 1000) for name in rest)
     yield from (Run(name, 8, 1000, rate) for rate in (2.0, 4.0) for name in (DENSE, LIBRARY, MEAN))
-    yield Run(f"{LIBRARY}, density 0.02", 8, 1000, 4.0)
+    yield from (Run(f"{LIBRARY}, density {density}", 8, 1000, 4.0) for density in (0.02, 0.1))
     yield from (Run(name, 8, 1000, 4.0, 1) for name in (DENSE, LIBRARY, MEAN))
     yield Run(f"{DENSE}, beta1 0", 8, 1000)
     yield from (Run(name, 2, 1000) for name in first)

@@ -117,6 +117,14 @@ def test_what_overlap_hides_is_said_where_it_shortens_the_step() -> None:
     assert [row[header.index("with overlap ms")] for row in cells] == ["7.5", ""]
 
 
+def test_what_many_ranks_may_cost_is_said() -> None:
+    def said(found: Advice) -> list[str]:
+        return [sentence for sentence in found.assumptions() if "mean_top_k" in sentence and "0.02" in sentence]
+
+    assert len(said(advice([predicted("top_k", 0.5), predicted("top_k", 0.5, scenario=Scenario(8, 1.0))]))) == 1
+    assert said(advice([predicted("top_k", 0.5)])) == []
+
+
 def test_the_page_has_verdicts_tables_and_assumptions() -> None:
     found = advice([*MIXED, predicted("top_k", 1.4, scenario=THERE)])
     page = markdown(found)
