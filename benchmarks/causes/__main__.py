@@ -36,10 +36,13 @@ from lightning_sparse.methods.exchanges import as_exchange
 
 OWN = FOLDER / "causes" / "causes.jsonl"
 LIBRARY, DENSE, MEAN = "library", "dense", "library, MeanTopK"
+COHERENT = "library, factor by coherence"
+"""The rate times the root of the ratio of squared norms, the ranks' own over that of the mean; in place of sqrt(n)."""
 VARIANTS: dict[str, Variant] = {
     LIBRARY: Variant(),
     f"{LIBRARY}, script's clipping": Variant("own"),
     MEAN: Variant(),
+    COHERENT: Variant(),
     f"{LIBRARY}, density 0.02": Variant(density=0.02),
     f"{LIBRARY}, density 0.1": Variant(density=0.1),
     "formulas": Variant(),
@@ -88,7 +91,7 @@ def wanted() -> Iterator[Run]:
     rest = [*next_ones, *(name for name in VARIANTS if name not in (*first, *next_ones))]
     yield from (Run(name, 8, 1000) for name in first)
     yield from (Run(name, 8, 1000) for name in rest)
-    yield from (Run(name, 8, 1000, rate) for rate in (2.0, 4.0) for name in (DENSE, LIBRARY, MEAN))
+    yield from (Run(name, 8, 1000, rate) for rate in (1.0, 2.0, 4.0) for name in (DENSE, LIBRARY, MEAN, COHERENT))
     yield from (Run(f"{LIBRARY}, density {density}", 8, 1000, 4.0) for density in (0.02, 0.1))
     yield from (Run(name, 8, 1000, 4.0, 1) for name in (DENSE, LIBRARY, MEAN))
     yield Run(f"{DENSE}, beta1 0", 8, 1000)
@@ -127,6 +130,8 @@ class Simulation:
             init_group(numel, torch.float32, torch.device("cpu"), first._replace(rank=rank), **self.parts)
             for rank in range(run.ranks if self._by_library else 0)
         ]
+        self.squares = (0.0, 0.0)
+        """Squared norm of the mean gradient, and mean of the ranks' squared norms, averaged over steps."""
         self.generator = torch.Generator().manual_seed(run.seed + 1)
 
     @property
@@ -170,10 +175,13 @@ class Simulation:
             self.states[rank] = settle_group(self.states[rank], made, made.skipped, self.parts["memory"])
             return made
 
+        own, mean = gradients.square().sum(1).mean(), gradients.mean(0).square().sum()
+        self.squares = 0.9 * self.squares[0] + 0.1 * float(own), 0.9 * self.squares[1] + 0.1 * float(mean)
+        ratio = self.squares[0] / self.squares[1] if self.run.name == COHERENT else self.run.ranks
         made = drive_ranks([one(rank) for rank in range(self.run.ranks)])[0]
         self.rule.sent += int(made.update.union)
         divisor = spread_divisor(made.update.indices, made.divisor, gradients.shape[1])
-        return math.sqrt(self.run.ranks) * gradients[0] / divisor
+        return math.sqrt(ratio) * gradients[0] / divisor
 
     def train(self, deadline: float) -> dict[str, Any] | None:
         """Return the line to keep; None if time is up."""

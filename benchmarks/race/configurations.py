@@ -61,6 +61,9 @@ CONFIGURATIONS: dict[str, Configuration] = {
     "distro": Configuration(DeMo, {"k": 4, "decay": 0.995, "signs": True}, title="DisTrO, k 4, 1 bit", asks=OWN),
     "top_k": Configuration(TopK, {"density": 0.01}, title="Top-k 0.01, residual", asks=ANY),
     "ours": Configuration(Ours, {"density": 0.01}, title="ours, 0.01", asks=ADAMW),
+    "coherent": Configuration(
+        Ours, {"density": 0.01, "coherent": True}, title="ours, 0.01, factor by coherence", asks=ADAMW
+    ),
     "ours-50": Configuration(Ours, {"density": 0.02}, title="ours, 0.02", asks=ADAMW),
     "mean": Configuration(Ours, {"density": 0.008, "voted": True}, title="ours, MeanTopK, 0.008", asks=ADAMW),
     "ours-200": Configuration(Ours, {"density": 0.005}, title="ours, 0.005", asks=ADAMW),

@@ -74,7 +74,17 @@ def _entries() -> Iterator[Entry]:
         yield Entry("lstm-600-nodes", method, 16, 5)
         yield Entry("gpt-300-nodes", method, 2, 3)
     for n in (8, 32):
-        for method in ("dense", "ours", "ours-50", "mean", "powersgd-1", "diloco-30", "sparseloco-30", "demo"):
+        for method in (
+            "dense",
+            "ours",
+            "coherent",
+            "ours-50",
+            "mean",
+            "powersgd-1",
+            "diloco-30",
+            "sparseloco-30",
+            "demo",
+        ):
             lstm, gpt = short.get(method, short["ours"])
             yield Entry(f"lstm-600-{n}", method, 2 * lstm, 2)
             yield Entry(f"gpt-300-{n}", method, gpt, 2)

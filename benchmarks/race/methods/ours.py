@@ -14,7 +14,7 @@ import lightning_sparse as ls
 from benchmarks.race.flat import Flat, pieces
 from benchmarks.race.methods.base import Method, Place, Rate, move_, step_with
 from benchmarks.race.methods.blocks import Turned
-from lightning_sparse.core.messages import Steps
+from lightning_sparse.core.messages import AllReduce, Steps
 from lightning_sparse.core.step import Agreement, Candidates, Context, GroupState, Selection
 from lightning_sparse.engine.average import spread_divisor
 from lightning_sparse.engine.pipeline import exchange_group, init_group, settle_group
@@ -154,14 +154,17 @@ class Ours(Exchanged):
         whole: vectors are sparse, too.
         chunked: pick as many of each chunk, see :class:`Chunked`.
         voted: MeanTopK in place of UnionTopK.
+        coherent: steps are longer by the root of how many ranks' noise averages out, measured, in place of `sqrt(n)`:
+            of the mean of squared norms of the ranks' gradients, over the squared norm of their mean, both averaged
+            over steps. Here the mean is known exactly, by messages that are not counted.
         keeps: factor of the residual in each step; below 1 it forgets.
         ahead: extrapolate: move matrices by this part of each move in advance, and take it back in the next step, as in
             optimistic gradient descent (arXiv 1711.00141); for averages that come late.
         parts: see :class:`Exchanged`.
     """
 
-    kept: ClassVar[tuple[str, ...]] = ("groups", "handout", "last")
-    renewed: ClassVar[tuple[str, ...]] = ("_states", "handout", "last")
+    kept: ClassVar[tuple[str, ...]] = ("groups", "handout", "last", "squares")
+    renewed: ClassVar[tuple[str, ...]] = ("_states", "handout", "last", "squares")
 
     def __init__(
         self,
@@ -176,14 +179,17 @@ class Ours(Exchanged):
         chunked: bool = False,
         keeps: float = 1.0,
         voted: bool = False,
+        coherent: bool = False,
     ) -> None:
         union = Chunked() if chunked else ls.sparsifiers.UnionTopK()
         sparsifier = ls.sparsifiers.MeanTopK() if voted else union
         super().__init__(flat, at, sparsifier, ls.memories.SecondMoment(at.betas[1]), density, whole, parts)
-        self.keeps, self.waits = keeps, chunked
+        self.keeps, self.waits = keeps, chunked or coherent
         self.optimizer = None if whole else self.adamw(flat.vectors)
         self.bases = [Turned(shape, seed) for seed, shape in enumerate(flat.shapes)] if turned else []
         self.late, self.ahead = late, ahead
+        self.coherent, self.squares = coherent, (0.0, 0.0)
+        """Squared norm of the mean gradient, and mean of the ranks' squared norms, averaged over steps."""
         self.last: Tensor | None = None
         """The latest move of matrices, with extrapolation."""
         self.handout: tuple[Tensor, Tensor] | None = None
@@ -192,6 +198,8 @@ class Ours(Exchanged):
         grad = self._turned(self.flat.matrices.grad)
         if self.optimizer is None:
             grad = torch.cat([grad, self.flat.vectors.grad])
+        if self.coherent:
+            yield from self._measure(grad)
         for state in self._states if self.keeps < 1 else ():
             state.memory.residual.mul_(self.keeps)
         divisor = yield from self.averaged(grad, step)
@@ -209,6 +217,12 @@ class Ours(Exchanged):
         if step + 1 == self.at.steps:
             self._apply(fresh, rate, last=True)
 
+    def _measure(self, grad: Tensor) -> Steps[None]:
+        n = self.at.ranks
+        mean = float((yield AllReduce(grad.clone())).square().sum()) / n**2
+        own = float((yield AllReduce(grad.square().sum().view(1)))) / n
+        self.squares = 0.9 * self.squares[0] + 0.1 * mean, 0.9 * self.squares[1] + 0.1 * own
+
     def _turned(self, grad: Tensor) -> Tensor:
         if not self.bases:
             return grad
@@ -224,7 +238,8 @@ class Ours(Exchanged):
             before, move = 0.0 if self.last is None else self.last, handout[0]
             handout = move + self.ahead * ((0.0 if last else move) - before), handout[1]
             self.last = move
-        factor = rate * math.sqrt(self.at.ranks)
+        mean, own = self.squares
+        factor = rate * math.sqrt(own / mean if self.coherent else self.at.ranks)
         kinds = list(zip(self.flat.both, handout, self.at.decay, strict=True))
         for parameter, move, decay in kinds if self.optimizer is None else kinds[:1]:
             move_(parameter.data.mul_(1 - rate * decay), move, factor)

@@ -181,8 +181,8 @@ class Advice:
         if any(scenario.ranks >= MANY for scenario in self.scenarios):
             sentences.append(
                 f"Nothing is said of the loss. With {MANY} ranks, AdamW ended further behind dense training than with "
-                f"4 ({page('reports/causes')}): compare both before a long training. A density of 0.02 was level on "
-                "words, and sparsifier='mean_top_k' came closest on characters."
+                f"4 ({page('reports/causes')}): compare both before a long training. A density of 0.02 was level for "
+                "an LSTM, and sparsifier='mean_top_k' came closest on characters."
             )
         if self.measured.refused:
             sentences.append(f"Left out, because they refuse the optimizer: {', '.join(self.measured.refused)}.")
