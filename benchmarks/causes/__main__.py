@@ -26,6 +26,7 @@ import lightning_sparse as ls
 from benchmarks.adam import loss_of
 from benchmarks.causes.rule import Rule, Variant
 from benchmarks.race.flat import Flat
+from benchmarks.race.methods.ours import followed
 from benchmarks.race.results import FOLDER, commit
 from benchmarks.race.tasks import SHAKESPEARE, Loaded, Task
 from lightning_sparse.core.step import Context
@@ -91,7 +92,7 @@ def wanted() -> Iterator[Run]:
     rest = [*next_ones, *(name for name in VARIANTS if name not in (*first, *next_ones))]
     yield from (Run(name, 8, 1000) for name in first)
     yield from (Run(name, 8, 1000) for name in rest)
-    yield from (Run(name, 8, 1000, rate) for rate in (1.0, 2.0, 4.0) for name in (DENSE, LIBRARY, MEAN, COHERENT))
+    yield from (Run(name, 8, 1000, rate) for rate in (2.0, 4.0) for name in (DENSE, LIBRARY, MEAN, COHERENT))
     yield from (Run(f"{LIBRARY}, density {density}", 8, 1000, 4.0) for density in (0.02, 0.1))
     yield from (Run(name, 8, 1000, 4.0, 1) for name in (DENSE, LIBRARY, MEAN))
     yield Run(f"{DENSE}, beta1 0", 8, 1000)
@@ -131,7 +132,7 @@ class Simulation:
             for rank in range(run.ranks if self._by_library else 0)
         ]
         self.squares = (0.0, 0.0)
-        """Squared norm of the mean gradient, and mean of the ranks' squared norms, averaged over steps."""
+        """See :func:`~benchmarks.race.methods.ours.followed`."""
         self.generator = torch.Generator().manual_seed(run.seed + 1)
 
     @property
@@ -175,9 +176,9 @@ class Simulation:
             self.states[rank] = settle_group(self.states[rank], made, made.skipped, self.parts["memory"])
             return made
 
-        own, mean = gradients.square().sum(1).mean(), gradients.mean(0).square().sum()
-        self.squares = 0.9 * self.squares[0] + 0.1 * float(own), 0.9 * self.squares[1] + 0.1 * float(mean)
-        ratio = self.squares[0] / self.squares[1] if self.run.name == COHERENT else self.run.ranks
+        mean, own = gradients.mean(0).square().sum(), gradients.square().sum(1).mean()
+        self.squares = mean_square, own_square = followed(self.squares, float(mean), float(own))
+        ratio = own_square / mean_square if self.run.name == COHERENT else self.run.ranks
         made = drive_ranks([one(rank) for rank in range(self.run.ranks)])[0]
         self.rule.sent += int(made.update.union)
         divisor = spread_divisor(made.update.indices, made.divisor, gradients.shape[1])

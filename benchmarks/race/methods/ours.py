@@ -141,6 +141,11 @@ class Chunked(Sparsifier):
         return Selection(indices, torch.tensor(found.numel(), device=acc.device), aligned=True, limit=k), state
 
 
+def followed(squares: tuple[float, float], mean: float, own: float) -> tuple[float, float]:
+    """Follow the squared norm of the mean gradient, and the mean of the ranks' squared norms, over some ten steps."""
+    return 0.9 * squares[0] + 0.1 * mean, 0.9 * squares[1] + 0.1 * own
+
+
 class Ours(Exchanged):
     """What `sparse_ddp` does with AdamW: :class:`lightning_sparse.memories.SecondMoment` and UnionTopK.
 
@@ -189,7 +194,7 @@ class Ours(Exchanged):
         self.bases = [Turned(shape, seed) for seed, shape in enumerate(flat.shapes)] if turned else []
         self.late, self.ahead = late, ahead
         self.coherent, self.squares = coherent, (0.0, 0.0)
-        """Squared norm of the mean gradient, and mean of the ranks' squared norms, averaged over steps."""
+        """See :func:`followed`."""
         self.last: Tensor | None = None
         """The latest move of matrices, with extrapolation."""
         self.handout: tuple[Tensor, Tensor] | None = None
@@ -221,7 +226,7 @@ class Ours(Exchanged):
         n = self.at.ranks
         mean = float((yield AllReduce(grad.clone())).square().sum()) / n**2
         own = float((yield AllReduce(grad.square().sum().view(1)))) / n
-        self.squares = 0.9 * self.squares[0] + 0.1 * mean, 0.9 * self.squares[1] + 0.1 * own
+        self.squares = followed(self.squares, mean, own)
 
     def _turned(self, grad: Tensor) -> Tensor:
         if not self.bases:

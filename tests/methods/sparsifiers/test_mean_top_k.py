@@ -52,7 +52,7 @@ def reference_mean(rows: np.ndarray, owner: int, block: list[int], size: int) ->
 def reference_selection(
     rows: np.ndarray, density: float, step: int, spare: list[int]
 ) -> list[tuple[set[int], set[int]]]:
-    """What each rank selects by its own values and by the mean, given how many spare ones it makes."""
+    """Return what each rank selects by its own values and by the mean, given how many spare ones it makes."""
     n, numel = rows.shape
     k = max(1, int(density * numel))
     stripes, made = reference_stripe(numel, n, density, step), []
@@ -69,16 +69,15 @@ def reference_selection(
 
 def select(rows: torch.Tensor, density: float, step: int, in_runs: bool = False) -> list[Selection]:
     n, numel = rows.shape
-    sparsifier = METHOD
 
     def one(rank: int):  # type: ignore[no-untyped-def]
-        state = sparsifier.init(numel, n, density, rows.device)
+        state = METHOD.init(numel, n, density, rows.device)
         row = (
             InRuns(Gradient(list(rows[rank].clone().split([1, numel // 3, numel - 1 - numel // 3]))))
             if in_runs
             else rows[rank]
         )
-        return (yield from sparsifier.select(row, state, Context(step, density, rank, n)))
+        return (yield from METHOD.select(row, state, Context(step, density, rank, n)))
 
     return [selection for selection, _ in drive_ranks([one(rank) for rank in range(n)])]
 
@@ -128,8 +127,7 @@ def test_turns_look_at_every_coordinate_once(numel: int, n: int, density: float,
 def test_neither_a_device_nor_runs_change_what_is_picked(n: int, numel: int, density: float) -> None:
     rows = torch.randn(n, numel, generator=torch.Generator().manual_seed(1))
     expected = [picks(one) for one in select(rows, density, 7)]
-    if numel > 6:
-        assert [picks(one) for one in select(rows, density, 7, in_runs=True)] == expected
+    assert [picks(one) for one in select(rows, density, 7, in_runs=True)] == expected
     with static_path():
         assert [picks(one) for one in select(rows, density, 7)] == expected
 
