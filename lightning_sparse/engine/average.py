@@ -27,8 +27,6 @@ class Average:
     by: Tensor | None
     """(u,) what averages are divided by to be steps of Adam, see
     :meth:`~lightning_sparse.methods.memory.Memory.divisors`; None: nobody divides them."""
-    ranks: int
-    """Number of ranks that this is a mean over."""
     bounds: tuple[Tensor, Tensor]
     """See :func:`bounds_of`."""
     like: Tensor

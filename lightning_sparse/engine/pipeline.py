@@ -18,10 +18,11 @@ from torch.nn import Parameter
 from lightning_sparse.core.checks import expect
 from lightning_sparse.core.console import say
 from lightning_sparse.core.layout import Gradient, InRuns, fills_memory, flattened, rates_at, sum_dtype
-from lightning_sparse.core.messages import Meter, Steps
+from lightning_sparse.core.messages import Meter, Steps, together
 from lightning_sparse.core.step import Absorbed, Agreement, Candidates, Context, GroupState, Selection, Update
 from lightning_sparse.engine.average import Average, bounds_of, scatter_average_
 from lightning_sparse.engine.config import SparsificationConfig
+from lightning_sparse.engine.diversity import EVERY, squares_of
 from lightning_sparse.engine.metrics import Stamp, Statistics, measure, norm_of
 from lightning_sparse.engine.network import drive_mirrored
 from lightning_sparse.methods.density import Constant, count
@@ -32,6 +33,7 @@ from lightning_sparse.methods.sparsifiers import Everything, Sparsifier
 from lightning_sparse.ops import all_finite, choose, on_device, static_shapes
 from lightning_sparse.ops.on_cuda import on_cuda
 from lightning_sparse.ops.reference import as_gradient
+from lightning_sparse.ops.sketch import narrow_sketch
 
 EVERYTHING, DENSE = Everything(), Dense()
 """The sparsifier and the exchange where everything is sent."""
@@ -512,7 +514,11 @@ class GroupReducer:
                 rates=[one for name, one in zip(self.spans, ctx.rates, strict=True) if name not in unused]
             )
         used = self.spans.keys() - unused if self.memory.remembers_at_once else set()
-        proposed = yield from exchange_group(
+        squares, meter = None, Meter(ctx.world_size)
+        compares = self.memory.needs_second and ctx.world_size > 1 and ctx.step % EVERY == 0
+        # Before anything is absorbed: scores take the gradient's place.
+        comparing = meter.watch(squares_of(narrow_sketch(grad.pieces, ctx.step), ctx.world_size)) if compares else None
+        exchanging = exchange_group(
             grad,
             self.state,
             ctx,
@@ -524,25 +530,32 @@ class GroupReducer:
             flush=flush,
             changing=partial(changing, used),
         )
+        if comparing is None:
+            proposed = yield from exchanging
+        else:
+            both: list[Any] = yield from together([exchanging, comparing])
+            proposed, squares = both
+            ran = proposed.statistics
+            proposed = proposed._replace(statistics=ran._replace(bytes_sent=ran.bytes_sent + meter.bytes_sent))
         for span, values in old:
             grad[span].copy_(values)
         if self.drifts:
             self._copies = given if grad is not given else None
         elif grad is not given:
             given.spread_(grad.runs[0])
-        average = self.average(proposed.update.indices, proposed.handed, proposed.divisor, ctx.world_size)
-        return Exchanged(proposed, spans, average)
+        average = self.average(proposed.update.indices, proposed.handed, proposed.divisor)
+        return Exchanged(proposed, spans, average, squares)
 
     def average(
-        self, indices: Tensor | None, values: Tensor, by: Tensor | None, ranks: int, whole: bool | None = None
+        self, indices: Tensor | None, values: Tensor, by: Tensor | None = None, whole: bool | None = None
     ) -> Average:
         """Return an average of this group, see :class:`.Average`."""
         whole = indices is None if whole is None else whole
-        return Average(self.spans, indices, values, by, ranks, self.bounds, self._like, whole)
+        return Average(self.spans, indices, values, by, self.bounds, self._like, whole)
 
-    def nothing(self, ranks: int) -> Average:
+    def nothing(self) -> Average:
         """Return the average of a step in which this rank has exchanged no coordinate of the group."""
-        return self.average(None, torch.empty(0, dtype=self.dtype, device=self.device), None, ranks)
+        return self.average(None, torch.empty(0, dtype=self.dtype, device=self.device))
 
     def settle(self, made: Exchanged, skipped: Tensor) -> None:
         """Conclude the step when all groups have been exchanged: if one of them skips it, all do.
@@ -573,6 +586,8 @@ class Exchanged(NamedTuple):
     unused: list[slice]
     """Places of parameters that no rank used."""
     average: Average
+    squares: Tensor | None = None
+    """(2,) what ranks have found of their gradients, see :func:`.squares_of`; None: they have not compared them."""
 
 
 def any_set(flags: Sequence[Tensor], device: torch.device, host_knows: bool) -> Tensor:

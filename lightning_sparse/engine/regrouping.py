@@ -17,6 +17,7 @@ from lightning_sparse.core.step import Context
 from lightning_sparse.engine.average import Average
 from lightning_sparse.engine.calls import digest_of
 from lightning_sparse.engine.config import SparsificationConfig
+from lightning_sparse.engine.diversity import Diversity
 from lightning_sparse.engine.metrics import Totals
 from lightning_sparse.engine.network import TorchCollective, send
 from lightning_sparse.engine.pipeline import GroupReducer
@@ -63,6 +64,8 @@ class Groups:
         self.rates: Callable[[], Mapping[str, float]] = dict
         """Returns the learning rate of each parameter, by name, of optimizers that are known."""
         self.record = Record(self.names)
+        self.diversity = Diversity()
+        """Of gradients whose second moments travel."""
         self.on_stream = ExchangeStream(device)
         self.flushed: Mapping[str, Average] | None = None
         """Within a flush, by parameter, the averages that optimizers step with; their gradients wait elsewhere."""
@@ -260,7 +263,7 @@ class Groups:
             anywhere = answer(AllGather(have)).amax(0).tolist()
             for group in (group for group, wanted in zip(groups, anywhere, strict=True) if wanted):
                 if not group.plan.numel:  # those that have the same part have nothing, too
-                    made.append(group.nothing(comm.world_size))
+                    made.append(group.nothing())
                     in_units.append(made[-1])
                     continue
                 kept = group.residual
@@ -279,7 +282,7 @@ class Groups:
                     rounded.append((kept, average - meant))
                 by = group.memory.divide_all(group.state.memory, average, mean, group.density(self.step))
                 whole = group.statistics is not None and group.statistics.indices is None
-                made.append(group.average(None, handed, by, comm.world_size, whole))
+                made.append(group.average(None, handed, by, whole))
                 in_units.append(replace(made[-1], values=meant))
             self.totals.add(sent, 0.0)
             given = {name: one for name, one in _by_name(self.whole(made)).items() if name not in waiting}

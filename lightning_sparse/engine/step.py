@@ -41,6 +41,7 @@ from lightning_sparse.engine.calls import (
 )
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.copies import Copies
+from lightning_sparse.engine.diversity import squares_of
 from lightning_sparse.engine.gradient_hooks import on_gradients, refuse_sparse_gradients
 from lightning_sparse.engine.metrics import Stamp, dense_statistics
 from lightning_sparse.engine.network import Going, TorchCollective, joined
@@ -55,7 +56,7 @@ from lightning_sparse.methods.grouping import Group
 from lightning_sparse.methods.memory import NoMemory
 from lightning_sparse.methods.memory.drift import LOOKED_AT
 from lightning_sparse.ops import all_finite, static_shapes
-from lightning_sparse.ops.sketch import sketch
+from lightning_sparse.ops.sketch import narrow_sketch, sketch
 
 T = TypeVar("T")
 FAILED = (
@@ -122,6 +123,8 @@ class Joined(NamedTuple):
     """By parameter."""
     made: Sequence[OfGroup]
     """Of each group that was exchanged."""
+    squares: tuple[float, float]
+    """Squared norms of gradients, the mean over ranks, and that of their mean; zeros: ranks have not compared them."""
 
 
 class Stepper(Groups):
@@ -435,6 +438,25 @@ class Stepper(Groups):
                 norm = self.within.all_reduce(norm.square()).sqrt()
         return norm
 
+    def compare(self, names: Sequence[str]) -> tuple[float, float]:
+        """Return squared norms of gradients that are here, the mean over ranks, and that of their mean; collective.
+
+        Args:
+            names: of parameters; those whose gradients are no longer the rank's own do not count.
+
+        Returns:
+            Both numbers; zeros, if no gradient counts.
+        """
+        pieces = [self._exchanged(name, self.parameters[name].grad) for name in names if self._fresh.get(name) is False]
+        squares = torch.zeros(2, dtype=torch.float64, device=self.device)
+        if any(piece.numel() for piece in pieces):
+            steps = squares_of(narrow_sketch(pieces, self._number), self.comm.world_size)
+            squares = Going(steps, self.comm.start, at_once).run()
+        if self.within.world_size > 1:
+            squares = self.within.all_reduce(squares)
+        own, mean = self.on_host(squares).tolist()
+        return own, mean
+
     def _exchanged(self, name: str, x: Tensor | None) -> Tensor:
         """Return the flat coordinates that this rank exchanges of a tensor with a parameter's shape; None: zeros."""
         parameter = self.parameters[name]
@@ -659,20 +681,24 @@ class Stepper(Groups):
     def _join(self, started: Started, made: Sequence[OfGroup]) -> Steps[Joined]:
         """Put averages in the place of gradients, also those that ranks near this one have made of their parts."""
         flag = any_set([one.proposed.skipped for one in made], self.device, self.on_stream.host_knows)
+        compared = [each for one in made if (each := one.squares) is not None]
+        facts = torch.cat([flag.double().view(1), *([torch.stack(compared).sum(0)] if compared else [])])
         if self.within.world_size > 1:
-            flag = (yield AllReduce(flag.float())) > 0
-        skipped = bool(self.on_host(flag))
+            facts = yield AllReduce(torch.cat([facts, facts.new_zeros(3 - len(facts))]))
+            flag = facts[0] > 0
+        told: list[float] = [*self.on_host(facts).tolist(), 0.0, 0.0]
+        skipped = bool(told[0])
         averages: Sequence[Average] = [one.average for one in made]
         if self.share.cuts and not skipped:
             of = dict(zip(map(id, started.groups), averages, strict=True))
             taking = [group for group in self.groups if not started.used.isdisjoint(group.spans)]
-            every = [of.get(id(group)) or group.nothing(self.comm.world_size) for group in taking]
+            every = [of.get(id(group)) or group.nothing() for group in taking]
             averages = yield from self.share.whole(every)
         given = {name: one for one in averages for name in one.spans if name not in self.group_of[name].unused}
         if self.share.cuts and not skipped:
             places = {name: flattened(grad) for name in given if (grad := self.parameters[name].grad) is not None}
             place(given, places, started.units.scale)
-        return Joined(flag, skipped, given, made)
+        return Joined(flag, skipped, given, made, (told[1], told[2]))
 
     def _start_within(self, message: Message) -> Callable[[], Tensor]:
         """Start a message between ranks near this one; what only hosts know waits for no device."""
@@ -681,7 +707,7 @@ class Stepper(Groups):
     def _settle(self, started: Started, joined: Joined, begin: Stamp) -> Exchanged:
         """Conclude an exchange; averages are in the place of gradients."""
         groups, used, units, flush, moving = started
-        flag, skipped, averages, made = joined
+        flag, skipped, averages, made, squares = joined
         with self.record.changing():
             for group, one in zip(groups, made, strict=True):
                 group.settle(one, flag)
@@ -690,6 +716,8 @@ class Stepper(Groups):
             for group in self.groups:  # of which only ranks near this one have a part, which all count as exchanged
                 if not used.isdisjoint(group.spans) and group not in groups and not group.drifts:
                     group.statistics = dense_statistics(max(1, group.plan.numel), 0.0)
+            if not skipped:
+                self.diversity.measure(*squares)
             if skipped or not moving:
                 self.record.count(skipped)
             self._unapplied, self._units = frozenset() if skipped else used - moving, units

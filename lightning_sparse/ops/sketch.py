@@ -29,6 +29,8 @@ from lightning_sparse.ops.reference import CHUNK, static_shapes
 
 WIDTH = 4093
 """Of a sketch: a prime."""
+NARROW = 251
+"""Of one that is sent beside other messages, likewise: squared norms are off by 9 %."""
 SHIFTS = 4096
 """Of the signs that rows share: row r begins with sign r modulo this."""
 DEVICE_CHUNK = 1 << 22
@@ -66,6 +68,21 @@ def sketch(pieces: Sequence[Tensor], seed: int, width: int = WIDTH) -> Tensor:
     else:
         _add_rows_(out, [flattened(piece) for piece in pieces], *torch.split(1 - 2 * (words < 0).to(dtype), lengths))
     return out
+
+
+def narrow_sketch(pieces: Sequence[Tensor], seed: int) -> Tensor:
+    """Return a sketch of at most 251 numbers: that of a wide one, which is formed faster than from many short rows.
+
+    Args:
+        pieces: see :func:`sketch`.
+        seed: likewise.
+
+    Returns:
+        (min(251, number of elements),) in the dtype of :func:`sketch`.
+    """
+    numel = sum(piece.numel() for piece in pieces)
+    wide = [sketch(pieces, seed)] if numel > WIDTH else pieces
+    return sketch(wide, ~seed, min(NARROW, numel))
 
 
 def _add_rows_(out: Tensor, vectors: Sequence[Tensor], shared: Tensor, own: Tensor) -> None:

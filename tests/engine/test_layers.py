@@ -10,7 +10,7 @@ import lightning_sparse
 ENGINE = Path(lightning_sparse.__file__).parent / "engine"
 LAYERS = (
     {"ahead", "average", "calls", "config", "gradient_hooks", "signals", "stream", "network", "agreement", "weights"},
-    {"metrics", "share", "record"},
+    {"metrics", "share", "record", "diversity"},
     {"pipeline", "regrouping"},
     {"copies"},
     {"step"},

@@ -58,7 +58,7 @@ def averages(parts: Parts, names: Sequence[str], whole: Tensor, by: Tensor | Non
         indices, kept = torch.cat([indices, torch.tensor([at])]), torch.cat([kept, torch.tensor([len(whole) - 1])])
     bounds = bounds_of(spans, torch.device("cpu"))
     divisor, like = None if by is None else by[kept], torch.empty(())
-    return Average(spans, indices, whole[kept], divisor, 2, bounds, like, whole=indices is None)
+    return Average(spans, indices, whole[kept], divisor, bounds, like, whole=indices is None)
 
 
 @pytest.mark.parametrize("ranks", RANKS)

@@ -142,32 +142,40 @@ def test_gradients_are_the_means_of_nodes_until_the_step(four_ranks: Ranks) -> N
     assert four_ranks(before_the_step) == [True] * 4
 
 
-def with_adamw(steps: int) -> list[dict[str, Tensor]]:
-    ddp, _ = wrapped(2)
+def alike(step: int, rank: int, name: str) -> Tensor:
+    """Half of the square of a gradient is the same on all ranks."""
+    return normal(step, rank, name) + normal(step + 50, 0, name)
+
+
+def with_adamw(steps: int) -> tuple[list[dict[str, Tensor]], float]:
+    """Weights after each step, and what the gradients of nodes have in common."""
+    ddp, engine = wrapped(2)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01, weight_decay=0.1)
     found = []
     for step in range(steps):
         optimizer.zero_grad()
-        ddp(here(step)).backward()
+        ddp(here(step, alike)).backward()
         optimizer.step()
         found.append(weights(ddp))
-    return found
+    return found, engine.state_dict()["counters"][NAMES[0]]["common"]
 
 
 def test_adamw_divides_by_what_the_parts_were_exchanged_with(four_ranks: Ranks) -> None:
     steps, names = 4, NAMES[::-1]
-    parts = [
-        ls.simulate(
-            stream(steps, 2, 2, place, names), sparsifier="union_top_k", density=0.05, memory=ls.memories.SecondMoment()
-        )
-        for place in range(2)
-    ]
+    streams = [stream(steps, 2, 2, place, names, alike) for place in range(2)]
+    memory = ls.memories.SecondMoment()
+    parts = [ls.simulate(one, sparsifier="union_top_k", density=0.05, memory=memory) for one in streams]
+    nodes = torch.cat(streams, dim=2)[0]  # compared in the first step
+    exact = float(nodes.mean(0).square().sum() / nodes.square().sum(1).mean())
     expected = weights(Linear())
-    found = four_ranks(with_adamw, steps)
+    results = four_ranks(with_adamw, steps)
+    [common] = {each for _, each in results}
+    assert 0.7 < exact < 0.9 and common == pytest.approx(exact, rel=0.15)
+    found = [weights for weights, _ in results]
     for step, traces in enumerate(zip(*parts, strict=True)):
         steps_of = put_together([trace.update / trace.divisor for trace in traces], names)
         for name in NAMES:
-            expected[name] = expected[name] * (1 - 0.01 * 0.1) - 0.01 * math.sqrt(2) * steps_of[name]
+            expected[name] = expected[name] * (1 - 0.01 * 0.1) - 0.01 / math.sqrt(common) * steps_of[name]
             torch.testing.assert_close(found[0][step][name], expected[name], rtol=1e-5, atol=1e-6)
             assert all(torch.equal(found[0][step][name], other[step][name]) for other in found)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
@@ -17,7 +16,7 @@ from lightning_sparse.core.layout import flattened, laid_out, own, shaped
 from lightning_sparse.engine.average import Average
 from lightning_sparse.engine.optimizers.kinds import holds, refusal, settings_of, stepping
 from lightning_sparse.engine.pipeline import GroupReducer
-from lightning_sparse.engine.regrouping import Groups
+from lightning_sparse.engine.step import Stepper
 from lightning_sparse.methods.memory import SecondMoment
 from lightning_sparse.ops.adam import Moved, Step, Steps
 from lightning_sparse.ops.momentum import Momentum, Spending, Stepped
@@ -49,8 +48,8 @@ OfGroup = tuple[Mapping[str, Any], Sequence[Arrived]]
 class AdamRule:
     """Lets averages of :class:`.SecondMoment` act, when an optimizer takes its step.
 
-    ``p -= lr sqrt(n) grad / divisor``, after decoupled weight decay, where the memory knows a divisor. While the
-    optimizer steps, such parameters have no gradient, so that it passes them over; afterwards they have it again.
+    ``p -= lr f grad / divisor``, after decoupled weight decay, where the memory knows a divisor and the factor f. While
+    the optimizer steps, such parameters have no gradient, so that it passes them over; afterwards they have it again.
 
     Args:
         keeps_moments: whether moments of the optimizer's own are kept, of parameters that are not stepped by them now.
@@ -89,13 +88,19 @@ class AdamRule:
         return SecondMoment(*max(settings))
 
     @torch.no_grad()
-    def before(self, optimizer: Optimizer, arrived: Iterable[OfGroup]) -> None:
-        """Step, and take the gradients away."""
+    def before(self, optimizer: Optimizer, arrived: Iterable[OfGroup], longer: float) -> None:
+        """Step, and take the gradients away.
+
+        Args:
+            optimizer: not one around it.
+            arrived: what it is about to apply.
+            longer: f.
+        """
         # As a GradScaler hands them over to fused optimizers: gradients are still scaled, and the step may be none.
         scale, skip = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         divisors: dict[Average, Mapping[str, tuple[Tensor | None, Tensor]]] = {}
         for settings, ones in arrived:
-            moved: dict[int, list[Moved]] = {}
+            moved: list[Moved] = []
             for parameter, name, group, average in ones:
                 if group is None or not group.memory.needs_second:
                     continue
@@ -106,11 +111,10 @@ class AdamRule:
                 part, grad = own(parameter), own(parameter.grad)
                 if indices is None:
                     divisor = shaped(divisor, part)
-                moved.setdefault(average.ranks, []).append(Moved(part, grad, divisor, indices))
+                moved.append(Moved(part, grad, divisor, indices))
                 # A dense plan has residuals of a loaded state only, and its optimizers step from then on.
                 self._take_aside(optimizer, parameter, 1, keeps=self._keeps_moments or group.plan.dense)
-            for ranks, those in moved.items():
-                self._steps.take_(those, Step(*_rates(settings, ranks), scale, skip))
+            self._steps.take_(moved, Step(*_rates(settings, longer), scale, skip))
 
     @torch.no_grad()
     def rehearse(self, optimizer: Optimizer, served: Collection[int]) -> None:
@@ -165,18 +169,18 @@ class AdamRule:
         self._aside = []
 
 
-def _rates(group: Mapping[str, Any], ranks: int) -> tuple[Any, Any]:
+def _rates(group: Mapping[str, Any], longer: float) -> tuple[Any, Any]:
     """Return learning rate, and what decay leaves of a parameter: numbers, or () where only the device knows it.
 
     Args:
         group: settings of an optimizer's.
-        ranks: that the averages are means over.
+        longer: factor of the step.
     """
     rate = group["lr"]
     if isinstance(rate, Tensor):
         rate = float(rate) if rate.device.type == "cpu" else rate.view(())
     sign = -1 if group.get("maximize") else 1
-    return rate * (math.sqrt(ranks) * sign), 1 - rate * group["weight_decay"]
+    return rate * (longer * sign), 1 - rate * group["weight_decay"]
 
 
 def _forget_counts(optimizer: Optimizer, which: Callable[[Tensor], bool]) -> None:
@@ -194,14 +198,15 @@ class Formed(NamedTuple):
     steps: float
 
 
-def go_on_from_dense(reducer: Groups, optimizers: Iterable[Optimizer]) -> None:
+def go_on_from_dense(reducer: Stepper, optimizers: Iterable[Optimizer]) -> None:
     """Start second moments where none are known yet, in a step that has just begun; collective.
 
-    An optimizer's v holds squares of averages over n ranks, a rank's own the noise of one gradient, n times as much. So
-    they start from n times the optimizer's: with ``sqrt(n)`` in the step, first steps are as long as those of
-    dense training. The shortest history of a group counts for all of it, and one step where there is none: as Adam's
-    do, second moments without a history start from the first gradients then. Where ranks hold states of different
-    parameters, as in ``ZeroRedundancyOptimizer``, all of them start from what any of them holds.
+    An optimizer's v holds squares of averages over ranks, a rank's own squares of one gradient, which are ``f^2`` times
+    as large. So they start from that many times the optimizer's, with f as the gradients that are here tell it, which
+    is the factor of first steps, too: these are as long as those of dense training. The shortest history of a group
+    counts for all of it, and one step where there is none: as Adam's do, second moments without a history start from
+    the first gradients then. Where ranks hold states of different parameters, as in ``ZeroRedundancyOptimizer``, all of
+    them start from what any of them holds.
 
     Args:
         reducer: of the groups.
@@ -219,6 +224,8 @@ def go_on_from_dense(reducer: Groups, optimizers: Iterable[Optimizer]) -> None:
     known = {name: group.memory.vectors(group.state.memory)["second"] for name, group in served.items()}
     unknown = {name for name in holders if not bool(known[name][served[name].spans[name]].any())}
     fresh = set.intersection(*comm.all_gather_object(unknown, reducer.device))
+    reducer.diversity.measure(*reducer.compare([*served]))
+    larger = reducer.diversity.factor(comm.world_size) ** 2
     for group in groups:
         names = [name for name in group.spans if name in fresh]
         if not names:
@@ -229,7 +236,7 @@ def go_on_from_dense(reducer: Groups, optimizers: Iterable[Optimizer]) -> None:
                 parameter, span = own(parameters[name]), group.spans[name]
                 second = flattened(laid_out(here[name].second, parameter))
                 start[span] = share.part(name, second)
-        start = comm.all_reduce(start).mul_(comm.world_size)
+        start = comm.all_reduce(start).mul_(larger)
         steps = min(found[holders[name]][name] if name in fresh else 1.0 for name in group.spans)
         group.memory.start_(group.state.memory, start, [group.spans[name] for name in names], steps)
 

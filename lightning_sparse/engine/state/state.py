@@ -13,6 +13,7 @@ from lightning_sparse.core.layout import layout_of, own
 from lightning_sparse.core.step import GroupState
 from lightning_sparse.engine.agreement import Note, by_reason, name_ranks, reason
 from lightning_sparse.engine.config import SparsificationConfig
+from lightning_sparse.engine.diversity import Diversity
 from lightning_sparse.engine.optimizers.binding import OptimizerBinding
 from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.share import Place
@@ -97,6 +98,8 @@ class EngineState:
         for group in reducer.groups:
             memory, kept = group.memory, group.state.memory
             counted = {key: float(counter) for key, counter in memory.counters(kept).items()}
+            if memory.needs_second:
+                counted.update(reducer.diversity.counters())
             for name, span in group.spans.items():
                 vectors = memory.vectors(kept).items()
                 parameters[name] = {key: vector[span].to("cpu", copy=True) for key, vector in vectors}
@@ -231,6 +234,7 @@ class EngineState:
         reducer.settings, reducer.memories = plan.settings, plan.memories
         reducer.copies.back()
         reducer.adopt(plan.groups, counts)
+        reducer.diversity = Diversity.of(plan.whole["counters"].values())
         reducer.copies.take({name: vectors.get(COPY) for name, vectors in plan.whole["parameters"].items()})
         reducer.forget_averages()
         self._parked = self._parked_of(plan.whole)

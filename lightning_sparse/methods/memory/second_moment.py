@@ -72,15 +72,22 @@ class SecondMoment(CountedFeedback):
     like ``acc^2 / sqrt(v_i)``: to first order, the decrease of the loss by the step ``acc / sqrt(v_i)``. The mean of
     all ranks' v_i is exchanged together with the average, and the optimizer steps by
 
-        ``lr sqrt(n) mean(acc) / (sqrt(mean(v) / (1 - beta2^t) + (mean(acc) / L)^2) + eps)``
+        ``lr f mean(acc) / (sqrt(mean(v) / (1 - beta2^t) + (mean(acc) / L)^2) + eps)``
 
     with decoupled weight decay, and without a first moment: the residual has already averaged over the steps since the
     coordinate was last sent. The square of the average keeps the quotient within ``L``, see :func:`longest`; the score
     adds ``(acc / L)^2`` to ``v_i / (1 - beta2^t)``, too. Adam after an exchange of sparse averages forms its second
     moment of squares of sums and zeros, so that a step has the same length for any number of steps in the sum; this v
-    contains the gradients of every step. It contains the noise of one rank, n times that of the average: the factor
-    ``sqrt(n)`` corrects for it, so that the learning rate of dense training stays valid
-    (``docs/reports/adam-earlier.md``).
+    contains the gradients of every step.
+
+    Dense Adam divides by the size of the mean gradient, this one by that of one rank's. The factor f makes up for it:
+
+        ``f^2 = mean_i |g_i|^2 / |mean_i g_i|^2``
+
+    It is 1 where ranks have equal gradients, as nearly in the first steps of a training, and ``sqrt(n)`` where they
+    share nothing but noise; ``f^2`` is n times the gradient diversity of Yin et al. Every eighth step ranks
+    compare sketches of their gradients, of at most 251 numbers, and ``1 / f^2`` is averaged over about ten steps. The
+    learning rate of dense training stays valid (``docs/reports/causes.md``).
 
     If the length of a rank's gradients changes, residual and second moment are multiplied to match it, and gradients
     far longer than those before are clipped, see :func:`~lightning_sparse.ops.length.measure`. Both factors are 1 while
@@ -118,7 +125,8 @@ class SecondMoment(CountedFeedback):
 
     References:
         Ours. Kingma, Ba, Adam, ICLR 2015, arXiv 1412.6980, algorithm 1; Loshchilov, Hutter, Decoupled weight decay
-        regularization, ICLR 2019, arXiv 1711.05101, algorithm 2.
+        regularization, ICLR 2019, arXiv 1711.05101, algorithm 2; Yin et al., Gradient diversity: a key ingredient for
+        scalable distributed learning, AISTATS 2018, arXiv 1706.05699, definition 1.
     """
 
     beta2: float = 0.999
