@@ -54,6 +54,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import lightning_sparse as ls
+from lightning_sparse.engine.diversity import Diversity
 from lightning_sparse.ops.momentum import Momentum, Spending, Stepped
 
 WORDS = {"gpt": 4096, "lstm": 2000}
@@ -312,8 +313,10 @@ def train(
     sent = begin = 0.0
     means: list[Tensor] = []
 
+    diversity = Diversity()
+
     def gradients() -> Iterator[Tensor]:
-        for _ in range(run.steps):
+        for step in range(run.steps):
             rows, own, total = [], [], 0.0
             for _ in range(run.ranks):
                 model.zero_grad()
@@ -325,6 +328,7 @@ def train(
                 own.append([p.grad.clone() for p in dense])
             losses.append(total)
             means[:] = [torch.stack(each).mean(0) for each in zip(*own, strict=True)]
+            diversity.follow([rows], step)
             yield torch.stack(rows)
 
     def rate_at(step: int) -> float:
@@ -354,7 +358,7 @@ def train(
             longer, update = 1.0, trace.update
             if run.way == "second_moment":
                 assert trace.divisor is not None
-                longer, update = math.sqrt(run.ranks), trace.update / trace.divisor
+                longer, update = diversity.factor(run.ranks), trace.update / trace.divisor
             with torch.no_grad():
                 for parameter, part in zip(sparse, update.split([p.numel() for p in sparse]), strict=True):
                     parameter.mul_(1 - rate * 0.1).sub_(part.view_as(parameter), alpha=rate * longer)

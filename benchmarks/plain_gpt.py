@@ -30,6 +30,7 @@ from torch.nn import functional
 import lightning_sparse as ls
 from lightning_sparse.core.step import Context
 from lightning_sparse.engine.average import spread_divisor
+from lightning_sparse.engine.diversity import Diversity
 from lightning_sparse.engine.network import drive_ranks
 from lightning_sparse.engine.pipeline import exchange_group, init_group, settle_group
 from lightning_sparse.methods.exchanges import as_exchange
@@ -118,6 +119,7 @@ def train(
         ]
         for group in groups
     ]
+    diversity = Diversity()
     for step in range(steps):
         rate = RATE * min(1.0, (step + 1) / WARM_UP) * 0.5 * (1 + math.cos(math.pi * step / steps))
         gradients = []
@@ -134,8 +136,10 @@ def train(
         for settings in optimizer.param_groups:
             settings["lr"] = rate
         optimizer.step()
-        for number, group in enumerate(groups):
-            rows = [torch.cat([own[p].flatten() for p in group]) * factor for own in gradients]
+        every = [[torch.cat([own[p].flatten() for p in group]) * factor for own in gradients] for group in groups]
+        if sparse:
+            diversity.follow(every, step)
+        for number, (group, rows) in enumerate(zip(groups, every, strict=True)):
             before = states[number]
             exchanged = [
                 exchange_group(
@@ -148,7 +152,7 @@ def train(
                 settle_group(state, one, one.skipped, memory) for state, one in zip(before, made, strict=True)
             ]
             divisor = spread_divisor(made[0].update.indices, made[0].divisor, len(rows[0]))
-            moves = (rows[0] / divisor * (rate * math.sqrt(RANKS))).split([p.numel() for p in group])
+            moves = (rows[0] / divisor * (rate * diversity.factor(RANKS))).split([p.numel() for p in group])
             with torch.no_grad():
                 for parameter, move in zip(group, moves, strict=True):
                     parameter.mul_(1 - rate * DECAY).sub_(move.view_as(parameter))

@@ -26,26 +26,33 @@ import lightning_sparse as ls
 from benchmarks.adam import loss_of
 from benchmarks.causes.rule import Rule, Variant
 from benchmarks.race.flat import Flat
-from benchmarks.race.methods.ours import followed
 from benchmarks.race.results import FOLDER, commit
 from benchmarks.race.tasks import SHAKESPEARE, Loaded, Task
 from lightning_sparse.core.step import Context
 from lightning_sparse.engine.average import spread_divisor
+from lightning_sparse.engine.diversity import Diversity
 from lightning_sparse.engine.network import drive_ranks
 from lightning_sparse.engine.pipeline import exchange_group, init_group, settle_group
 from lightning_sparse.methods.exchanges import as_exchange
 
 OWN = FOLDER / "causes" / "causes.jsonl"
-LIBRARY, DENSE, MEAN = "library", "dense", "library, MeanTopK"
-COHERENT = "library, factor by coherence"
-"""The rate times the root of the ratio of squared norms, the ranks' own over that of the mean; in place of sqrt(n)."""
+DENSE, LIBRARY, ROOT, EXACT = "dense", "library", "sqrt(n)", "exact factor"
+"""Dense training; the library; the same with steps that are longer by sqrt(n), as they were before the factor was
+measured; and by the root of the mean of the ranks' squared norms over that of the mean, known exactly in every step."""
+BY_LIBRARY: dict[str, Variant] = {
+    name + more: variant
+    for name in (LIBRARY, ROOT, EXACT)
+    for more, variant in {
+        "": Variant(),
+        ", script's clipping": Variant("own"),
+        ", MeanTopK": Variant(),
+        ", density 0.02": Variant(density=0.02),
+        ", density 0.1": Variant(density=0.1),
+    }.items()
+}
+"""Variants that the library exchanges."""
 VARIANTS: dict[str, Variant] = {
-    LIBRARY: Variant(),
-    f"{LIBRARY}, script's clipping": Variant("own"),
-    MEAN: Variant(),
-    COHERENT: Variant(),
-    f"{LIBRARY}, density 0.02": Variant(density=0.02),
-    f"{LIBRARY}, density 0.1": Variant(density=0.1),
+    **BY_LIBRARY,
     "formulas": Variant(),
     "script's clipping": Variant("own"),
     "no clipping": Variant("none"),
@@ -87,14 +94,15 @@ class Run(NamedTuple):
 
 def wanted() -> Iterator[Run]:
     """What decides first, first."""
-    first = (DENSE, LIBRARY, "density 1", "density 0.1", "the best coordinates, second moments of the mean")
+    first = (DENSE, LIBRARY, ROOT, "density 1", "density 0.1", "the best coordinates, second moments of the mean")
     next_ones = ("density 0.1, no limit of quotients", "selected by steps", "formulas", "no limit of quotients")
-    rest = [*next_ones, *(name for name in VARIANTS if name not in (*first, *next_ones))]
+    known_ones = f"{LIBRARY}, MeanTopK", f"{LIBRARY}, script's clipping"
+    rest = [*known_ones, *next_ones, *(name for name in VARIANTS if name not in (*first, *next_ones, *known_ones))]
     yield from (Run(name, 8, 1000) for name in first)
     yield from (Run(name, 8, 1000) for name in rest)
-    yield from (Run(name, 8, 1000, rate) for rate in (2.0, 4.0) for name in (DENSE, LIBRARY, MEAN, COHERENT))
+    yield from (Run(name, 8, 1000, rate) for rate in (2.0, 4.0) for name in (DENSE, LIBRARY, *known_ones[:1]))
     yield from (Run(f"{LIBRARY}, density {density}", 8, 1000, 4.0) for density in (0.02, 0.1))
-    yield from (Run(name, 8, 1000, 4.0, 1) for name in (DENSE, LIBRARY, MEAN))
+    yield from (Run(name, 8, 1000, 4.0, 1) for name in (DENSE, LIBRARY, *known_ones[:1]))
     yield Run(f"{DENSE}, beta1 0", 8, 1000)
     yield from (Run(name, 2, 1000) for name in first)
     yield from (Run(name, 8, 1000, seed=1) for name in (*first, *rest))
@@ -122,7 +130,7 @@ class Simulation:
         self.optimizer = torch.optim.AdamW(groups if self.dense else groups[1:], lr=1.0, betas=betas)
         self.rule = Rule(self.variant, run.ranks, numel if not self._by_library else 0, betas[1], run.steps)
         self.parts: dict[str, Any] = {
-            "sparsifier": ls.sparsifiers.MeanTopK() if run.name == MEAN else ls.sparsifiers.UnionTopK(),
+            "sparsifier": ls.sparsifiers.MeanTopK() if "MeanTopK" in run.name else ls.sparsifiers.UnionTopK(),
             "memory": ls.memories.SecondMoment(betas[1]),
         }
         self.exchange = as_exchange(None, *self.parts.values())
@@ -131,13 +139,13 @@ class Simulation:
             init_group(numel, torch.float32, torch.device("cpu"), first._replace(rank=rank), **self.parts)
             for rank in range(run.ranks if self._by_library else 0)
         ]
-        self.squares = (0.0, 0.0)
-        """See :func:`~benchmarks.race.methods.ours.followed`."""
+        self.diversity, self.squares = Diversity(), (0.0, 0.0)
+        """What gradients have in common, and running means of squared norms, of the mean and of the ranks."""
         self.generator = torch.Generator().manual_seed(run.seed + 1)
 
     @property
     def _by_library(self) -> bool:
-        return self.run.name.startswith(LIBRARY)
+        return self.run.name in BY_LIBRARY
 
     def gradients(self) -> tuple[Tensor, Tensor]:
         """Return (n, numel) gradients of matrices and of vectors, clipped."""
@@ -176,13 +184,22 @@ class Simulation:
             self.states[rank] = settle_group(self.states[rank], made, made.skipped, self.parts["memory"])
             return made
 
-        mean, own = gradients.mean(0).square().sum(), gradients.square().sum(1).mean()
-        self.squares = mean_square, own_square = followed(self.squares, float(mean), float(own))
-        ratio = own_square / mean_square if self.run.name == COHERENT else self.run.ranks
+        longer = self._factor(gradients, number)
         made = drive_ranks([one(rank) for rank in range(self.run.ranks)])[0]
         self.rule.sent += int(made.update.union)
         divisor = spread_divisor(made.update.indices, made.divisor, gradients.shape[1])
-        return math.sqrt(ratio) * gradients[0] / divisor
+        return longer * gradients[0] / divisor
+
+    def _factor(self, gradients: Tensor, number: int) -> float:
+        """Return what a step is longer by."""
+        ranks, mean, own = self.run.ranks, gradients.mean(0).square().sum(), gradients.square().sum(1).mean()
+        if self.run.name.startswith(ROOT):
+            return math.sqrt(ranks)
+        self.squares = 0.9 * self.squares[0] + 0.1 * float(mean), 0.9 * self.squares[1] + 0.1 * float(own)
+        if self.run.name.startswith(EXACT):
+            return math.sqrt(self.squares[1] / self.squares[0])
+        self.diversity.follow([list(gradients)], number)
+        return self.diversity.factor(ranks)
 
     def train(self, deadline: float) -> dict[str, Any] | None:
         """Return the line to keep; None if time is up."""

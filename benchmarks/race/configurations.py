@@ -12,7 +12,7 @@ from benchmarks.race.methods.dense import Dense, PowerSGD
 from benchmarks.race.methods.drift import Drift
 from benchmarks.race.methods.local import Local
 from benchmarks.race.methods.optimizers import Averaged, Today
-from benchmarks.race.methods.ours import Ours, TopK
+from benchmarks.race.methods.ours import ByRoot, Ours, TopK
 from benchmarks.race.methods.sparseloco import SparseLoCo
 
 
@@ -61,35 +61,51 @@ CONFIGURATIONS: dict[str, Configuration] = {
     "distro": Configuration(DeMo, {"k": 4, "decay": 0.995, "signs": True}, title="DisTrO, k 4, 1 bit", asks=OWN),
     "top_k": Configuration(TopK, {"density": 0.01}, title="Top-k 0.01, residual", asks=ANY),
     "ours": Configuration(Ours, {"density": 0.01}, title="ours, 0.01", asks=ADAMW),
-    "coherent": Configuration(
-        Ours, {"density": 0.01, "coherent": True}, title="ours, 0.01, factor by coherence", asks=ADAMW
+    "root": Configuration(ByRoot, {"density": 0.01}, title="ours, 0.01, sqrt(n)", asks=ADAMW),
+    "ours-50": Configuration(ByRoot, {"density": 0.02}, title="ours, 0.02, sqrt(n)", asks=ADAMW),
+    "mean": Configuration(
+        ByRoot, {"density": 0.008, "voted": True}, title="ours, MeanTopK, 0.008, sqrt(n)", asks=ADAMW
     ),
-    "ours-50": Configuration(Ours, {"density": 0.02}, title="ours, 0.02", asks=ADAMW),
-    "mean": Configuration(Ours, {"density": 0.008, "voted": True}, title="ours, MeanTopK, 0.008", asks=ADAMW),
-    "ours-200": Configuration(Ours, {"density": 0.005}, title="ours, 0.005", asks=ADAMW),
-    "ours-300": Configuration(Ours, {"density": 0.0034}, title="ours, 0.0034", asks=ADAMW),
-    "ours-600": Configuration(Ours, {"density": 0.0017}, title="ours, 0.0017", asks=ADAMW),
-    "turned": Configuration(Ours, {"density": 0.01, "turned": True}, title="ours, turned, 0.01", asks=ADAMW),
-    "turned-300": Configuration(Ours, {"density": 0.0034, "turned": True}, title="ours, turned, 0.0034", asks=ADAMW),
+    "ours-200": Configuration(ByRoot, {"density": 0.005}, title="ours, 0.005, sqrt(n)", asks=ADAMW),
+    "ours-300": Configuration(ByRoot, {"density": 0.0034}, title="ours, 0.0034, sqrt(n)", asks=ADAMW),
+    "ours-600": Configuration(ByRoot, {"density": 0.0017}, title="ours, 0.0017, sqrt(n)", asks=ADAMW),
+    "turned": Configuration(ByRoot, {"density": 0.01, "turned": True}, title="ours, turned, 0.01, sqrt(n)", asks=ADAMW),
+    "turned-300": Configuration(
+        ByRoot, {"density": 0.0034, "turned": True}, title="ours, turned, 0.0034, sqrt(n)", asks=ADAMW
+    ),
     "chunked-300": Configuration(
-        Ours, {"density": 0.0034, "chunked": True}, title="ours, 0.0034, of each chunk", asks=ADAMW
+        ByRoot, {"density": 0.0034, "chunked": True}, title="ours, 0.0034, of each chunk, sqrt(n)", asks=ADAMW
     ),
     "decay-300": Configuration(
-        Ours, {"density": 0.0034, "keeps": 0.999}, title="ours, 0.0034, residual decays", asks=ADAMW
+        ByRoot, {"density": 0.0034, "keeps": 0.999}, title="ours, 0.0034, residual decays, sqrt(n)", asks=ADAMW
     ),
-    "turned-600": Configuration(Ours, {"density": 0.0017, "turned": True}, title="ours, turned, 0.0017", asks=ADAMW),
-    "whole-600": Configuration(Ours, {"density": 0.0017, "whole": True}, title="ours, 0.0017, vectors too", asks=ADAMW),
+    "turned-600": Configuration(
+        ByRoot, {"density": 0.0017, "turned": True}, title="ours, turned, 0.0017, sqrt(n)", asks=ADAMW
+    ),
+    "whole-600": Configuration(
+        ByRoot, {"density": 0.0017, "whole": True}, title="ours, 0.0017, vectors too, sqrt(n)", asks=ADAMW
+    ),
     "turned-whole-600": Configuration(
-        Ours, {"density": 0.0017, "turned": True, "whole": True}, title="ours, turned, 0.0017, vectors too", asks=ADAMW
+        ByRoot,
+        {"density": 0.0017, "turned": True, "whole": True},
+        title="ours, turned, 0.0017, vectors too, sqrt(n)",
+        asks=ADAMW,
     ),
-    "late": Configuration(Ours, {"density": 0.01, "late": True}, title="ours, 0.01, one step late", asks=ADAMW),
+    "late": Configuration(
+        ByRoot, {"density": 0.01, "late": True}, title="ours, 0.01, one step late, sqrt(n)", asks=ADAMW
+    ),
     "late-ahead": Configuration(
-        Ours, {"density": 0.01, "late": True, "ahead": 1.0}, title="ours, 0.01, one step late, extrapolated", asks=ADAMW
+        ByRoot,
+        {"density": 0.01, "late": True, "ahead": 1.0},
+        title="ours, 0.01, one step late, extrapolated, sqrt(n)",
+        asks=ADAMW,
     ),
-    "parts": Configuration(Ours, {"density": 0.01, "parts": 2}, title="ours, 0.01, of each half", asks=ADAMW),
-    "ours-1000": Configuration(Ours, {"density": 0.001}, title="ours, 0.001", asks=ADAMW),
+    "parts": Configuration(
+        ByRoot, {"density": 0.01, "parts": 2}, title="ours, 0.01, of each half, sqrt(n)", asks=ADAMW
+    ),
+    "ours-1000": Configuration(ByRoot, {"density": 0.001}, title="ours, 0.001, sqrt(n)", asks=ADAMW),
 }
-"""By name. Settings of ours are fixed before any search."""
+"""By name. Settings of ours are fixed before any search; `sqrt(n)`: with the factor of steps of earlier versions."""
 
 STEPS = {"factor": "root", "longer": "steps"}
 """The factor in each rank's own steps; else it is measured, and lengthens averages."""

@@ -46,6 +46,7 @@ def _entries() -> Iterator[Entry]:
     short = {
         "dense": (16, 2),
         "ours": (8, 2),
+        "root": (8, 2),
         "distro": (16, 2),
         "sparseloco-10": (8, 2),
         "turned-600": (8, 2),
@@ -66,18 +67,21 @@ def _entries() -> Iterator[Entry]:
         "turned": (8, 2),
     }
     small = ("ours-600", "turned-600", "whole-600", "turned-whole-600", "sparseloco-10", "distro")
-    five = ("ours", "late", "late-ahead", *small)
+    five = ("ours", "root", "late", "late-ahead", *small)
     for method, (lstm, gpt) in short.items():
         yield Entry("lstm-600", method, lstm, 5 if method in five else 3)
         yield Entry("gpt-300", method, gpt, 5 if method in five else 3)
-    for method in ("ours", "parts"):
+    for method in ("root", "parts"):
         yield Entry("lstm-600-nodes", method, 16, 5)
         yield Entry("gpt-300-nodes", method, 2, 3)
+    for method in ("dense", "ours", "root"):
+        yield Entry("lstm-600-2", method, 8, 3)
+        yield Entry("gpt-300-2", method, 2, 3)
     for n in (8, 32):
         for method in (
             "dense",
             "ours",
-            "coherent",
+            "root",
             "ours-50",
             "mean",
             "powersgd-1",
@@ -88,14 +92,25 @@ def _entries() -> Iterator[Entry]:
             lstm, gpt = short.get(method, short["ours"])
             yield Entry(f"lstm-600-{n}", method, 2 * lstm, 2)
             yield Entry(f"gpt-300-{n}", method, gpt, 2)
-    for method in ("dense", "ours", "ours-1000", "averaging-10", "diloco-30", "demo"):
+    for method in ("dense", "ours", "root", "ours-1000", "averaging-10", "diloco-30", "demo"):
         yield Entry("shakespeare-2000", method, 1, 3, outer=False)
-    for method in ("dense", "ours", "ours-300", "turned-300", "averaging-10"):
+    for method in ("dense", "ours", "root", "ours-300", "turned-300", "averaging-10"):
         yield Entry("shift-300", method, 2, 3)
     yield Entry("shakespeare-alone", "dense", 1, 3)
-    for method in ("dense", "ours", "ours-1000"):
+    for method in ("dense", "ours", "root", "ours-1000"):
         yield Entry("shakespeare-pair", method, 1, 3)
-    long = ("dense", "ours-300", "turned-300", "averaging-10", "ours", "late", "ours-600", "turned-600", "ours-200")
+    long = (
+        "dense",
+        "ours-300",
+        "turned-300",
+        "averaging-10",
+        "ours",
+        "root",
+        "late",
+        "ours-600",
+        "turned-600",
+        "ours-200",
+    )
     long += "chunked-300", "decay-300"
     for method in long:
         yield Entry("lstm-3000", method, 4, 3 if method == "averaging-10" else 5)

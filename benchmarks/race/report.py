@@ -141,10 +141,11 @@ def pairs(results: Results, task: str) -> str:
 PAIRS = (
     ("ours", "dense"),
     ("ours", "top_k"),
-    ("late", "ours"),
+    ("ours", "root"),
+    ("late", "root"),
     ("late-ahead", "late"),
-    ("parts", "ours"),
-    ("turned", "ours"),
+    ("parts", "root"),
+    ("turned", "root"),
     ("turned-300", "ours-300"),
     ("turned-600", "ours-600"),
     ("chunked-300", "ours-300"),
@@ -224,7 +225,7 @@ def ratios(results: Results, task: str) -> str:
     return table(["method", "steps", *(f"{mbit} Mbit/s" for mbit in timed.LINKS)], rows)
 
 
-DENSITIES = ("ours", "ours-200", "ours-300", "ours-600")
+DENSITIES = ("root", "ours-200", "ours-300", "ours-600")
 
 
 def gate(results: Results) -> str:

@@ -139,7 +139,7 @@ TASKS = {
         GPT_300,
         replace(LSTM_600, name="lstm-600-nodes", ranks=2, batch=2 * LSTM_600.batch),
         replace(GPT_300, name="gpt-300-nodes", ranks=2, batch=2 * GPT_300.batch),
-        *(replace(task, name=f"{task.name}-{n}", ranks=n) for task in (LSTM_600, GPT_300) for n in (8, 32)),
+        *(replace(task, name=f"{task.name}-{n}", ranks=n) for task in (LSTM_600, GPT_300) for n in (2, 8, 32)),
         replace(LSTM_600, name="lstm-3000", steps=3000, every=150),
         replace(GPT_300, name="gpt-3000", steps=3000, every=150, warm_up=50),
         replace(LSTM_600, name="lstm-3000-wide", steps=3000, every=150, batch=4 * LSTM_600.batch),

@@ -517,7 +517,7 @@ class GroupReducer:
         squares, meter = None, Meter(ctx.world_size)
         compares = self.memory.needs_second and ctx.world_size > 1 and ctx.step % EVERY == 0
         # Before anything is absorbed: scores take the gradient's place.
-        comparing = meter.watch(squares_of(narrow_sketch(grad.pieces, ctx.step), ctx.world_size)) if compares else None
+        sketch = narrow_sketch(grad.pieces, ctx.step) if compares else None
         exchanging = exchange_group(
             grad,
             self.state,
@@ -530,9 +530,10 @@ class GroupReducer:
             flush=flush,
             changing=partial(changing, used),
         )
-        if comparing is None:
+        if sketch is None:
             proposed = yield from exchanging
         else:
+            comparing = meter.watch(squares_of(sketch, ctx.world_size, scale))
             both: list[Any] = yield from together([exchanging, comparing])
             proposed, squares = both
             ran = proposed.statistics

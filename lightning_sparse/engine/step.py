@@ -179,6 +179,8 @@ class Stepper(Groups):
         """Parameters whose averages are in ``.grad``, where the optimizer has not stepped yet."""
         self._units = Units()
         """Of these averages."""
+        self._scale: Tensor | None = None
+        """() of the loss of gradients that are about to be exchanged; None: none."""
         self.clipped: Tensor | None = None
         """() norm by which gradients of the next step were clipped."""
         self.paused = False
@@ -450,7 +452,7 @@ class Stepper(Groups):
         pieces = [self._exchanged(name, self.parameters[name].grad) for name in names if self._fresh.get(name) is False]
         squares = torch.zeros(2, dtype=torch.float64, device=self.device)
         if any(piece.numel() for piece in pieces):
-            steps = squares_of(narrow_sketch(pieces, self._number), self.comm.world_size)
+            steps = squares_of(narrow_sketch(pieces, self._number), self.comm.world_size, self._scale)
             squares = Going(steps, self.comm.start, at_once).run()
         if self.within.world_size > 1:
             squares = self.within.all_reduce(squares)
@@ -651,6 +653,7 @@ class Stepper(Groups):
 
     def _start(self, fresh: Sequence[str], used: set[str], units: Units) -> tuple[Started, Going[list[OfGroup]]]:
         """Absorb gradients and select from them, up to the first message."""
+        self._scale = units.scale
         self._open()
         used = used - self._set_aside(used, units)  # of groups that are new
         for group in self.groups if self._begins else ():  # none has run in this step yet

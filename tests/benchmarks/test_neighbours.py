@@ -15,7 +15,7 @@ from benchmarks.race.methods.blocks import Turned, cosines, hadamard
 from benchmarks.race.methods.demo import DeMo, packed, unpacked
 from benchmarks.race.methods.dense import Dense, PowerSGD
 from benchmarks.race.methods.local import Local
-from benchmarks.race.methods.ours import Chunked, Ours, TopK
+from benchmarks.race.methods.ours import ByRoot, Chunked, Ours, TopK
 from benchmarks.race.methods.sparseloco import SparseLoCo, packed_of, quantized
 from benchmarks.race.run import Run, Simulation
 from benchmarks.race.tasks import TASKS
@@ -242,17 +242,31 @@ def check_ours(n: int, numel: int, places: list[Any], **settings: Any) -> None:
     traces = [
         [*ls.simulate(stream[..., place], sparsifier="union_top_k", density=0.05, memory=memory)] for place in places
     ]
-    ranks = methods(Ours, n, density=0.05, **settings)
-    sent = 0.0
+    first = stream[0][..., torch.cat([torch.arange(NUMEL)[place] for place in places])].double()
+    share = float(first.mean(0).square().sum() / first.square().sum(1).mean())  # compared in the first step
+    for method in (Ours, ByRoot):
+        ranks = methods(method, n, density=0.05, **settings)
+        sent = 0.0 if method is ByRoot else 8 * 252 * 2 * (n - 1) / n
+        take(ranks, stream[0], 0.01, 0)
+        factor = ranks[0].diversity.factor(n)
+        assert factor == pytest.approx(n**0.5 if method is ByRoot else max(share, 1 / n) ** -0.5, rel=0.1)
+        ranks = methods(method, n, density=0.05, **settings)
+        check_steps(ranks, stream, places, traces, factor, sent)
+        assert (ranks[0].vectors.bytes_sent == 0) == (numel == NUMEL)
+
+
+def check_steps(
+    ranks: list[Any], stream: torch.Tensor, places: list[Any], traces: list[list[Any]], factor: float, sent: float
+) -> None:
+    """Given what each part's updates are, what steps are longer by, and the bytes that are sent beside these."""
     for step, rows in enumerate(stream):
         before = values(ranks[0])
         take(ranks, rows, 0.01, step)
         for place, trace in zip(places, (of_part[step] for of_part in traces), strict=True):
-            expected = before[place] * (1 - 0.001) - 0.01 * n**0.5 * trace.update / trace.divisor
+            expected = before[place] * (1 - 0.001) - 0.01 * factor * trace.update / trace.divisor
             torch.testing.assert_close(values(ranks[0])[place], expected, atol=1e-6, rtol=1e-5)
             sent += float(trace.bytes_sent[0])
         assert ranks[0].matrices.bytes_sent == pytest.approx(sent, rel=1e-12)
-    assert (ranks[0].vectors.bytes_sent == 0) == (numel == NUMEL)
 
 
 def test_ours_is_the_library_with_the_step_of_the_engine() -> None:

@@ -195,7 +195,7 @@ def test_what_fits_is_trained_and_kept(tmp_path: Path, monkeypatch: pytest.Monke
     results.add(line)
     assert json.loads((tmp_path / "results" / "race-small.jsonl").read_text()) == line
     assert Results(tmp_path / "results").loss(run) == line["curve"][-1][-1]
-    assert line["run"]["settings"] == {"density": 0.01} and line["run"]["method"] == ["ours", 1]
+    assert line["run"]["settings"] == {"density": 0.01} and line["run"]["method"] == ["ours", 2]
 
 
 def test_processors_are_not_mixed(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
+from lightning_sparse.engine.diversity import Diversity
 from tests.covering import by_default
 from tests.nodes.model import (
     SHAPES,
@@ -148,7 +149,7 @@ def alike(step: int, rank: int, name: str) -> Tensor:
 
 
 def with_adamw(steps: int) -> tuple[list[dict[str, Tensor]], float]:
-    """Weights after each step, and what the gradients of nodes have in common."""
+    """Weights after each step, and what these were longer by."""
     ddp, engine = wrapped(2)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01, weight_decay=0.1)
     found = []
@@ -157,7 +158,7 @@ def with_adamw(steps: int) -> tuple[list[dict[str, Tensor]], float]:
         ddp(here(step, alike)).backward()
         optimizer.step()
         found.append(weights(ddp))
-    return found, engine.state_dict()["counters"][NAMES[0]]["common"]
+    return found, Diversity.of(engine.state_dict()["counters"].values()).factor(2)
 
 
 def test_adamw_divides_by_what_the_parts_were_exchanged_with(four_ranks: Ranks) -> None:
@@ -166,16 +167,16 @@ def test_adamw_divides_by_what_the_parts_were_exchanged_with(four_ranks: Ranks) 
     memory = ls.memories.SecondMoment()
     parts = [ls.simulate(one, sparsifier="union_top_k", density=0.05, memory=memory) for one in streams]
     nodes = torch.cat(streams, dim=2)[0]  # compared in the first step
-    exact = float(nodes.mean(0).square().sum() / nodes.square().sum(1).mean())
+    exact = float(nodes.square().sum(1).mean() / nodes.mean(0).square().sum()) ** 0.5
     expected = weights(Linear())
     results = four_ranks(with_adamw, steps)
-    [common] = {each for _, each in results}
-    assert 0.7 < exact < 0.9 and common == pytest.approx(exact, rel=0.15)
+    [factor] = {each for _, each in results}
+    assert 1.05 < exact < 1.2 and factor == pytest.approx(exact, rel=0.07)
     found = [weights for weights, _ in results]
     for step, traces in enumerate(zip(*parts, strict=True)):
         steps_of = put_together([trace.update / trace.divisor for trace in traces], names)
         for name in NAMES:
-            expected[name] = expected[name] * (1 - 0.01 * 0.1) - 0.01 / math.sqrt(common) * steps_of[name]
+            expected[name] = expected[name] * (1 - 0.01 * 0.1) - 0.01 * factor * steps_of[name]
             torch.testing.assert_close(found[0][step][name], expected[name], rtol=1e-5, atol=1e-6)
             assert all(torch.equal(found[0][step][name], other[step][name]) for other in found)
 

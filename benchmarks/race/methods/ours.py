@@ -14,14 +14,16 @@ import lightning_sparse as ls
 from benchmarks.race.flat import Flat, pieces
 from benchmarks.race.methods.base import Method, Place, Rate, move_, step_with
 from benchmarks.race.methods.blocks import Turned
-from lightning_sparse.core.messages import AllReduce, Steps
+from lightning_sparse.core.messages import Steps
 from lightning_sparse.core.step import Agreement, Candidates, Context, GroupState, Selection
 from lightning_sparse.engine.average import spread_divisor
+from lightning_sparse.engine.diversity import EVERY, Diversity, squares_of
 from lightning_sparse.engine.pipeline import exchange_group, init_group, settle_group
 from lightning_sparse.methods.density import count
 from lightning_sparse.methods.exchanges import as_exchange
 from lightning_sparse.methods.sparsifiers.base import Selected, Sparsifier
 from lightning_sparse.ops import pad
+from lightning_sparse.ops.sketch import narrow_sketch
 
 
 class Exchanged(Method):
@@ -141,11 +143,6 @@ class Chunked(Sparsifier):
         return Selection(indices, torch.tensor(found.numel(), device=acc.device), aligned=True, limit=k), state
 
 
-def followed(squares: tuple[float, float], mean: float, own: float) -> tuple[float, float]:
-    """Follow the squared norm of the mean gradient, and the mean of the ranks' squared norms, over some ten steps."""
-    return 0.9 * squares[0] + 0.1 * mean, 0.9 * squares[1] + 0.1 * own
-
-
 class Ours(Exchanged):
     """What `sparse_ddp` does with AdamW: :class:`lightning_sparse.memories.SecondMoment` and UnionTopK.
 
@@ -159,17 +156,15 @@ class Ours(Exchanged):
         whole: vectors are sparse, too.
         chunked: pick as many of each chunk, see :class:`Chunked`.
         voted: MeanTopK in place of UnionTopK.
-        coherent: steps are longer by the root of how many ranks' noise averages out, measured, in place of `sqrt(n)`:
-            of the mean of squared norms of the ranks' gradients, over the squared norm of their mean, both averaged
-            over steps. Here the mean is known exactly, by messages that are not counted.
         keeps: factor of the residual in each step; below 1 it forgets.
         ahead: extrapolate: move matrices by this part of each move in advance, and take it back in the next step, as in
             optimistic gradient descent (arXiv 1711.00141); for averages that come late.
         parts: see :class:`Exchanged`.
     """
 
-    kept: ClassVar[tuple[str, ...]] = ("groups", "handout", "last", "squares")
-    renewed: ClassVar[tuple[str, ...]] = ("_states", "handout", "last", "squares")
+    kept: ClassVar[tuple[str, ...]] = ("groups", "handout", "last", "compared")
+    renewed: ClassVar[tuple[str, ...]] = ("_states", "handout", "last")
+    version: ClassVar[int] = 2
 
     def __init__(
         self,
@@ -184,27 +179,33 @@ class Ours(Exchanged):
         chunked: bool = False,
         keeps: float = 1.0,
         voted: bool = False,
-        coherent: bool = False,
     ) -> None:
         union = Chunked() if chunked else ls.sparsifiers.UnionTopK()
         sparsifier = ls.sparsifiers.MeanTopK() if voted else union
         super().__init__(flat, at, sparsifier, ls.memories.SecondMoment(at.betas[1]), density, whole, parts)
-        self.keeps, self.waits = keeps, chunked or coherent
+        self.keeps, self.waits = keeps, True
         self.optimizer = None if whole else self.adamw(flat.vectors)
         self.bases = [Turned(shape, seed) for seed, shape in enumerate(flat.shapes)] if turned else []
         self.late, self.ahead = late, ahead
-        self.coherent, self.squares = coherent, (0.0, 0.0)
-        """See :func:`followed`."""
+        self.diversity = Diversity()
         self.last: Tensor | None = None
         """The latest move of matrices, with extrapolation."""
         self.handout: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def compared(self) -> dict[str, float]:
+        """What is known of gradients."""
+        return self.diversity.counters()
+
+    @compared.setter
+    def compared(self, known: dict[str, float]) -> None:
+        self.diversity = Diversity.of([known])
 
     def step(self, rate: Rate, step: int) -> Steps[None]:
         grad = self._turned(self.flat.matrices.grad)
         if self.optimizer is None:
             grad = torch.cat([grad, self.flat.vectors.grad])
-        if self.coherent:
-            yield from self._measure(grad)
+        yield from self._compare(grad, step)
         for state in self._states if self.keeps < 1 else ():
             state.memory.residual.mul_(self.keeps)
         divisor = yield from self.averaged(grad, step)
@@ -222,11 +223,11 @@ class Ours(Exchanged):
         if step + 1 == self.at.steps:
             self._apply(fresh, rate, last=True)
 
-    def _measure(self, grad: Tensor) -> Steps[None]:
-        n = self.at.ranks
-        mean = float((yield AllReduce(grad.clone())).square().sum()) / n**2
-        own = float((yield AllReduce(grad.square().sum().view(1)))) / n
-        self.squares = followed(self.squares, mean, own)
+    def _compare(self, grad: Tensor, step: int) -> Steps[None]:
+        """Follow what gradients have in common, as the engine does."""
+        if step % EVERY == 0:
+            sketch = narrow_sketch([grad], step)
+            self.diversity.measure(*(yield from self.matrices.watch(squares_of(sketch, self.at.ranks))).tolist())
 
     def _turned(self, grad: Tensor) -> Tensor:
         if not self.bases:
@@ -243,11 +244,23 @@ class Ours(Exchanged):
             before, move = 0.0 if self.last is None else self.last, handout[0]
             handout = move + self.ahead * ((0.0 if last else move) - before), handout[1]
             self.last = move
-        mean, own = self.squares
-        factor = rate * math.sqrt(own / mean if self.coherent else self.at.ranks)
+        factor = rate * self.diversity.factor(self.at.ranks)
         kinds = list(zip(self.flat.both, handout, self.at.decay, strict=True))
         for parameter, move, decay in kinds if self.optimizer is None else kinds[:1]:
             move_(parameter.data.mul_(1 - rate * decay), move, factor)
         if self.optimizer is not None:
             self.flat.vectors.grad.copy_(handout[1])
             step_with(self.optimizer, rate)
+
+
+class ByRoot(Ours):
+    """The same with steps that are longer by `sqrt(n)`, as the library took them before it compared gradients."""
+
+    version: ClassVar[int] = 1
+
+    def __init__(self, flat: Flat, at: Place, density: float = 0.01, **options: Any) -> None:
+        super().__init__(flat, at, density, **options)
+        self.waits = bool(options.get("chunked"))
+
+    def _compare(self, grad: Tensor, step: int) -> Steps[None]:
+        yield from ()

@@ -86,7 +86,7 @@ class SecondMoment(CountedFeedback):
 
     It is 1 where ranks have equal gradients, as nearly in the first steps of a training, and ``sqrt(n)`` where they
     share nothing but noise; ``f^2`` is n times the gradient diversity of Yin et al. Every eighth step ranks
-    compare sketches of their gradients, of at most 251 numbers, and ``1 / f^2`` is averaged over about ten steps. The
+    compare sketches of their gradients, of at most 251 numbers, and both squares are summed over some twenty steps. The
     learning rate of dense training stays valid (``docs/reports/causes.md``).
 
     If the length of a rank's gradients changes, residual and second moment are multiplied to match it, and gradients

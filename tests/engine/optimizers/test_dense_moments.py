@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_sparse.engine.diversity import Diversity
 from tests.engine.optimizers.test_adam_rule import CLASSES, HYPER, N, Training, loss_of, model
 from tests.ranks import Ranks
 
@@ -59,8 +60,7 @@ def first_step(kind: str, shown: bool, everywhere: bool, equal: bool) -> tuple[f
     gradients = own_gradients(training.module, 5, training.rank)
     training.step(5)
     state, worst, moved = training.engine.state_dict(), 0.0, 0.0
-    [common] = {state["counters"][name]["common"] for name in SPARSE}
-    longer = 1 / math.sqrt(max(common, 1 / N))
+    longer = Diversity.of(state["counters"].values()).factor(N)
     assert longer == pytest.approx(1.0 if equal else math.sqrt(N), abs=1e-9 if equal else 0.1)
     for name in SPARSE:
         assert state["counters"][name]["steps"] == 6.0
