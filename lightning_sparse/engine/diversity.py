@@ -1,9 +1,14 @@
 """Gradient diversity: how much ranks' gradients have in common, and how much longer Adam's steps are for it.
 
 Adam divides the mean gradient by its size. :class:`~lightning_sparse.methods.memory.SecondMoment` divides it by that of
-one rank's gradient, which is larger by ``f = sqrt(mean_i |g_i|^2 / |mean_i g_i|^2)``: 1 where ranks have equal
-gradients, ``sqrt(n)`` where they share nothing. Yin et al., Gradient Diversity: a Key Ingredient for Scalable
-Distributed Learning, AISTATS 2018, arXiv 1706.05699, call ``f^2 / n`` the gradient diversity.
+one rank's gradient, which is larger. With n ranks, steps are longer by f,
+
+    ``f^2 = (1 + 2/n) mean_i |g_i|^2 / |mean_i g_i|^2``, at most n.
+
+The quotient is 1 where ranks have equal gradients, as nearly in the first steps of a training, and n where they share
+nothing. Yin et al., Gradient Diversity: a Key Ingredient for Scalable Distributed Learning, AISTATS 2018, arXiv
+1706.05699, call it n times the gradient diversity. ``1 + 2/n`` is for averages that agree most, which their bound
+shortens: at rates below the best one, steps by the quotient alone are too short. Between two ranks f is the root of 2.
 """
 
 from __future__ import annotations
@@ -22,8 +27,12 @@ EVERY = 8
 """Steps from one comparison of the ranks' gradients to the next."""
 KEEPS = 0.95**EVERY
 """What sums keep of the comparisons before."""
-NAMES = "own_squares", "mean_squares"
-"""Of the two sums, in states."""
+LONG = 4.0
+"""Times the mean square of the comparisons before that a new one may have; longer gradients count as little."""
+FEW = 2
+"""Ranks that compare nothing: their factor is known."""
+NAMES = "own_squares", "mean_squares", "compared_steps"
+"""Of what is followed, in states."""
 
 
 class Diversity:
@@ -35,57 +44,76 @@ class Diversity:
     Args:
         own: sum of squared norms of the ranks' gradients, the mean over ranks; 0: they have not been compared yet.
         mean: sum of squared norms of their mean.
+        steps: that have counted.
 
     Example:
         >>> diversity = Diversity()
         >>> diversity.factor(4)
         2.0
-        >>> diversity.measure(8.0, 8.0)
-        >>> diversity.factor(4)
-        1.0
+        >>> diversity.learn(8.0, 8.0)
+        >>> round(diversity.factor(4) ** 2, 6)
+        1.5
     """
 
-    def __init__(self, own: float = 0.0, mean: float = 0.0) -> None:
-        self._own, self._mean = own, mean
+    def __init__(self, own: float = 0.0, mean: float = 0.0, steps: float = 0) -> None:
+        self._own, self._mean, self._steps = own, mean, int(steps)
 
     @classmethod
     def of(cls, counters: Iterable[Mapping[str, float]]) -> Diversity:
-        """Go on from the counters of parameters in a state."""
-        known = [(one[NAMES[0]], one[NAMES[1]]) for one in counters if one.keys() >= {*NAMES}]
+        """Go on from the counters of parameters in a state: from those with the longest gradients."""
+        known = [tuple(one[name] for name in NAMES) for one in counters if one.keys() >= {*NAMES}]
         return cls(*max(known, default=()))
 
     def counters(self) -> dict[str, float]:
         """Return what a state keeps of it."""
-        return dict(zip(NAMES, (self._own, self._mean), strict=True))
+        return dict(zip(NAMES, (self._own, self._mean, float(self._steps)), strict=True))
 
-    def measure(self, own: float, mean: float) -> None:
-        """Follow a step that counts; gradients that are zero or not finite tell nothing.
+    @property
+    def known(self) -> bool:
+        """True if ranks have compared their gradients."""
+        return self._own > 0
+
+    def asks(self, ranks: int) -> bool:
+        """Return whether ranks compare their gradients in the next step."""
+        return ranks > FEW and self._steps % EVERY == 0
+
+    def learn(self, own: float, mean: float) -> None:
+        """Add a comparison; gradients that are zero or not finite tell nothing.
 
         Args:
             own: squared norm of a rank's gradient, the mean over ranks.
             mean: that of their mean gradient.
         """
         if 0 < mean < math.inf and 0 < own < math.inf:
-            self._own, self._mean = KEEPS * self._own + own, KEEPS * self._mean + mean
+            weights = (1 - KEEPS ** -(-self._steps // EVERY)) / (1 - KEEPS)
+            share = min(1.0, LONG * self._own / weights / own) if self._own and weights else 1.0
+            self._own, self._mean = KEEPS * self._own + share * own, KEEPS * self._mean + share * mean
+
+    def count(self, own: float = 0.0, mean: float = 0.0) -> None:
+        """Count a step, with what ranks have found in it, if they have compared their gradients."""
+        self.learn(own, mean)
+        self._steps += 1
 
     def follow(self, groups: Sequence[Sequence[Tensor]], step: int) -> None:
         """Follow a step of ranks that are simulated in this process, as real ones do.
 
         Args:
             groups: of each group, the (numel,) gradient of each rank.
-            step: number of it.
+            step: number of it, which decides signs of sketches.
         """
-        if step % EVERY == 0:
-            asked = [[squares_of(narrow_sketch([row], step), len(rows)) for row in rows] for rows in groups]
-            self.measure(*torch.stack([drive_ranks(each)[0] for each in asked]).sum(0).tolist())
+        found = []
+        for rows in groups if self.asks(len(groups[0])) else ():
+            found.append(drive_ranks([squares_of(narrow_sketch([row], step), len(rows)) for row in rows])[0])
+        self.count(*(total(torch.stack(found)).tolist() if found else ()))
 
     def factor(self, ranks: int) -> float:
-        """Return f, between 1 and ``sqrt(n)``; ``sqrt(n)`` before the first comparison."""
-        return math.sqrt(min(max(self._own / self._mean, 1.0), ranks) if self._mean else ranks)
+        """Return f; ``sqrt(n)`` before the first comparison."""
+        quotient = max(1.0, self._own / self._mean) if self._mean else ranks
+        return math.sqrt(min((1 + 2 / ranks) * quotient, ranks))
 
 
 def squares_of(sketch: Tensor, ranks: int, scale: Tensor | None = None) -> Steps[Tensor]:
-    """Return (2,) float64, what :meth:`Diversity.measure` takes, of sketches: those of equal gradients are equal.
+    """Return (2,) float64, what :meth:`Diversity.learn` takes, of sketches: those of equal gradients are equal.
 
     Args:
         sketch: of this rank's gradient, see :func:`~lightning_sparse.ops.sketch.narrow_sketch`.
@@ -94,4 +122,12 @@ def squares_of(sketch: Tensor, ranks: int, scale: Tensor | None = None) -> Steps
     """
     here = sketch.double() if scale is None else sketch.double() / scale
     mean = (yield AllReduce(torch.cat([here, here.square().sum().view(1)]))) / ranks
-    return torch.stack([mean[-1], mean[:-1].square().sum()])
+    return torch.stack([mean[-1], total(mean[:-1].square())])
+
+
+def total(x: Tensor) -> Tensor:
+    """Return the sum over the first dimension, in an order that no processor chooses: all ranks find the same bits."""
+    while len(x) > 1:
+        x = torch.cat([x, x.new_zeros(len(x) % 2, *x.shape[1:])])
+        x = x[::2] + x[1::2]
+    return x[0]

@@ -22,7 +22,7 @@ from lightning_sparse.core.messages import Meter, Steps, together
 from lightning_sparse.core.step import Absorbed, Agreement, Candidates, Context, GroupState, Selection, Update
 from lightning_sparse.engine.average import Average, bounds_of, scatter_average_
 from lightning_sparse.engine.config import SparsificationConfig
-from lightning_sparse.engine.diversity import EVERY, squares_of
+from lightning_sparse.engine.diversity import Diversity, squares_of
 from lightning_sparse.engine.metrics import Stamp, Statistics, measure, norm_of
 from lightning_sparse.engine.network import drive_mirrored
 from lightning_sparse.methods.density import Constant, count
@@ -397,6 +397,8 @@ class GroupReducer:
             self.state = GroupState(self.memory.init(0, self.device, self.wide), None, None)
         self.statistics: Statistics | None = None
         """Statistics of the last step that exchanged the group, which need not be the latest step, see :attr:`ran`."""
+        self.diversity = Diversity()
+        """Of the gradients, where second moments travel."""
         self.unused: set[str] = set()
         """Parameters that no rank used in the latest step."""
         self.bounds = bounds_of(self.spans, self.device)
@@ -467,6 +469,7 @@ class GroupReducer:
         """Take over what another group remembers of a parameter; a group without memory is only made of empty ones."""
         if self.memory.vectors(self.state.memory):
             self.memory.carry_(self.state.memory, self.spans[name], old.memory, old.state.memory, old.spans[name])
+        self.diversity = Diversity.of([self.diversity.counters(), old.diversity.counters()])
 
     @property
     def memory_bytes(self) -> int:
@@ -515,9 +518,9 @@ class GroupReducer:
             )
         used = self.spans.keys() - unused if self.memory.remembers_at_once else set()
         squares, meter = None, Meter(ctx.world_size)
-        compares = self.memory.needs_second and ctx.world_size > 1 and ctx.step % EVERY == 0
+        asks = self.memory.needs_second and self.diversity.asks(ctx.world_size)
         # Before anything is absorbed: scores take the gradient's place.
-        sketch = narrow_sketch(grad.pieces, ctx.step) if compares else None
+        sketch = narrow_sketch(grad.pieces, ctx.step) if asks else None
         exchanging = exchange_group(
             grad,
             self.state,

@@ -17,7 +17,6 @@ from lightning_sparse.core.step import Context
 from lightning_sparse.engine.average import Average
 from lightning_sparse.engine.calls import digest_of
 from lightning_sparse.engine.config import SparsificationConfig
-from lightning_sparse.engine.diversity import Diversity
 from lightning_sparse.engine.metrics import Totals
 from lightning_sparse.engine.network import TorchCollective, send
 from lightning_sparse.engine.pipeline import GroupReducer
@@ -64,8 +63,6 @@ class Groups:
         self.rates: Callable[[], Mapping[str, float]] = dict
         """Returns the learning rate of each parameter, by name, of optimizers that are known."""
         self.record = Record(self.names)
-        self.diversity = Diversity()
-        """Of gradients whose second moments travel."""
         self.on_stream = ExchangeStream(device)
         self.flushed: Mapping[str, Average] | None = None
         """Within a flush, by parameter, the averages that optimizers step with; their gradients wait elsewhere."""

@@ -41,7 +41,7 @@ from lightning_sparse.engine.calls import (
 )
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.copies import Copies
-from lightning_sparse.engine.diversity import squares_of
+from lightning_sparse.engine.diversity import FEW, squares_of, total
 from lightning_sparse.engine.gradient_hooks import on_gradients, refuse_sparse_gradients
 from lightning_sparse.engine.metrics import Stamp, dense_statistics
 from lightning_sparse.engine.network import Going, TorchCollective, joined
@@ -447,8 +447,10 @@ class Stepper(Groups):
             names: of parameters; those whose gradients are no longer the rank's own do not count.
 
         Returns:
-            Both numbers; zeros, if no gradient counts.
+            Both numbers; zeros, if no gradient counts or nobody compares.
         """
+        if self.comm.world_size <= FEW:
+            return 0.0, 0.0
         pieces = [self._exchanged(name, self.parameters[name].grad) for name in names if self._fresh.get(name) is False]
         squares = torch.zeros(2, dtype=torch.float64, device=self.device)
         if any(piece.numel() for piece in pieces):
@@ -685,7 +687,7 @@ class Stepper(Groups):
         """Put averages in the place of gradients, also those that ranks near this one have made of their parts."""
         flag = any_set([one.proposed.skipped for one in made], self.device, self.on_stream.host_knows)
         compared = [each for one in made if (each := one.squares) is not None]
-        facts = torch.cat([flag.double().view(1), *([torch.stack(compared).sum(0)] if compared else [])])
+        facts = torch.cat([flag.double().view(1), *([total(torch.stack(compared))] if compared else [])])
         if self.within.world_size > 1:
             facts = yield AllReduce(torch.cat([facts, facts.new_zeros(3 - len(facts))]))
             flag = facts[0] > 0
@@ -719,8 +721,9 @@ class Stepper(Groups):
             for group in self.groups:  # of which only ranks near this one have a part, which all count as exchanged
                 if not used.isdisjoint(group.spans) and group not in groups and not group.drifts:
                     group.statistics = dense_statistics(max(1, group.plan.numel), 0.0)
-            if not skipped:
-                self.diversity.measure(*squares)
+            for group in self.groups:
+                if group.memory.needs_second and not skipped and not used.isdisjoint(group.spans):
+                    group.diversity.count(*squares)
             if skipped or not moving:
                 self.record.count(skipped)
             self._unapplied, self._units = frozenset() if skipped else used - moving, units

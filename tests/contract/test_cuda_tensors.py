@@ -136,7 +136,7 @@ def test_steps_of_adam_stay_on_the_device(dtype: torch.dtype, scaled: bool) -> N
         steps = AdamRule(keeps_moments=False)
         arrived = [Arrived(parameter, name, one, made.average) for name, parameter in parameters.items()]
         with Costs(CUDA) as costs:
-            steps.before(optimizer, [(optimizer.param_groups[0], arrived)], 2.0)
+            steps.before(optimizer, [(optimizer.param_groups[0], arrived)], 4)
             optimizer.step()
             steps.after()
         assert costs.operations["_foreach_copy_" if scaled else "_foreach_sub_"] == 1

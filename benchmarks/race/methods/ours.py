@@ -17,7 +17,7 @@ from benchmarks.race.methods.blocks import Turned
 from lightning_sparse.core.messages import Steps
 from lightning_sparse.core.step import Agreement, Candidates, Context, GroupState, Selection
 from lightning_sparse.engine.average import spread_divisor
-from lightning_sparse.engine.diversity import EVERY, Diversity, squares_of
+from lightning_sparse.engine.diversity import FEW, Diversity, squares_of
 from lightning_sparse.engine.pipeline import exchange_group, init_group, settle_group
 from lightning_sparse.methods.density import count
 from lightning_sparse.methods.exchanges import as_exchange
@@ -183,7 +183,7 @@ class Ours(Exchanged):
         union = Chunked() if chunked else ls.sparsifiers.UnionTopK()
         sparsifier = ls.sparsifiers.MeanTopK() if voted else union
         super().__init__(flat, at, sparsifier, ls.memories.SecondMoment(at.betas[1]), density, whole, parts)
-        self.keeps, self.waits = keeps, True
+        self.keeps, self.waits = keeps, chunked or at.ranks > FEW
         self.optimizer = None if whole else self.adamw(flat.vectors)
         self.bases = [Turned(shape, seed) for seed, shape in enumerate(flat.shapes)] if turned else []
         self.late, self.ahead = late, ahead
@@ -225,9 +225,11 @@ class Ours(Exchanged):
 
     def _compare(self, grad: Tensor, step: int) -> Steps[None]:
         """Follow what gradients have in common, as the engine does."""
-        if step % EVERY == 0:
+        squares = ()
+        if self.diversity.asks(self.at.ranks):
             sketch = narrow_sketch([grad], step)
-            self.diversity.measure(*(yield from self.matrices.watch(squares_of(sketch, self.at.ranks))).tolist())
+            squares = (yield from self.matrices.watch(squares_of(sketch, self.at.ranks))).tolist()
+        self.diversity.count(*squares)
 
     def _turned(self, grad: Tensor) -> Tensor:
         if not self.bases:

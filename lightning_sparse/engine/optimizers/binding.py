@@ -229,8 +229,7 @@ class OptimizerBinding(MemoryChoice):
         """Let an optimizer's rule act on averages that have taken the place of gradients, after so many steps."""
         arrived = self._arrivals(inner, averages)
         if self.takes(inner):
-            stepper = self._stepper
-            self._adam.before(inner, arrived, stepper.diversity.factor(stepper.comm.world_size))
+            self._adam.before(inner, arrived, self._stepper.comm.world_size)
         elif type(inner) is SGD:
             self._momentum.before(inner, self._own, arrived, self._spends(inner), steps)
         self._adam.leave(inner)

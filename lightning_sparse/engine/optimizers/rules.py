@@ -88,19 +88,19 @@ class AdamRule:
         return SecondMoment(*max(settings))
 
     @torch.no_grad()
-    def before(self, optimizer: Optimizer, arrived: Iterable[OfGroup], longer: float) -> None:
+    def before(self, optimizer: Optimizer, arrived: Iterable[OfGroup], ranks: int) -> None:
         """Step, and take the gradients away.
 
         Args:
             optimizer: not one around it.
             arrived: what it is about to apply.
-            longer: f.
+            ranks: that averages are means over.
         """
         # As a GradScaler hands them over to fused optimizers: gradients are still scaled, and the step may be none.
         scale, skip = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         divisors: dict[Average, Mapping[str, tuple[Tensor | None, Tensor]]] = {}
         for settings, ones in arrived:
-            moved: list[Moved] = []
+            moved: dict[float, list[Moved]] = {}
             for parameter, name, group, average in ones:
                 if group is None or not group.memory.needs_second:
                     continue
@@ -111,10 +111,11 @@ class AdamRule:
                 part, grad = own(parameter), own(parameter.grad)
                 if indices is None:
                     divisor = shaped(divisor, part)
-                moved.append(Moved(part, grad, divisor, indices))
+                moved.setdefault(group.diversity.factor(ranks), []).append(Moved(part, grad, divisor, indices))
                 # A dense plan has residuals of a loaded state only, and its optimizers step from then on.
                 self._take_aside(optimizer, parameter, 1, keeps=self._keeps_moments or group.plan.dense)
-            self._steps.take_(moved, Step(*_rates(settings, longer), scale, skip))
+            for longer, those in moved.items():
+                self._steps.take_(those, Step(*_rates(settings, longer), scale, skip))
 
     @torch.no_grad()
     def rehearse(self, optimizer: Optimizer, served: Collection[int]) -> None:
@@ -216,6 +217,11 @@ def go_on_from_dense(reducer: Stepper, optimizers: Iterable[Optimizer]) -> None:
     served = {name: group for group in groups if group.memory.needs_second for name in group.spans}
     if not served:
         return
+    unknown_ones = [group for group in groups if group.memory.needs_second and not group.diversity.known]
+    if unknown_ones:  # on all ranks, also of other parts
+        squares = reducer.compare([*served])
+        for group in unknown_ones:
+            group.diversity.learn(*squares)
     here = _formed(optimizers, {id(parameters[name]): name for name in served})
     found = comm.all_gather_object({name: formed.steps for name, formed in here.items()}, reducer.device)
     holders = {name: rank for rank, each in reversed(list(enumerate(found))) for name in each}
@@ -224,8 +230,6 @@ def go_on_from_dense(reducer: Stepper, optimizers: Iterable[Optimizer]) -> None:
     known = {name: group.memory.vectors(group.state.memory)["second"] for name, group in served.items()}
     unknown = {name for name in holders if not bool(known[name][served[name].spans[name]].any())}
     fresh = set.intersection(*comm.all_gather_object(unknown, reducer.device))
-    reducer.diversity.measure(*reducer.compare([*served]))
-    larger = reducer.diversity.factor(comm.world_size) ** 2
     for group in groups:
         names = [name for name in group.spans if name in fresh]
         if not names:
@@ -236,7 +240,7 @@ def go_on_from_dense(reducer: Stepper, optimizers: Iterable[Optimizer]) -> None:
                 parameter, span = own(parameters[name]), group.spans[name]
                 second = flattened(laid_out(here[name].second, parameter))
                 start[span] = share.part(name, second)
-        start = comm.all_reduce(start).mul_(larger)
+        start = comm.all_reduce(start).mul_(group.diversity.factor(comm.world_size) ** 2)
         steps = min(found[holders[name]][name] if name in fresh else 1.0 for name in group.spans)
         group.memory.start_(group.state.memory, start, [group.spans[name] for name in names], steps)
 

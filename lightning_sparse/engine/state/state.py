@@ -99,7 +99,7 @@ class EngineState:
             memory, kept = group.memory, group.state.memory
             counted = {key: float(counter) for key, counter in memory.counters(kept).items()}
             if memory.needs_second:
-                counted.update(reducer.diversity.counters())
+                counted.update(group.diversity.counters())
             for name, span in group.spans.items():
                 vectors = memory.vectors(kept).items()
                 parameters[name] = {key: vector[span].to("cpu", copy=True) for key, vector in vectors}
@@ -234,7 +234,6 @@ class EngineState:
         reducer.settings, reducer.memories = plan.settings, plan.memories
         reducer.copies.back()
         reducer.adopt(plan.groups, counts)
-        reducer.diversity = Diversity.of(plan.whole["counters"].values())
         reducer.copies.take({name: vectors.get(COPY) for name, vectors in plan.whole["parameters"].items()})
         reducer.forget_averages()
         self._parked = self._parked_of(plan.whole)
@@ -289,6 +288,8 @@ class EngineState:
             memory.complete_(kept, span, remembered.keys())
         for key, counter in memory.counters(kept).items():
             counter.fill_(max(state["counters"].get(name, {}).get(key, 0.0) for name in group.spans))
+        if state["world_size"] == self._comm.world_size:  # means over other ranks tell nothing of these
+            group.diversity = Diversity.of(state["counters"].get(name, {}) for name in group.spans)
         return notes
 
 

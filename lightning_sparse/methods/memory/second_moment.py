@@ -82,12 +82,12 @@ class SecondMoment(CountedFeedback):
 
     Dense Adam divides by the size of the mean gradient, this one by that of one rank's. The factor f makes up for it:
 
-        ``f^2 = mean_i |g_i|^2 / |mean_i g_i|^2``
+        ``f^2 = (1 + 2/n) mean_i |g_i|^2 / |mean_i g_i|^2``, at most n
 
-    It is 1 where ranks have equal gradients, as nearly in the first steps of a training, and ``sqrt(n)`` where they
-    share nothing but noise; ``f^2`` is n times the gradient diversity of Yin et al. Every eighth step ranks
-    compare sketches of their gradients, of at most 251 numbers, and both squares are summed over some twenty steps. The
-    learning rate of dense training stays valid (``docs/reports/causes.md``).
+    With two ranks f is the root of 2. With more it is smallest in the first steps of a training, in which gradients
+    agree, and ``sqrt(n)`` where they share nothing but noise. The quotient is n times the gradient diversity of Yin et
+    al. Every eighth step ranks compare sketches of their gradients, of at most 251 numbers, and both squares are summed
+    over some twenty steps. The learning rate of dense training stays valid (``docs/reports/causes.md``).
 
     If the length of a rank's gradients changes, residual and second moment are multiplied to match it, and gradients
     far longer than those before are clipped, see :func:`~lightning_sparse.ops.length.measure`. Both factors are 1 while

@@ -23,7 +23,7 @@ STEPS, BETA2 = 30, 0.95
 class Training(test_adam_rule.Training):
     """A plain loop, in which something is done with `.grad` before each step."""
 
-    hyper: ClassVar = {"lr": 0.01, "betas": (0.9, BETA2), "eps": 1e-16}
+    hyper: ClassVar = {"lr": 0.01, "betas": (0.9, BETA2), "eps": 1e-12}
     options: ClassVar = {"density": 0.1}
 
     def step(self, number: int, change: Any = None, scale: float = 1.0) -> None:
