@@ -100,10 +100,8 @@ CONFIGURATIONS: dict[str, Configuration] = {
         title="ours, 0.01, one step late, extrapolated, sqrt(n)",
         asks=ADAMW,
     ),
-    "parts": Configuration(
-        ByRoot, {"density": 0.01, "parts": 2}, title="ours, 0.01, of each half, sqrt(n)", asks=ADAMW
-    ),
-    "ours-1000": Configuration(ByRoot, {"density": 0.001}, title="ours, 0.001, sqrt(n)", asks=ADAMW),
+    "parts": Configuration(Ours, {"density": 0.01, "parts": 2}, title="ours, 0.01, of each half", asks=ADAMW),
+    "ours-1000": Configuration(Ours, {"density": 0.001}, title="ours, 0.001", asks=ADAMW),
 }
 """By name. Settings of ours are fixed before any search; `sqrt(n)`: with the factor of steps of earlier versions."""
 
@@ -148,7 +146,7 @@ def _of_optimizers() -> Iterator[tuple[str, Configuration]]:
         yield f"{optimizer}-today", Configuration(Today, own, title=f"{title}, today")
         drift = own | STEPS | factor
         yield f"{optimizer}-steps-gain", Configuration(Drift, drift, title=f"{title}, drift: steps-gain")
-    yield "adamw-ours", Configuration(Ours, {"density": 0.01}, title="AdamW, by its own rule", asks=ADAMW)
+    yield "adamw-ours", Configuration(ByRoot, {"density": 0.01}, title="AdamW, by its own rule, sqrt(n)", asks=ADAMW)
 
 
 OPTIMIZERS: dict[str, Configuration] = dict(_of_optimizers())

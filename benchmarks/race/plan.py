@@ -71,10 +71,10 @@ def _entries() -> Iterator[Entry]:
     for method, (lstm, gpt) in short.items():
         yield Entry("lstm-600", method, lstm, 5 if method in five else 3)
         yield Entry("gpt-300", method, gpt, 5 if method in five else 3)
-    for method in ("root", "parts"):
+    for method in ("ours", "parts"):
         yield Entry("lstm-600-nodes", method, 16, 5)
         yield Entry("gpt-300-nodes", method, 2, 3)
-    for method in ("dense", "ours", "root"):
+    for method in ("dense", "ours"):
         yield Entry("lstm-600-2", method, 8, 3)
         yield Entry("gpt-300-2", method, 2, 3)
     for n in (8, 32):
@@ -92,12 +92,12 @@ def _entries() -> Iterator[Entry]:
             lstm, gpt = short.get(method, short["ours"])
             yield Entry(f"lstm-600-{n}", method, 2 * lstm, 2)
             yield Entry(f"gpt-300-{n}", method, gpt, 2)
-    for method in ("dense", "ours", "root", "ours-1000", "averaging-10", "diloco-30", "demo"):
+    for method in ("dense", "ours", "ours-1000", "averaging-10", "diloco-30", "demo"):
         yield Entry("shakespeare-2000", method, 1, 3, outer=False)
     for method in ("dense", "ours", "root", "ours-300", "turned-300", "averaging-10"):
         yield Entry("shift-300", method, 2, 3)
     yield Entry("shakespeare-alone", "dense", 1, 3)
-    for method in ("dense", "ours", "root", "ours-1000"):
+    for method in ("dense", "ours", "ours-1000"):
         yield Entry("shakespeare-pair", method, 1, 3)
     long = (
         "dense",

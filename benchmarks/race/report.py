@@ -144,7 +144,7 @@ PAIRS = (
     ("ours", "root"),
     ("late", "root"),
     ("late-ahead", "late"),
-    ("parts", "root"),
+    ("parts", "ours"),
     ("turned", "root"),
     ("turned-300", "ours-300"),
     ("turned-600", "ours-600"),

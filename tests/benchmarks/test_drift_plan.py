@@ -102,7 +102,7 @@ def test_other_optimizers_are_searched_alike_apart_from_the_gate(tmp_path: Path)
     assert verdict(results) == before and not {entry.method for entry in ENTRIES} & {e.method for e in OTHER_ENTRIES}
     text = report(results)
     assert "| SGD with momentum, drift: steps-gain | 400 | 57.5 | 0.029 | 2 | +5.1 ± 0.0 % | 75 % |" in text
-    assert "| AdamW, by its own rule | 8 |" in text
+    assert "| AdamW, by its own rule, sqrt(n) | 8 |" in text
 
 
 def test_results_are_whole() -> None:

@@ -246,10 +246,11 @@ def check_ours(n: int, numel: int, places: list[Any], **settings: Any) -> None:
     share = float(first.mean(0).square().sum() / first.square().sum(1).mean())  # compared in the first step
     for method in (Ours, ByRoot):
         ranks = methods(method, n, density=0.05, **settings)
-        sent = 0.0 if method is ByRoot else 8 * 252 * 2 * (n - 1) / n
+        compares = method is Ours and n > 2
+        sent = 8 * 252 * 2 * (n - 1) / n if compares else 0.0
         take(ranks, stream[0], 0.01, 0)
         factor = ranks[0].diversity.factor(n)
-        assert factor == pytest.approx(n**0.5 if method is ByRoot else max(share, 1 / n) ** -0.5, rel=0.1)
+        assert factor == pytest.approx(min((1 + 2 / n) / share, n) ** 0.5 if compares else n**0.5, rel=0.1)
         ranks = methods(method, n, density=0.05, **settings)
         check_steps(ranks, stream, places, traces, factor, sent)
         assert (ranks[0].vectors.bytes_sent == 0) == (numel == NUMEL)
