@@ -687,7 +687,9 @@ class Stepper(Groups):
         """Put averages in the place of gradients, also those that ranks near this one have made of their parts."""
         flag = any_set([one.proposed.skipped for one in made], self.device, self.on_stream.host_knows)
         compared = [each for one in made if (each := one.squares) is not None]
-        facts = torch.cat([flag.double().view(1), *([total(torch.stack(compared))] if compared else [])])
+        facts = flag.double().view(1)
+        if compared:
+            facts = torch.cat([facts, total(torch.stack(compared))])
         if self.within.world_size > 1:
             facts = yield AllReduce(torch.cat([facts, facts.new_zeros(3 - len(facts))]))
             flag = facts[0] > 0
