@@ -19,7 +19,7 @@ def looks() -> dict[str, dict]:
     found = {}
     for place, name in enumerate(CONFIGURATIONS):
         style = look(place)
-        ours = name.startswith(("ours", "turned", "late"))
+        ours = name.startswith(("ours", "root", "turned", "late"))
         found[name] = {"color": style.colour, "marker": style.marker, "mfc": style.colour if ours else "white"}
     return found
 
