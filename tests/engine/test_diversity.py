@@ -16,7 +16,7 @@ from lightning_sparse.engine.diversity import EVERY, Diversity, squares_of, tota
 from lightning_sparse.engine.network import drive_ranks
 from lightning_sparse.ops.sketch import narrow_sketch
 from tests.engine.optimizers.test_adam_rule import Training, batch, loss_of
-from tests.ranks import Ranks
+from tests.ranks import Ranks, error_of
 
 NAMES = ("0.weight", "2.weight")
 
@@ -224,6 +224,22 @@ def of_others(ranks: int | None) -> tuple[float, float]:
 @pytest.mark.parametrize("ranks", [None, 1])
 def test_states_that_do_not_know_it_are_loaded(four_ranks: Ranks, ranks: int | None) -> None:
     assert four_ranks(of_others, ranks) == [(2.0, pytest.approx(math.sqrt(1.5)))] * 4
+
+
+def known_on_some() -> str:
+    """The error of a state of which one rank does not know what it has compared."""
+    training = Training()
+    training.step(0)
+    saved = training.saved()
+    if dist.get_rank() == 1:
+        for counters in saved[2]["counters"].values():
+            for name in Diversity().counters():
+                counters.pop(name, None)
+    return error_of(lambda: Training().engine.load_state_dict(saved[2]))
+
+
+def test_ranks_that_know_different_things_load_nothing(two_ranks: Ranks) -> None:
+    assert all("do not belong together" in error for error in two_ranks(known_on_some))
 
 
 def skipped() -> tuple[list[float], int]:

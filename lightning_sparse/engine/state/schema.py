@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_sparse.core.checks import is_integer, is_number
 from lightning_sparse.core.layout import is_layout, sum_dtype
+from lightning_sparse.engine.diversity import NAMES as COMPARED
 
 STATE_FORMAT = 4
 """Version of the format of ``Engine.state_dict()``; changes when its meaning does."""
@@ -196,7 +197,8 @@ def outline(state: Mapping[str, Any]) -> str:
     }
     groups = [(group["name"], group["parameters"], group["numel"]) for group in state["groups"]]
     spans = sorted((name, list(span)) for name, span in state["spans"].items())
-    facts = (state["step"], state["world_size"], checksum(state["settings"]), sizes, groups, spans)
+    compared = sorted((name, [counted.get(key) for key in COMPARED]) for name, counted in state["counters"].items())
+    facts = state["step"], state["world_size"], checksum(state["settings"]), sizes, groups, spans, compared
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
