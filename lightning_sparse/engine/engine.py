@@ -385,7 +385,8 @@ class Engine(EngineView):
 
     def _meet_weights(self) -> float:
         """Average copies of the weights densely, see :meth:`.Groups.meet_weights`; collective, between two steps."""
-        self._check_between_steps("Weights can only be averaged")
+        if any(group.drifts for group in self.router.groups):
+            self._check_between_steps("Weights can only be averaged")
         return self.router.meet_weights()
 
     def _take_pending(self) -> dict[str, Tensor]:

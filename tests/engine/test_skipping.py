@@ -64,6 +64,7 @@ def equal(a: Run, b: Run) -> bool:
     return torch.equal(flat(a.ddp), flat(b.ddp))
 
 
+@pytest.mark.filterwarnings("ignore:Adagrad. each rank trains a copy")
 @pytest.mark.parametrize("where", ["streams", "one_rank"])
 @pytest.mark.parametrize("name", by_default(sorted([*FUSED, *OTHERS], key=lambda name: name not in FIRST), 3))
 @pytest.mark.parametrize("skips", by_default([{SKIPPED}, {0, 4}], 2))
