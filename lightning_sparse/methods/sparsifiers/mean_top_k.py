@@ -45,8 +45,8 @@ class MeanTopK(UnionTopK):
     values cannot wait so long: that is why each rank selects half of its share from all coordinates, as
     :class:`UnionTopK` does.
 
-    With 8 ranks, a GPT on characters ends 0.03 to 0.07 behind dense training at four times its script's rate, in nats,
-    and UnionTopK 0.10 to 0.16, with a fifth fewer bytes. Models of words end further behind than with UnionTopK,
+    With 8 ranks, a GPT on characters ends 0.03 behind dense training at four times its script's rate, in nats, and
+    UnionTopK 0.07 (one seed), with a fifth fewer bytes. Models of words end further behind than with UnionTopK,
     perhaps because each rank has gradients in few rows of their embeddings.
 
     Coordinates lie in blocks of 256, which ranks own in turns. *Large* is what is beyond the root mean square of the
