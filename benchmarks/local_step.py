@@ -146,7 +146,7 @@ def measure(
             faults.append(own.faults)
             unions.append(int(statistics[0].union))
             given.append(own.given)
-    low, middle, high = quantiles(ratios, n=4)
+    low, middle, high = quantiles(ratios, n=4, method="inclusive")
     return {
         "method": name,
         "numel": numel,

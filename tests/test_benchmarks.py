@@ -45,7 +45,7 @@ def test_local_steps_are_timed_beside_copies(tmp_path: Path, capsys: pytest.Capt
         (method, numel) for numel in (2000, 20000) for method in ("union_top_k", "top_k")
     ]
     for row in found["rows"]:
-        assert -math.inf < row["quartiles"][0] <= row["copies"] <= row["quartiles"][1] < math.inf  # loads differ
+        assert 0 < row["quartiles"][0] <= row["copies"] <= row["quartiles"][1]
     assert found["rows"][3]["given"] == {"all_gather": 4 + 8 * 200}
     assert found["rows"][3]["state_bytes"] == 4 * 20001
     assert found["kernels"] in capsys.readouterr().out
