@@ -43,6 +43,12 @@ DILOCO = {"outer": (0.35, 0.7, 1.4), "momentum": (0.3, 0.6, 0.9)}
 LOCO_BEGIN = {"outer": 1.0, "decay": 0.95}
 LOCO = {"outer": (0.5, 1.0, 2.0), "decay": (0.8, 0.95, 0.99)}
 
+
+def _by_root(settings: Mapping[str, Any], title: str) -> Configuration:
+    """Ours, with the factor of steps of earlier versions."""
+    return Configuration(ByRoot, settings, title=f"{title}, sqrt(n)", asks=ADAMW)
+
+
 CONFIGURATIONS: dict[str, Configuration] = {
     "dense": Configuration(Dense, title="AdamW, dense (DDP)", asks=ANY),
     "powersgd-1": Configuration(PowerSGD, {"rank": 1}, title="PowerSGD, rank 1", asks=ANY),
@@ -61,45 +67,23 @@ CONFIGURATIONS: dict[str, Configuration] = {
     "distro": Configuration(DeMo, {"k": 4, "decay": 0.995, "signs": True}, title="DisTrO, k 4, 1 bit", asks=OWN),
     "top_k": Configuration(TopK, {"density": 0.01}, title="Top-k 0.01, residual", asks=ANY),
     "ours": Configuration(Ours, {"density": 0.01}, title="ours, 0.01", asks=ADAMW),
-    "root": Configuration(ByRoot, {"density": 0.01}, title="ours, 0.01, sqrt(n)", asks=ADAMW),
-    "ours-50": Configuration(ByRoot, {"density": 0.02}, title="ours, 0.02, sqrt(n)", asks=ADAMW),
-    "mean": Configuration(
-        ByRoot, {"density": 0.008, "voted": True}, title="ours, MeanTopK, 0.008, sqrt(n)", asks=ADAMW
+    "root": _by_root({"density": 0.01}, "ours, 0.01"),
+    "ours-50": _by_root({"density": 0.02}, "ours, 0.02"),
+    "mean": _by_root({"density": 0.008, "voted": True}, "ours, MeanTopK, 0.008"),
+    "ours-200": _by_root({"density": 0.005}, "ours, 0.005"),
+    "ours-300": _by_root({"density": 0.0034}, "ours, 0.0034"),
+    "ours-600": _by_root({"density": 0.0017}, "ours, 0.0017"),
+    "turned": _by_root({"density": 0.01, "turned": True}, "ours, turned, 0.01"),
+    "turned-300": _by_root({"density": 0.0034, "turned": True}, "ours, turned, 0.0034"),
+    "chunked-300": _by_root({"density": 0.0034, "chunked": True}, "ours, 0.0034, of each chunk"),
+    "decay-300": _by_root({"density": 0.0034, "keeps": 0.999}, "ours, 0.0034, residual decays"),
+    "turned-600": _by_root({"density": 0.0017, "turned": True}, "ours, turned, 0.0017"),
+    "whole-600": _by_root({"density": 0.0017, "whole": True}, "ours, 0.0017, vectors too"),
+    "turned-whole-600": _by_root(
+        {"density": 0.0017, "turned": True, "whole": True}, "ours, turned, 0.0017, vectors too"
     ),
-    "ours-200": Configuration(ByRoot, {"density": 0.005}, title="ours, 0.005, sqrt(n)", asks=ADAMW),
-    "ours-300": Configuration(ByRoot, {"density": 0.0034}, title="ours, 0.0034, sqrt(n)", asks=ADAMW),
-    "ours-600": Configuration(ByRoot, {"density": 0.0017}, title="ours, 0.0017, sqrt(n)", asks=ADAMW),
-    "turned": Configuration(ByRoot, {"density": 0.01, "turned": True}, title="ours, turned, 0.01, sqrt(n)", asks=ADAMW),
-    "turned-300": Configuration(
-        ByRoot, {"density": 0.0034, "turned": True}, title="ours, turned, 0.0034, sqrt(n)", asks=ADAMW
-    ),
-    "chunked-300": Configuration(
-        ByRoot, {"density": 0.0034, "chunked": True}, title="ours, 0.0034, of each chunk, sqrt(n)", asks=ADAMW
-    ),
-    "decay-300": Configuration(
-        ByRoot, {"density": 0.0034, "keeps": 0.999}, title="ours, 0.0034, residual decays, sqrt(n)", asks=ADAMW
-    ),
-    "turned-600": Configuration(
-        ByRoot, {"density": 0.0017, "turned": True}, title="ours, turned, 0.0017, sqrt(n)", asks=ADAMW
-    ),
-    "whole-600": Configuration(
-        ByRoot, {"density": 0.0017, "whole": True}, title="ours, 0.0017, vectors too, sqrt(n)", asks=ADAMW
-    ),
-    "turned-whole-600": Configuration(
-        ByRoot,
-        {"density": 0.0017, "turned": True, "whole": True},
-        title="ours, turned, 0.0017, vectors too, sqrt(n)",
-        asks=ADAMW,
-    ),
-    "late": Configuration(
-        ByRoot, {"density": 0.01, "late": True}, title="ours, 0.01, one step late, sqrt(n)", asks=ADAMW
-    ),
-    "late-ahead": Configuration(
-        ByRoot,
-        {"density": 0.01, "late": True, "ahead": 1.0},
-        title="ours, 0.01, one step late, extrapolated, sqrt(n)",
-        asks=ADAMW,
-    ),
+    "late": _by_root({"density": 0.01, "late": True}, "ours, 0.01, one step late"),
+    "late-ahead": _by_root({"density": 0.01, "late": True, "ahead": 1.0}, "ours, 0.01, one step late, extrapolated"),
     "parts": Configuration(Ours, {"density": 0.01, "parts": 2}, title="ours, 0.01, of each half", asks=ADAMW),
     "ours-1000": Configuration(Ours, {"density": 0.001}, title="ours, 0.001", asks=ADAMW),
 }
@@ -146,7 +130,7 @@ def _of_optimizers() -> Iterator[tuple[str, Configuration]]:
         yield f"{optimizer}-today", Configuration(Today, own, title=f"{title}, today")
         drift = own | STEPS | factor
         yield f"{optimizer}-steps-gain", Configuration(Drift, drift, title=f"{title}, drift: steps-gain")
-    yield "adamw-ours", Configuration(ByRoot, {"density": 0.01}, title="AdamW, by its own rule, sqrt(n)", asks=ADAMW)
+    yield "adamw-ours", _by_root({"density": 0.01}, "AdamW, by its own rule")
 
 
 OPTIMIZERS: dict[str, Configuration] = dict(_of_optimizers())

@@ -68,10 +68,9 @@ class Diversity:
         """Return what a state keeps of it."""
         return dict(zip(NAMES, (self._own, self._mean, float(self._steps)), strict=True))
 
-    @property
-    def known(self) -> bool:
-        """True if ranks have compared their gradients."""
-        return self._own > 0
+    def is_open(self, ranks: int) -> bool:
+        """Return whether f follows from a comparison, and there was none."""
+        return ranks > FEW and not self._own
 
     def asks(self, ranks: int) -> bool:
         """Return whether ranks compare their gradients in the next step."""
@@ -103,7 +102,7 @@ class Diversity:
         """
         found = []
         for rows in groups if self.asks(len(groups[0])) else ():
-            found.append(drive_ranks([squares_of(narrow_sketch([row], step), len(rows)) for row in rows])[0])
+            found.append(drive_ranks([squares_of([row], step, len(rows)) for row in rows])[0])
         self.count(*(total(torch.stack(found)).tolist() if found else ()))
 
     def factor(self, ranks: int) -> float:
@@ -112,15 +111,19 @@ class Diversity:
         return math.sqrt(min((1 + 2 / ranks) * quotient, ranks))
 
 
-def squares_of(sketch: Tensor, ranks: int, scale: Tensor | None = None) -> Steps[Tensor]:
+def squares_of(pieces: Sequence[Tensor], step: int, ranks: int, scale: Tensor | None = None) -> Steps[Tensor]:
     """Return (2,) float64, what :meth:`Diversity.learn` takes, of sketches: those of equal gradients are equal.
 
+    Gradients are read before the message.
+
     Args:
-        sketch: of this rank's gradient, see :func:`~lightning_sparse.ops.sketch.narrow_sketch`.
+        pieces: of this rank's gradient, see :func:`~lightning_sparse.ops.sketch.sketch`.
+        step: number of it, which decides signs.
         ranks: number of them.
         scale: () of the loss, which gradients still have; None: none.
     """
-    here = sketch.double() if scale is None else sketch.double() / scale
+    sketch = narrow_sketch(pieces, step).double()
+    here = sketch if scale is None else sketch / scale
     mean = (yield AllReduce(torch.cat([here, here.square().sum().view(1)]))) / ranks
     return torch.stack([mean[-1], total(mean[:-1].square())])
 

@@ -33,7 +33,6 @@ from lightning_sparse.methods.sparsifiers import Everything, Sparsifier
 from lightning_sparse.ops import all_finite, choose, on_device, static_shapes
 from lightning_sparse.ops.on_cuda import on_cuda
 from lightning_sparse.ops.reference import as_gradient
-from lightning_sparse.ops.sketch import narrow_sketch
 
 EVERYTHING, DENSE = Everything(), Dense()
 """The sparsifier and the exchange where everything is sent."""
@@ -517,10 +516,7 @@ class GroupReducer:
                 rates=[one for name, one in zip(self.spans, ctx.rates, strict=True) if name not in unused]
             )
         used = self.spans.keys() - unused if self.memory.remembers_at_once else set()
-        squares, meter = None, Meter(ctx.world_size)
-        asks = self.memory.needs_second and self.diversity.asks(ctx.world_size)
-        # Before anything is absorbed: scores take the gradient's place.
-        sketch = narrow_sketch(grad.pieces, ctx.step) if asks else None
+        squares = None
         exchanging = exchange_group(
             grad,
             self.state,
@@ -533,12 +529,13 @@ class GroupReducer:
             flush=flush,
             changing=partial(changing, used),
         )
-        if sketch is None:
+        if not (self.memory.needs_second and self.diversity.asks(ctx.world_size)):
             proposed = yield from exchanging
         else:
-            comparing = meter.watch(squares_of(sketch, ctx.world_size, scale))
-            both: list[Any] = yield from together([exchanging, comparing])
-            proposed, squares = both
+            meter = Meter(ctx.world_size)
+            comparing = meter.watch(squares_of(grad.pieces, ctx.step, ctx.world_size, scale))
+            both: list[Any] = yield from together([comparing, exchanging])  # scores take the gradient's place
+            squares, proposed = both
             ran = proposed.statistics
             proposed = proposed._replace(statistics=ran._replace(bytes_sent=ran.bytes_sent + meter.bytes_sent))
         for span, values in old:

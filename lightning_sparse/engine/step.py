@@ -41,7 +41,7 @@ from lightning_sparse.engine.calls import (
 )
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.copies import Copies
-from lightning_sparse.engine.diversity import FEW, squares_of, total
+from lightning_sparse.engine.diversity import squares_of, total
 from lightning_sparse.engine.gradient_hooks import on_gradients, refuse_sparse_gradients
 from lightning_sparse.engine.metrics import Stamp, dense_statistics
 from lightning_sparse.engine.network import Going, TorchCollective, joined
@@ -56,7 +56,7 @@ from lightning_sparse.methods.grouping import Group
 from lightning_sparse.methods.memory import NoMemory
 from lightning_sparse.methods.memory.drift import LOOKED_AT
 from lightning_sparse.ops import all_finite, static_shapes
-from lightning_sparse.ops.sketch import narrow_sketch, sketch
+from lightning_sparse.ops.sketch import sketch
 
 T = TypeVar("T")
 FAILED = (
@@ -447,14 +447,12 @@ class Stepper(Groups):
             names: of parameters; those whose gradients are no longer the rank's own do not count.
 
         Returns:
-            Both numbers; zeros, if no gradient counts or nobody compares.
+            Both numbers; zeros, if no gradient counts.
         """
-        if self.comm.world_size <= FEW:
-            return 0.0, 0.0
         pieces = [self._exchanged(name, self.parameters[name].grad) for name in names if self._fresh.get(name) is False]
         squares = torch.zeros(2, dtype=torch.float64, device=self.device)
         if any(piece.numel() for piece in pieces):
-            steps = squares_of(narrow_sketch(pieces, self._number), self.comm.world_size, self._scale)
+            steps = squares_of(pieces, self._number, self.comm.world_size, self._scale)
             squares = Going(steps, self.comm.start, at_once).run()
         if self.within.world_size > 1:
             squares = self.within.all_reduce(squares)

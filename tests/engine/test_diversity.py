@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lightning_sparse.engine.diversity import EVERY, Diversity, squares_of, total
 from lightning_sparse.engine.network import drive_ranks
-from lightning_sparse.ops.sketch import narrow_sketch
 from tests.engine.optimizers.test_adam_rule import Training, batch, loss_of
 from tests.ranks import Ranks, error_of
 
@@ -37,7 +36,7 @@ def exact(gradients: Tensor) -> float:
 
 def found(gradients: Tensor, seed: int = 3) -> list[float]:
     """The same, as each rank finds it."""
-    rows = drive_ranks([squares_of(narrow_sketch([g], seed), len(gradients)) for g in gradients])
+    rows = drive_ranks([squares_of([g], seed, len(gradients)) for g in gradients])
     return [float(mean / own) for own, mean in rows]
 
 
@@ -105,8 +104,8 @@ def test_a_scale_of_the_loss_changes_nothing() -> None:
     gradients = torch.randn(3, 600, generator=torch.Generator().manual_seed(1))
     for scale in (1.0, 2.0**14, 2.0**-9):
         given = torch.full((), scale)
-        rows = drive_ranks([squares_of(narrow_sketch([scale * g], 5), 3, given) for g in gradients])
-        assert torch.equal(rows[0], drive_ranks([squares_of(narrow_sketch([g], 5), 3) for g in gradients])[0])
+        rows = drive_ranks([squares_of([scale * g], 5, 3, given) for g in gradients])
+        assert torch.equal(rows[0], drive_ranks([squares_of([g], 5, 3) for g in gradients])[0])
 
 
 def moved(rank_of_data: int | None) -> tuple[float, float]:

@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.engine import diversity
-from lightning_sparse.engine import step as steps_of_engine
 from tests.covering import by_default
 from tests.nodes.model import (
     SHAPES,
@@ -183,7 +182,7 @@ def from_dense_states_of_one_rank() -> list[bool]:
     ddp(here(0)).backward()
     optimizer.step()
     found = []
-    with patch.object(steps_of_engine, "FEW", 1), patch.object(diversity, "FEW", 1):
+    with patch.object(diversity, "FEW", 1):
         sparse = DistributedDataParallel(model)
         engine = ls.attach(sparse, density=0.05, node_size=2, watch=None)
         if dist.get_rank():

@@ -23,7 +23,6 @@ from lightning_sparse.methods.density import count
 from lightning_sparse.methods.exchanges import as_exchange
 from lightning_sparse.methods.sparsifiers.base import Selected, Sparsifier
 from lightning_sparse.ops import pad
-from lightning_sparse.ops.sketch import narrow_sketch
 
 
 class Exchanged(Method):
@@ -165,6 +164,8 @@ class Ours(Exchanged):
     kept: ClassVar[tuple[str, ...]] = ("groups", "handout", "last", "compared")
     renewed: ClassVar[tuple[str, ...]] = ("_states", "handout", "last")
     version: ClassVar[int] = 2
+    compares: ClassVar[bool] = True
+    """Whether steps are longer by what gradients have in common; else by `sqrt(n)`."""
 
     def __init__(
         self,
@@ -183,7 +184,7 @@ class Ours(Exchanged):
         union = Chunked() if chunked else ls.sparsifiers.UnionTopK()
         sparsifier = ls.sparsifiers.MeanTopK() if voted else union
         super().__init__(flat, at, sparsifier, ls.memories.SecondMoment(at.betas[1]), density, whole, parts)
-        self.keeps, self.waits = keeps, chunked or at.ranks > FEW
+        self.keeps, self.waits = keeps, chunked or (self.compares and at.ranks > FEW)
         self.optimizer = None if whole else self.adamw(flat.vectors)
         self.bases = [Turned(shape, seed) for seed, shape in enumerate(flat.shapes)] if turned else []
         self.late, self.ahead = late, ahead
@@ -205,7 +206,8 @@ class Ours(Exchanged):
         grad = self._turned(self.flat.matrices.grad)
         if self.optimizer is None:
             grad = torch.cat([grad, self.flat.vectors.grad])
-        yield from self._compare(grad, step)
+        if self.compares:
+            yield from self._compare(grad, step)
         for state in self._states if self.keeps < 1 else ():
             state.memory.residual.mul_(self.keeps)
         divisor = yield from self.averaged(grad, step)
@@ -227,8 +229,7 @@ class Ours(Exchanged):
         """Follow what gradients have in common, as the engine does."""
         squares = ()
         if self.diversity.asks(self.at.ranks):
-            sketch = narrow_sketch([grad], step)
-            squares = (yield from self.matrices.watch(squares_of(sketch, self.at.ranks))).tolist()
+            squares = (yield from self.matrices.watch(squares_of([grad], step, self.at.ranks))).tolist()
         self.diversity.count(*squares)
 
     def _turned(self, grad: Tensor) -> Tensor:
@@ -259,10 +260,4 @@ class ByRoot(Ours):
     """The same with steps that are longer by `sqrt(n)`, as the library took them before it compared gradients."""
 
     version: ClassVar[int] = 1
-
-    def __init__(self, flat: Flat, at: Place, density: float = 0.01, **options: Any) -> None:
-        super().__init__(flat, at, density, **options)
-        self.waits = bool(options.get("chunked"))
-
-    def _compare(self, grad: Tensor, step: int) -> Steps[None]:
-        yield from ()
+    compares: ClassVar[bool] = False

@@ -217,10 +217,9 @@ def go_on_from_dense(reducer: Stepper, optimizers: Iterable[Optimizer]) -> None:
     served = {name: group for group in groups if group.memory.needs_second for name in group.spans}
     if not served:
         return
-    unknown_ones = [group for group in groups if group.memory.needs_second and not group.diversity.known]
-    if unknown_ones:  # on all ranks, also of other parts
-        squares = reducer.compare([*served])
-        for group in unknown_ones:
+    if still_open := [group for group in {*served.values()} if group.diversity.is_open(comm.world_size)]:
+        squares = reducer.compare([*served])  # on all ranks, also of other parts
+        for group in still_open:
             group.diversity.learn(*squares)
     here = _formed(optimizers, {id(parameters[name]): name for name in served})
     found = comm.all_gather_object({name: formed.steps for name, formed in here.items()}, reducer.device)
