@@ -144,8 +144,7 @@ class Gradient:
     def unscaled(self, scale: Tensor) -> Gradient:
         """Return the gradient divided by a loss scale: in place, or in :meth:`room` where 16 bits would lose it."""
         whole = self._wide()
-        for run in whole.runs:
-            run.div_(scale)
+        torch._foreach_div_(whole.runs, scale)
         return whole
 
     def times(self, rates: Rates) -> Gradient:

@@ -212,7 +212,7 @@ class Candidates:
         """Let go of what was found, when a selection has been made."""
         self._found = None
 
-    def take(self, x: Tensor) -> Any:
+    def take(self, x: Tensor | InRuns) -> Any:
         """Return what was found, if it is of x, and forget it: a search on a device changes it."""
         found, self._found = self.reaching(x), None
         return found

@@ -122,7 +122,7 @@ def exchange_group(
     exchange are, they are not asked and learn nothing.
 
     Args:
-        grad: (numel,) of this rank, overwritten with the average; one run where shapes are static.
+        grad: (numel,) of this rank, overwritten with the average.
         state: of this group on this rank. Its memory absorbs the gradient, but for coordinates that are not finite.
         ctx: the step; ``counts``, ``union`` and ``disjoint`` are filled in here.
         memory: error feedback.
@@ -328,7 +328,7 @@ def hand_over_(
     """Write an average to the gradient's place, in the gradient's dtype; NaN everywhere if it is not finite.
 
     Args:
-        grad: one run where shapes are static.
+        grad: of this rank.
         indices: see :class:`~lightning_sparse.core.step.Update`.
         average: (u,) in the accumulator's dtype.
         scale: () of the loss, which the gradient has again; None: none.
@@ -340,7 +340,7 @@ def hand_over_(
     """
     if static_shapes(grad.device):
         cleared = candidates is not None and candidates.cleared(grad.runs)
-        return on_device.hand_over_(grad.runs[0], indices, average, scale, cleared)
+        return on_device.hand_over_(grad.runs, indices, average, scale, cleared)
     values, handed, rounding, skipped = as_gradient(average, grad.dtype, scale)
     scatter_average_(grad, indices, values, candidates)
     for run in grad.runs if skipped else ():
@@ -384,6 +384,9 @@ class GroupReducer:
         self.sparsified = self.sparsifier.agreement is not Agreement.EVERYTHING
         """True if coordinates are selected, by plan, so that others wait."""
         self.exchange: Exchange = Dense() if plan.dense else settings.exchange_in_use
+        selects_in_runs = self.sparsifier.reads_runs or not self.memory.needs_second
+        self.in_runs = self.sparsified and self.memory.takes_runs and selects_in_runs
+        """True if gradients are exchanged where they lie, also on a device."""
         example = parameters[plan.parameters[0].name]
         self.device, self.dtype = example.device, example.dtype
         self.wide = sum_dtype(self.dtype)
@@ -500,7 +503,8 @@ class GroupReducer:
         """
         self.unused = set(unused)
         grad = given = Gradient.of([piece for name in self.spans if (piece := pieces[name]).numel()], self._rooms)
-        if static_shapes(self.device):  # of one vector a kernel takes one launch
+        # Where no kernel reads runs, one vector takes fewer operations than many.
+        if static_shapes(self.device) and not (self.in_runs and on_cuda.takes(self._like)):
             grad = Gradient([given.flat()])
         # Where no rank has used a parameter, there may be an old average, which must neither be accumulated nor
         # changed; and nothing of what is remembered of it may be sent, because nobody would step with it.

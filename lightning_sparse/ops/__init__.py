@@ -133,7 +133,7 @@ def weigh_(
     Returns:
         () bool on acc's device: whether all of the new acc was finite.
     """
-    if isinstance(score, Tensor) and static_shapes(acc.device):
+    if static_shapes(acc.device):
         return on_device.weigh_(acc, second, score, runs, by, candidates)
     candidates = candidates or Candidates()
     found, finite = host.weigh(acc, second, score, runs, by, candidates.bound)
@@ -167,7 +167,7 @@ def top_k(x: Tensor | InRuns, k: int, candidates: Candidates | None = None) -> T
     k = min(k, x.numel())
     if k == x.numel():
         return torch.arange(k, device=x.device)
-    if isinstance(x, Tensor) and static_shapes(x.device):
+    if static_shapes(x.device):
         return on_device.top_k(x, k, candidates)
     return host.top_k(x, k, candidates)
 
@@ -195,7 +195,7 @@ def top_k_and_stripe(
         >>> top_k_and_stripe(torch.tensor([1.0, -9, 3, 2, 8, 4]), 2, 1, turn=0, n=2, candidates=None, slots=4)
         (tensor([1, 2, 4, 6]), tensor([False,  True, False, False]), tensor(3))
     """
-    if isinstance(x, Tensor) and isinstance(spare, Tensor):
+    if isinstance(spare, Tensor):
         return on_device.top_k_and_stripe(x, share, spare, turn, n, candidates, slots)
     indices, spares = host.top_k_and_stripe(x, share, int(spare), turn, n, candidates)
     picks = torch.tensor(indices.numel(), device="cpu")

@@ -47,6 +47,48 @@ class Table(NamedTuple):
     """True if all addresses are multiples of 16."""
 
 
+class RunTable(NamedTuple):
+    """A vector in several runs, as :mod:`.triton.runs` reads it."""
+
+    rows: Tensor
+    """(2 r + 1,) int64."""
+    runs: int
+    dtype: torch.dtype
+    numel: int
+    aligned: bool
+    """True if each run lies, modulo 16 bytes, as if coordinate 0 did at a multiple of 16."""
+
+
+_RUN_TABLES: dict[Any, tuple[Rows, RunTable]] = {}
+
+
+def run_table(runs: Sequence[Tensor]) -> RunTable:
+    """Return the table of a vector's runs, of one dtype; kept as long as addresses do not change."""
+    like, size = runs[0], runs[0].element_size()
+    starts = np.cumsum([0, *(run.numel() for run in runs)], dtype=np.int64)
+    rows = np.concatenate([[run.data_ptr() for run in runs] - starts[:-1] * size, starts])
+    what = like.device, like.dtype, int(rows[0]), len(runs)  # several groups take turns
+    known = _RUN_TABLES.pop(what, None)
+    if known is None or not np.array_equal(known[0], rows):
+        aligned = not bool((rows[: len(runs)] % 16).any())
+        known = rows, RunTable(_on_device(rows, like), len(runs), like.dtype, int(starts[-1]), aligned)
+    while len(_RUN_TABLES) >= MOST_TABLES:  # where gradients are allocated anew, addresses may never come back
+        del _RUN_TABLES[next(iter(_RUN_TABLES))]
+    _RUN_TABLES[what] = known
+    return known[1]
+
+
+def vector_of(runs: Sequence[Tensor]) -> Tensor | RunTable:
+    """Return what kernels take for a vector in runs: the vector itself if it is one."""
+    return runs[0] if len(runs) == 1 else run_table(runs)
+
+
+def _on_device(rows: Rows, like: Tensor) -> Tensor:
+    """Return rows on the device of a tensor; the host does not wait."""
+    made = torch.from_numpy(rows)
+    return made.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else made
+
+
 class Addresses:
     """Tables, kept from step to step as long as the addresses in them do not change."""
 
@@ -69,12 +111,9 @@ class Addresses:
         what = what, int(rows[0, 0]), len(rows)  # of the same kind there may be several lists
         known = self._known.get(what)
         if known is None or not np.array_equal(known[0], rows):
-            on_device = torch.from_numpy(rows)
-            if like.is_cuda:
-                on_device = on_device.pin_memory().to(like.device, non_blocking=True)
             while len(self._known) >= MOST_TABLES:  # where tensors are allocated anew, addresses may never come back
                 del self._known[next(iter(self._known))]
-            known = self._known[what] = rows, Table(on_device, not bool((rows[:, :aligned] % 16).any()))
+            known = self._known[what] = rows, Table(_on_device(rows, like), not bool((rows[:, :aligned] % 16).any()))
         return known[1]
 
 

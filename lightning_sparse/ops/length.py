@@ -22,7 +22,7 @@ LEAST = 1e-12
 def norm(x: Tensor) -> Tensor:
     """Return the () float64 Euclidean norm of a vector; infinite or NaN if an element is."""
     if static_shapes(x.device):
-        return on_device.norm(x)
+        return on_device.norm([x])
     dtype = sum_dtype(x.dtype)
     whole = x.numel() // CHUNK * CHUNK
     rows = torch.linalg.vector_norm(x[:whole].view(-1, CHUNK), dim=1, dtype=dtype)
@@ -39,7 +39,7 @@ def joint_norm(pieces: Sequence[Tensor]) -> Tensor:
     if len(pieces) == 1:
         return norm(pieces[0])
     if static_shapes(pieces[0].device):
-        return torch.linalg.vector_norm(torch.stack([norm(piece) for piece in pieces]))  # type: ignore[no-any-return]
+        return on_device.norm(pieces)
     short = [piece for piece in pieces if piece.numel() <= CHUNK]
     norms = [norm(piece) for piece in pieces if piece.numel() > CHUNK]
     if short:  # at once: a norm of its own takes five calls

@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_sparse.core.layout import Gradient, InRuns
 from lightning_sparse.core.step import Candidates
 from lightning_sparse.ops import reference
+from lightning_sparse.ops.addresses import vector_of
 from lightning_sparse.ops.form import Lanes
 from lightning_sparse.ops.on_cuda import compare, on_cuda
 from lightning_sparse.ops.reference import Weights
@@ -67,11 +69,20 @@ class Twins(NamedTuple):
         for example in self.examples(*given):
             made = []
             for form in (self.kernel, self.plain):
-                own = [x.clone() if isinstance(x, Tensor) else x for x in example]
+                own = [_copied(x) for x in example]
                 result = form(*own)
                 own += result if isinstance(result, tuple) else [result]
-                made.append({f"tensor {number}": x for number, x in enumerate(own) if isinstance(x, Tensor)})
+                lists = [x if isinstance(x, list) else [x] for x in own]
+                tensors = [x for each in lists for x in each if isinstance(x, Tensor)]
+                made.append({f"tensor {number}": x for number, x in enumerate(tensors)})
             compare(made[0], made[1], self.rtol, what=what)
+
+
+def _copied(x: Any) -> Any:
+    """Return a copy of a tensor, or of tensors in a list; anything else as it is."""
+    if isinstance(x, list):
+        return [_copied(each) for each in x]
+    return x.clone() if isinstance(x, Tensor) else x
 
 
 def _kernel(file: str, name: str) -> Callable[..., Any]:
@@ -89,49 +100,83 @@ def _search_of(candidates: Candidates, x: Tensor) -> Any:
     return candidates.on_device
 
 
-def _accumulate(acc: Tensor, grad: Tensor, decay: float, candidates: Candidates) -> Tensor:
+def _accumulate(acc: Tensor, runs: list[Tensor], decay: float, candidates: Candidates) -> Tensor:
     search = _search_of(candidates, acc)
-    _kernel("dense", "accumulate_")(acc, grad, decay, *search.begin())
-    candidates.note(acc, [grad], search)
+    _kernel("dense", "accumulate_")(acc, vector_of(runs), decay, *search.begin())
+    candidates.note(acc, runs, search)
     finite: Tensor = search.finite
     return finite
 
 
-def _accumulate_and_pick(acc: Tensor, grad: Tensor, decay: float, candidates: Candidates) -> tuple[Tensor, Tensor]:
+def _accumulate_and_pick(acc: Tensor, runs: list[Tensor], decay: float, hints: Candidates) -> tuple[Tensor, Tensor]:
     """Search among what has been noted, too."""
-    return _accumulate(acc, grad, decay, candidates), _pick(acc, 50, candidates.take(acc))
+    return _accumulate(acc, runs, decay, hints), _pick(acc, 50, hints.take(acc))
 
 
-def _accumulate_and_pick_in_torch(acc: Tensor, grad: Tensor, decay: float, _: Candidates) -> tuple[Tensor, Tensor]:
-    finite = reference.accumulate_(acc, [grad], decay)
-    grad.zero_()
+def _accumulate_and_pick_in_torch(
+    acc: Tensor, runs: list[Tensor], decay: float, _: Candidates
+) -> tuple[Tensor, Tensor]:
+    finite = reference.accumulate_(acc, runs, decay)
+    torch._foreach_zero_(runs)
     return finite, reference.top_k(acc, 50)
 
 
-def _weigh(acc: Tensor, second: Tensor, grad: Tensor, score: Tensor, by: Weights, candidates: Candidates) -> Tensor:
+def _weigh(
+    acc: Tensor, second: Tensor, runs: list[Tensor], score: Tensor | InRuns, by: Weights, candidates: Candidates
+) -> Tensor:
     search = _search_of(candidates, acc)
-    _kernel("dense", "weigh_")(acc, second, score, grad, by, *search.begin())
+    place = None if isinstance(score, InRuns) else score
+    _kernel("dense", "weigh_")(acc, second, place, vector_of(runs), by, *search.begin())
     candidates.note(score, [], search)
     finite: Tensor = search.finite
     return finite
 
 
-def _weigh_in_place(acc: Tensor, second: Tensor, grad: Tensor, score: Tensor, *others: Any) -> Tensor:
+def _weigh_in_place(acc: Tensor, second: Tensor, runs: list[Tensor], score: Tensor, *others: Any) -> Tensor:
     """Put scores into the gradient's place, if they fit."""
-    return _weigh(acc, second, grad, grad if grad.dtype == score.dtype else score, *others)
+    return _weigh(acc, second, runs, _place_of_scores(runs, score), *others)
 
 
-def _weigh_in_torch(acc: Tensor, second: Tensor, grad: Tensor, score: Tensor, by: Weights, _: Candidates) -> Tensor:
-    return reference.weigh_(acc, second, grad if grad.dtype == score.dtype else score, [grad], by)
+def _weigh_in_torch(
+    acc: Tensor, second: Tensor, runs: list[Tensor], score: Tensor, by: Weights, _: Candidates
+) -> Tensor:
+    return reference.weigh_(acc, second, _place_of_scores(runs, score), runs, by)
 
 
-def _pick(x: Tensor, k: int, search: Any = None) -> Tensor:
+def _place_of_scores(runs: list[Tensor], score: Tensor) -> Tensor | InRuns:
+    if runs[0].dtype != score.dtype:
+        return score
+    return runs[0] if len(runs) == 1 else InRuns(Gradient(runs))
+
+
+def _pick(x: Tensor | InRuns, k: int, search: Any = None) -> Tensor:
     indices: Tensor = _kernel("select", "pick")(x, search, k, k).indices
     return indices
 
 
-def _pick_with_stripe(x: Tensor, share: int, spare: Tensor, turn: int, n: int, slots: int, search: Any = None) -> Any:
+def _pick_with_stripe(
+    x: Tensor | InRuns, share: int, spare: Tensor, turn: int, n: int, slots: int, search: Any = None
+) -> Any:
     return tuple(_kernel("select", "pick")(x, search, share, slots, spare, turn, n))
+
+
+def _as_one(x: Tensor | InRuns) -> Tensor:
+    """Return a vector; a copy of one in runs."""
+    return torch.cat(x.runs) if isinstance(x, InRuns) else x
+
+
+def _hand_over_in_torch(runs: list[Tensor], *others: Any) -> tuple[Tensor, Tensor | None, Tensor]:
+    if len(runs) == 1:
+        return reference.hand_over_(runs[0], *others)
+    grad = Gradient(runs)
+    flat = runs[0].new_empty(grad.numel)
+    made = reference.hand_over_(flat, *others)
+    grad.spread_(flat)
+    return made
+
+
+def _norm_in_torch(runs: list[Tensor]) -> Tensor:
+    return torch.linalg.vector_norm(torch.stack([reference.norm(run) for run in runs]))  # type: ignore[no-any-return]
 
 
 # ---- Examples.
@@ -150,18 +195,27 @@ def _with_infinity(x: Tensor, grad: Tensor) -> Tensor:
     return given
 
 
-def _accumulated(acc: Tensor, grad: Tensor) -> list[tuple[Any, ...]]:
+def _accumulated(acc: Tensor, runs: list[Tensor]) -> list[tuple[Any, ...]]:
     places, hints = torch.arange(FEW, device=acc.device), Candidates()
-    x, given = places.float() / 8, _with_infinity(places * 1103 % FEW / 64, grad)
+    x, given = places.float() / 8, _with_infinity(places * 1103 % FEW / 64, runs[0])
     largest = torch.add(x / 2, given).nan_to_num(posinf=0.0).topk(200).values
     _search_of(hints, x).bound.copy_(largest[-1])
-    return [(x, given, 0.5, hints)]
+    return [(x, _cut_as(runs, given), 0.5, hints)]
 
 
-def _weighed(acc: Tensor, grad: Tensor, by: Weights) -> list[tuple[Any, ...]]:
+def _weighed(acc: Tensor, runs: list[Tensor], by: Weights) -> list[tuple[Any, ...]]:
     x, units = different(acc) / 512, by.units.new_tensor([0.5, 0.75, 0.75 * 0.75 * by.beta2])
     numbers = by._replace(units=units, power=torch.full_like(by.power, 0.5))
-    return [(x / 3, x.square() / 7, _with_infinity(x, grad), torch.zeros_like(x), numbers, Candidates())]
+    given = _cut_as(runs, _with_infinity(x, runs[0]))
+    return [(x / 3, x.square() / 7, given, torch.zeros_like(x), numbers, Candidates())]
+
+
+def _cut_as(runs: list[Tensor], x: Tensor) -> list[Tensor]:
+    """Return (FEW,) values in one run, or in several, of which some are short, and some lie within one."""
+    if len(runs) == 1:
+        return [x]
+    ends = [1, 3, FEW // 3, FEW // 3 + 1, FEW // 2 // 4 * 4, FEW]
+    return [x[start:end].clone() for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def _divided(second: Tensor, values: Tensor, power: Tensor, eps: float, damping: float) -> list[tuple[Any, ...]]:
@@ -169,16 +223,17 @@ def _divided(second: Tensor, values: Tensor, power: Tensor, eps: float, damping:
     return [(x.square(), x / 8, torch.full_like(power, 0.5), eps, damping)]
 
 
-def _handed_over(grad: Tensor, average: Tensor, scale: Tensor | None) -> list[tuple[Any, ...]]:
-    x = grad.new_zeros(FEW)
+def _handed_over(runs: list[Tensor], average: Tensor, scale: Tensor | None) -> list[tuple[Any, ...]]:
+    x = runs[0].new_zeros(FEW)
     places = torch.cat([torch.arange(0, FEW, 7, device=x.device), torch.full((3,), FEW, device=x.device)])
     values = different(average)[: len(places)] / 3 * (places < FEW)
     given = None if scale is None else torch.full_like(scale, 2.0)
-    return [(x, places, values, given, True), (x + 1, places, values.masked_fill(places == 7, torch.nan), given, False)]
+    wrong = values.masked_fill(places == 7, torch.nan)
+    return [(_cut_as(runs, x), places, values, given, True), (_cut_as(runs, x + 1), places, wrong, given, False)]
 
 
-def _striped(x: Tensor, spare: Tensor) -> list[tuple[Any, ...]]:
-    return [(different(x), 9, torch.full_like(spare, 5), 1, 3, 20)]
+def _striped(x: Tensor | InRuns, spare: Tensor) -> list[tuple[Any, ...]]:
+    return [(_like(x), 9, torch.full_like(spare, 5), 1, 3, 20)]
 
 
 def _subtracted(x: Tensor, indices: Tensor, values: Tensor | None, skipped: Tensor | None) -> list[tuple[Any, ...]]:
@@ -188,47 +243,61 @@ def _subtracted(x: Tensor, indices: Tensor, values: Tensor | None, skipped: Tens
     return [(vector, indices.new_tensor([0, 2, 2, 5, 5]), taken, flag) for flag in flags]
 
 
-def _picked(x: Tensor, k: int) -> list[tuple[Any, ...]]:
-    return [(different(x), min(k, FEW))]
+def _picked(x: Tensor | InRuns, k: int) -> list[tuple[Any, ...]]:
+    return [(_like(x), min(k, FEW))]
 
 
-def _whole(x: Tensor) -> list[tuple[Any, ...]]:
-    return [(different(x).to(x.dtype),)]
+def _like(x: Tensor | InRuns) -> Tensor | InRuns:
+    """Return different values that lie as others do."""
+    return InRuns(Gradient(_cut_as(x.runs, different(x.runs[0])))) if isinstance(x, InRuns) else different(x)
+
+
+def _whole(runs: list[Tensor]) -> list[tuple[Any, ...]]:
+    return [(_cut_as(runs, different(runs[0]).to(runs[0].dtype)),)]
 
 
 ACCUMULATE = Twins("accumulate_", _accumulate_and_pick, _accumulate_and_pick_in_torch, _accumulated)
 WEIGH = Twins("weigh_", _weigh_in_place, _weigh_in_torch, _weighed, rtol=1e-6)
 DIVISORS = Twins("divisors", _kernel("dense", "divisors"), reference.divisors, _divided, MOST_NUMEL)
-HAND_OVER = Twins("hand_over_", _kernel("values", "hand_over_"), reference.hand_over_, _handed_over, MOST_NUMEL)
-STRIPE = Twins("top_k_and_stripe", _pick_with_stripe, reference.top_k_and_stripe, _striped)
+HAND_OVER = Twins("hand_over_", _kernel("values", "hand_over_"), _hand_over_in_torch, _handed_over, MOST_NUMEL)
+STRIPE = Twins(
+    "top_k_and_stripe", _pick_with_stripe, lambda x, *others: reference.top_k_and_stripe(_as_one(x), *others), _striped
+)
 SUBTRACT = Twins(
     "subtract_at_", _kernel("values", "subtract_at_"), reference.subtract_at_, _subtracted, MOST_NUMEL, doubles=True
 )
-TOP_K = Twins("top_k", _pick, reference.top_k, _picked)
-NORM = Twins("norm", _kernel("sums", "norm"), reference.norm, _whole, rtol=1e-5)
+TOP_K = Twins("top_k", _pick, lambda x, k: reference.top_k(_as_one(x), k), _picked)
+NORM = Twins("norm", _kernel("sums", "norm"), _norm_in_torch, _whole, rtol=1e-5)
 
 
 # ---- Ops.
 
 
 def accumulate_(acc: Tensor, runs: Sequence[Tensor], decay: float, candidates: Candidates | None) -> Tensor:
-    """Do the work of :func:`lightning_sparse.ops.accumulate_`; a kernel takes one run, with candidates."""
-    if candidates is not None and len(runs) == 1:
-        vectors = acc, runs[0]
-        if ACCUMULATE.best(vectors, vectors, runs[0].dtype) is ACCUMULATE.kernel:
-            return _accumulate(acc, runs[0], decay, candidates)
+    """Do the work of :func:`lightning_sparse.ops.accumulate_`; a kernel takes candidates."""
+    runs = list(runs)
+    if candidates is not None:
+        best = ACCUMULATE.best((acc, *runs), (acc, runs), runs[0].dtype, len(runs) > 1)
+        if best is ACCUMULATE.kernel:
+            return _accumulate(acc, runs, decay, candidates)
     return reference.accumulate_(acc, runs, decay)
 
 
 def weigh_(
-    acc: Tensor, second: Tensor, score: Tensor, runs: Sequence[Tensor], by: Weights, candidates: Candidates | None
+    acc: Tensor,
+    second: Tensor,
+    score: Tensor | InRuns,
+    runs: Sequence[Tensor],
+    by: Weights,
+    candidates: Candidates | None,
 ) -> Tensor:
-    """Do the work of :func:`lightning_sparse.ops.weigh_`; a kernel takes one run, with candidates."""
-    grad = runs[0]
-    if candidates is not None and len(runs) == 1:
-        best = WEIGH.best((acc, second, score, grad), (acc, grad, by), grad.dtype, by.eps)
+    """Do the work of :func:`lightning_sparse.ops.weigh_`; a kernel takes candidates."""
+    runs = list(runs)
+    if candidates is not None:
+        vectors = acc, second, *(() if isinstance(score, InRuns) else (score,)), *runs
+        best = WEIGH.best(vectors, (acc, runs, by), runs[0].dtype, by.eps, len(runs) > 1)
         if best is WEIGH.kernel:
-            return _weigh(acc, second, grad, score, by, candidates)
+            return _weigh(acc, second, runs, score, by, candidates)
     return reference.weigh_(acc, second, score, runs, by)
 
 
@@ -240,12 +309,12 @@ def divisors(second: Tensor, values: Tensor, power: Tensor, eps: float, damping:
 
 
 def hand_over_(
-    grad: Tensor, indices: Tensor | None, average: Tensor, scale: Tensor | None, cleared: bool
+    runs: Sequence[Tensor], indices: Tensor | None, average: Tensor, scale: Tensor | None, cleared: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Put an average into the gradient's place, zeros elsewhere, and NaN everywhere if one of it is not finite.
 
     Args:
-        grad: (numel,) of any floating dtype, overwritten.
+        runs: in which the gradient lies, numel coordinates of any floating dtype, overwritten.
         indices: (u,) int64 coordinates, and maybe the padding index; None: all in order.
         average: (u,) float32 or float64; where a coordinate is repeated, so is its value.
         scale: () float32 that the loss was multiplied by; None: nothing.
@@ -255,38 +324,50 @@ def hand_over_(
         (u,) what the gradient got, without the scale; (u,) what its dtype has lost of it, None: nothing; and () bool,
         whether the average is not finite.
     """
-    scale = None if scale is None else scale.to(grad.device, torch.float32)
-    best: Any = reference.hand_over_
-    if indices is not None and grad.dtype in GRADIENTS and average.dtype == torch.float32:
-        best = HAND_OVER.best((average, grad, indices), (grad, average, scale), grad.dtype, scale is None)
-    found: tuple[Tensor, Tensor | None, Tensor] = best(grad, indices, average, scale, cleared)
+    runs, dtype = list(runs), runs[0].dtype
+    scale = None if scale is None else scale.to(average.device, torch.float32)
+    best: Any = HAND_OVER.plain
+    if indices is not None and dtype in GRADIENTS and average.dtype == torch.float32:
+        vectors, what = (average, *runs, indices), (dtype, scale is None, len(runs) > 1)
+        best = HAND_OVER.best(vectors, (runs, average, scale), *what)
+    found: tuple[Tensor, Tensor | None, Tensor] = best(runs, indices, average, scale, cleared)
     return found
 
 
 def top_k_and_stripe(
-    x: Tensor, share: int, spare: Tensor, turn: int, n: int, candidates: Candidates | None, slots: int
+    x: Tensor | InRuns, share: int, spare: Tensor, turn: int, n: int, candidates: Candidates | None, slots: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Do the work of :func:`lightning_sparse.ops.top_k_and_stripe`; spare ones are at most ``slots - share``."""
-    best, given = STRIPE.best([x], (x, spare)), (x, share, spare, turn, n, slots)
+    best, given = STRIPE.best(_runs_of(x), (x, spare), *_in_runs(x)), (x, share, spare, turn, n, slots)
     found: tuple[Tensor, Tensor, Tensor] = best(*given, *_noted(best, STRIPE, candidates, x))
     return found
 
 
-def top_k(x: Tensor, k: int, candidates: Candidates | None = None) -> Tensor:
+def top_k(x: Tensor | InRuns, k: int, candidates: Candidates | None = None) -> Tensor:
     """Do the work of :func:`lightning_sparse.ops.top_k`."""
-    best = TOP_K.best([x], (x, k))
+    best = TOP_K.best(_runs_of(x), (x, k), *_in_runs(x))
     found: Tensor = best(x, k, *_noted(best, TOP_K, candidates, x))
     return found
 
 
-def _noted(best: Any, twins: Twins, candidates: Candidates | None, x: Tensor) -> list[Any]:
+def _runs_of(x: Tensor | InRuns) -> Sequence[Tensor]:
+    return x.runs if isinstance(x, InRuns) else [x]
+
+
+def _in_runs(x: Tensor | InRuns) -> Sequence[str]:
+    """Return what tells kernels that read runs from others."""
+    return ["in runs"] if isinstance(x, InRuns) else []
+
+
+def _noted(best: Any, twins: Twins, candidates: Candidates | None, x: Tensor | InRuns) -> list[Any]:
     """Return what a kernel takes beyond the arguments of the op: what a pass has noted, if anything."""
     return [candidates.take(x)] if best is twins.kernel and candidates is not None else []
 
 
-def norm(x: Tensor) -> Tensor:
-    """Do the work of :func:`lightning_sparse.ops.length.norm`."""
-    found: Tensor = NORM.best([x], (x,), x.dtype)(x)
+def norm(runs: Sequence[Tensor]) -> Tensor:
+    """Return the () float64 Euclidean norm of a vector in runs; a kernel adds up in the same order in any of them."""
+    runs = list(runs)
+    found: Tensor = NORM.best(runs, (runs,), runs[0].dtype, len(runs) > 1)(runs)
     return found
 
 

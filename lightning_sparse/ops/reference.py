@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sparse.core.layout import Span
+from lightning_sparse.core.layout import InRuns, Span
 
 ROW = 1 << 12
 """Elements that are summed in their own precision."""
@@ -68,13 +68,16 @@ def accumulate_(acc: Tensor, runs: Sequence[Tensor], decay: float) -> Tensor:
     return reduce(torch.logical_and, finite)
 
 
-def weigh_(acc: Tensor, second: Tensor, score: Tensor, runs: Sequence[Tensor], by: Weights) -> Tensor:
+def weigh_(acc: Tensor, second: Tensor, score: Tensor | InRuns, runs: Sequence[Tensor], by: Weights) -> Tensor:
     """Form residual, second moment and score; () whether the new acc was finite. See :func:`.ops.weigh_`."""
     take, carry, keep = by.units.to(acc.dtype).unbind()
     start, most, finite = (1 - by.power).sqrt(), torch.finfo(acc.dtype).max, []
     # Made once: memory that the system gives anew costs more than the operations.
     room = acc.new_empty(3, min(at_once(acc.device), acc.numel()))
-    for run, residual, moments, scores in pieces(runs, [acc, second, score]):
+    lengths = [len(run) for run in runs]
+    places = score.runs if isinstance(score, InRuns) else torch.split(score, lengths)
+    parts = zip(runs, torch.split(acc, lengths), torch.split(second, lengths), places, strict=True)
+    for run, residual, moments, scores in (piece for part in parts for piece in pieces(part[:1], part[1:])):
         a, v, within = room[:, : len(run)]
         g = (run * take.to(run.dtype)).to(acc.dtype)
         torch.mul(residual, carry, out=a).add_(g)

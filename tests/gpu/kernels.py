@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_sparse import ops
+from lightning_sparse.core.layout import Gradient, InRuns
 from lightning_sparse.core.step import Candidates
 from lightning_sparse.ops import on_device
 from lightning_sparse.ops.adam import Moved, Step, Steps
@@ -35,24 +36,29 @@ class Pass(NamedTuple):
     make: Callable[[torch.device, int], Callable[[], Any]]
 
 
-def accumulate(device: torch.device, numel: int) -> Callable[[], Any]:
-    acc, grad = (torch.ones(numel, device=device) for _ in range(2))
-    hints = Candidates()
-    return lambda: ops.accumulate_(acc, [grad], 1.0, hints)
+def lying(numel: int, runs: int, device: torch.device) -> list[torch.Tensor]:
+    """A gradient of ones in so many runs, each in memory of its own."""
+    return [torch.ones(part.numel(), device=device) for part in torch.empty(numel, device="meta").tensor_split(runs)]
 
 
-def weigh(device: torch.device, numel: int) -> Callable[[], Any]:
-    acc, second, grad = (torch.ones(numel, device=device) for _ in range(3))
+def accumulate(device: torch.device, numel: int, runs: int = 1) -> Callable[[], Any]:
+    acc, grad, hints = torch.ones(numel, device=device), lying(numel, runs, device), Candidates()
+    return lambda: ops.accumulate_(acc, grad, 1.0, hints)
+
+
+def weigh(device: torch.device, numel: int, runs: int = 1) -> Callable[[], Any]:
+    (acc, second), grad = (torch.ones(numel, device=device) for _ in range(2)), lying(numel, runs, device)
+    score = grad[0] if runs == 1 else InRuns(Gradient(grad))
     units = torch.tensor([1.0, 1.0, 0.999], dtype=torch.float64, device=device)
     by = ops.Weights(units, torch.full((), 0.5, dtype=torch.float64, device=device), 0.999, 1e-8, 0.0025)
     hints = Candidates()
-    return lambda: on_device.weigh_(acc, second, grad, [grad], by, hints)
+    return lambda: on_device.weigh_(acc, second, score, grad, by, hints)
 
 
 def hand_over(device: torch.device, numel: int) -> Callable[[], Any]:
     grad, places = torch.zeros(numel, device=device), torch.arange(0, numel, 100, device=device)
     average = torch.ones(len(places), device=device)
-    return lambda: on_device.hand_over_(grad, places, average, None, True)
+    return lambda: on_device.hand_over_([grad], places, average, None, True)
 
 
 def step_of_adam(device: torch.device, numel: int) -> Callable[[], Any]:
@@ -113,6 +119,8 @@ def summed(x: torch.Tensor, k: int) -> Any:
 PASSES = {
     "accumulate_": Pass(16, 20, accumulate),
     "weigh_": Pass(24, 40, weigh),
+    "accumulate_ in 64 runs": Pass(16, 20, partial(accumulate, runs=64)),
+    "weigh_ in 64 runs": Pass(24, 40, partial(weigh, runs=64)),
     "hand_over_": Pass(0.56, 16, hand_over),
     "step of Adam": Pass(12, 24, step_of_adam),
     "momentum spent early": Pass(6, 96, spend),

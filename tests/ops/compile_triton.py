@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -57,9 +58,17 @@ TYPES = (
 )
 NUMBERS = [
     "numel", "per", "need", "capacity", "turn", "n", "share", "slots", "room", "total", "limit", "phase", "block",
-    "end", "most", "apart", "filled", "tiles", "raise_by", "k", "programs", "most_parts", *triton_packed.OFFSETS,
+    "end", "most", "apart", "filled", "tiles", "raise_by", "k", "programs", "most_parts", "runs",
+    *triton_packed.OFFSETS,
 ]  # fmt: skip
 """Arguments that are int32; all others are pointers to int32."""
+
+
+def lies(kind: str, in_runs: bool = False) -> dict[str, Any]:
+    """Constants of a vector of a kind, alone or in runs that are aligned."""
+    return {"KIND": {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}[kind], "ALIGNED": True} | {
+        "IN_RUNS": in_runs
+    }
 
 
 def kernels(what: list[str]) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], int]]:
@@ -67,15 +76,20 @@ def kernels(what: list[str]) -> Iterator[tuple[str, Any, dict[str, Any], dict[st
     tile = {"TILE": triton_launch.TILE}
     both = tile | {"PROGRAMS": triton_launch.PROGRAMS}
     picks = {"PICKS": triton_launch.PICKS}
+    table = {"grad": "*i64"}
     if "form" in what:
-        yield "form", triton_dense._form, tile, {}, 8
+        yield "form", triton_dense._form, tile | lies("fp32"), {}, 8
+        yield "form_runs", triton_dense._form, tile | lies("fp32", True), table, 8
     if "form_bf16" in what:
-        yield "form_bf16", triton_dense._form, tile, {"grad": "*bf16"}, 8
-    adam = tile | {"EPS": 1e-8}
+        yield "form_bf16", triton_dense._form, tile | lies("bf16"), {"grad": "*bf16"}, 8
+        yield "form_bf16_runs", triton_dense._form, tile | lies("bf16", True), table, 8
+    adam, units = tile | {"EPS": 1e-8, "IN_PLACE": False}, {"units": "*fp64"}
     if "weigh" in what:
-        yield "weigh", triton_dense._weigh, adam, {"units": "*fp64"}, 8
+        yield "weigh", triton_dense._weigh, adam | lies("fp32"), units, 8
+        yield "weigh_runs", triton_dense._weigh, adam | lies("fp32", True) | {"IN_PLACE": True}, units | table, 8
     if "second" in what:
-        yield "weigh_bf16", triton_dense._weigh, adam, {"grad": "*bf16", "units": "*fp64"}, 8
+        yield "weigh_bf16", triton_dense._weigh, adam | lies("bf16"), units | {"grad": "*bf16"}, 8
+        yield "weigh_bf16_runs", triton_dense._weigh, adam | lies("bf16", True), units | table, 8
         yield "divide", triton_dense._divide, picks | {"EPS": 1e-8}, {}, 4
         given = dict.fromkeys(("lengths", "norm", "units"), "*fp64") | {"numel": "i32"}
         given |= dict.fromkeys(("beta2", "rest"), "fp32")
@@ -100,21 +114,30 @@ def kernels(what: list[str]) -> Iterator[tuple[str, Any, dict[str, Any], dict[st
             }
             yield f"momentum_{grad}", triton_tables._spend, tile | types, given, 8
     if "flags" in what:
-        yield "tell_and_fill", triton_dense._fill_if, both, {"any_flag": "*i1"}, 8
+        for in_runs in (False, True):
+            given = {"any_flag": "*i1"} | ({"x": "*i64"} if in_runs else {})
+            yield f"tell_and_fill_{in_runs}", triton_dense._fill_if, both | lies("fp32", in_runs), given, 8
         parts: dict[str, Any] = dict.fromkeys(("yes", "no", "out"), ("*fp64", "*i64"))
         yield "choose", triton_dense._choose, {"SIZE": 8}, parts | {"sizes": ("i32", "i32")}, 4
     if "select" in what:
         yield "empty", triton_select._empty, tile, {"words": "i32"}, 8
-        yield "collect", triton_select._collect, both | {"WORDS": triton_select.WORDS}, {}, 8
+    for in_runs in (False, True) if "select" in what else ():
+        both_ways, given, end = (
+            both | {"IN_RUNS": in_runs},
+            {"x": "*i64"} if in_runs else {},
+            "_runs" if in_runs else "",
+        )
+        yield f"collect{end}", triton_select._collect, both_ways | {"WORDS": triton_select.WORDS}, given, 8
         for striped in (False, True):
-            ending = "_striped" if striped else ""
-            spare = {"spare": "*i64" if striped else "*i32"}
+            ending = ("_striped" if striped else "") + end
+            spare = given | {"spare": "*i64" if striped else "*i32"}
             for search in range(1 + striped):
                 for digit in (1, 2, 3, 4):
-                    constants = both | {"DIGIT": digit, "SEARCH": search, "STRIPED": striped}
+                    constants = both_ways | {"DIGIT": digit, "SEARCH": search, "STRIPED": striped}
                     yield f"digit{digit}_{search}{ending}", triton_select._count_digits, constants, spare, 8
-            yield f"count{ending}", triton_select._count_picks, both | {"STRIPED": striped}, {}, 8
-            yield f"write{ending}", triton_select._write_picks, both | {"STRIPED": striped}, {"spares": "*i1"}, 8
+            yield f"count{ending}", triton_select._count_picks, both_ways | {"STRIPED": striped}, given, 8
+            written = given | {"spares": "*i1"}
+            yield f"write{ending}", triton_select._write_picks, both_ways | {"STRIPED": striped}, written, 8
     if "union" in what:
         words = {"WORDS": triton_union.WORDS, "PROGRAMS": triton_launch.PROGRAMS}
         for spares, levels in ((False, 0), (True, 1), (True, 2)):
@@ -134,10 +157,11 @@ def kernels(what: list[str]) -> Iterator[tuple[str, Any, dict[str, Any], dict[st
             lanes = picks | {"LOW": low, "WIDE": wide}
             yield f"round_{low}", triton_packed._round, lanes | {"RANKS": triton_packed.MOST_RANKS}, {}, 4
             yield f"average_{low}", triton_packed._average, lanes, {}, 4
-        for narrow in (False, True):
-            types = {"largest": "fp32", "grad": "*fp16" if narrow else "*fp32"}
-            constants = picks | {"NARROW": narrow, "SCALED": narrow}
-            yield f"hand_over_{narrow}", triton_values._hand_over, constants, types, 4
+        for narrow, in_runs in product((False, True), repeat=2):
+            kind = "fp16" if narrow else "fp32"
+            types = {"largest": "fp32", "grad": "*i64" if in_runs else f"*{kind}"}
+            constants = picks | {"NARROW": narrow, "SCALED": narrow} | lies(kind, in_runs)
+            yield f"hand_over_{narrow}_{in_runs}", triton_values._hand_over, constants, types, 4
     if "settle" in what:
         for decided in (False, True):
             constants = picks | {"EMPTY": decided, "DECIDED": decided}
@@ -148,8 +172,10 @@ def kernels(what: list[str]) -> Iterator[tuple[str, Any, dict[str, Any], dict[st
             types = {"spare": "*i64"}
             yield f"follow_{known}", triton_numbers._follow, constants | {"KNOWN": known}, types, 1
     if "sums" in what:
-        for kind in ("fp32", "bf16"):
-            yield f"squares_{kind}", triton_sums._parts, tile, {"x": f"*{kind}"}, 8
+        for kind, in_runs in product(("fp32", "bf16"), (False, True)):
+            types = {"x": "*i64" if in_runs else f"*{kind}"}
+            name = f"squares_{kind}{'_runs' if in_runs else ''}"
+            yield name, triton_sums._parts, tile | lies(kind, in_runs), types, 8
         yield "norm", triton_sums._whole, {"PROGRAMS": triton_launch.PROGRAMS}, {"norm": "*fp64"}, 4
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import lightning_sparse as ls
+from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.messages import together
 from lightning_sparse.core.step import Context, GroupState
 from lightning_sparse.engine.network import drive_ranks
@@ -71,11 +72,13 @@ def walk(
     count: int = 3,
     memory: ls.memories.Memory = PARTS["memory"],
     sparsifier: ls.sparsifiers.Sparsifier = PARTS["sparsifier"],
+    cuts: Sequence[int] = (),
 ) -> list[list[Tensor]]:
     """Everything that a few steps leave behind, one of them skipped; ranks agree on half of what is large.
 
     Several groups travel together, as in a real step. Squares of gradients are exact in float32, and
-    so is a second beta of ``1 - 2**-i`` and what it leaves, however torch rounds products and sums.
+    so is a second beta of ``1 - 2**-i`` and what it leaves, however torch rounds products and sums. Gradients lie in
+    runs that end at some coordinates, apart from each other, and in one if there are none.
     """
     parts = PARTS | {"memory": memory, "sparsifier": sparsifier}
     sizes = (numel,) if isinstance(numel, int) else numel
@@ -87,12 +90,13 @@ def walk(
         if step == SKIPPED:
             grads[-1][n - 1][sizes[-1] // 2] = float("inf")
         grads = [[grad.to(device, copy=True) for grad in ranks] for ranks in grads]
+        runs = [[_in_runs(grad, cuts) for grad in ranks] for ranks in grads]
         ctx = Context(step, density, 0, n)
         steps = []
         for rank in range(n):
             own = [
-                exchange_group(ranks[rank], before[rank], ctx._replace(rank=rank), **parts, scale=scale)
-                for ranks, before in zip(grads, states, strict=True)
+                exchange_group(lying[rank], before[rank], ctx._replace(rank=rank), **parts, scale=scale)
+                for lying, before in zip(runs, states, strict=True)
             ]
             steps.append(strict(together(own)))
         for rank, ends in enumerate(drive_ranks(steps)):  # of each group
@@ -107,8 +111,15 @@ def walk(
                     assert all(map(torch.equal, tensors_in(state.selector), tensors_in(before.selector)))
                     assert torch.equal(state.counts, before.counts)
                     assert torch.equal(state.union, before.union)
-                left += _left_behind(grads[group][rank], state, proposed, memory, step == SKIPPED)
+                left += _left_behind(torch.cat(runs[group][rank].runs), state, proposed, memory, step == SKIPPED)
     return left
+
+
+def _in_runs(grad: Tensor, ends: Sequence[int]) -> Gradient:
+    """Return a gradient in runs; a space of three elements lets some begin where 16 bytes do not."""
+    ends = [end for end in ends if end < len(grad)]
+    parts = [grad[start:end] for start, end in zip([0, *ends], [*ends, len(grad)], strict=True)]
+    return Gradient([torch.cat([part.new_empty(3), part])[3:] for part in parts] if ends else [grad])
 
 
 def _gradients(n: int, numel: int, dtype: torch.dtype, generator: torch.Generator) -> list[Tensor]:

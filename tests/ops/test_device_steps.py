@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ interpret()
 pytestmark = pytest.mark.usefixtures("silent")
 
 from lightning_sparse.ops.triton import dense as triton_dense  # noqa: E402
+from lightning_sparse.ops.triton import launch as triton_launch  # noqa: E402
 from lightning_sparse.ops.triton import numbers as triton_numbers  # noqa: E402
 from lightning_sparse.ops.triton import packed as triton_packed  # noqa: E402
 from lightning_sparse.ops.triton import select as triton_select  # noqa: E402
@@ -89,6 +91,77 @@ def test_the_whole_step_equals_that_of_torch(
     for ours, theirs in zip(found, expected, strict=True):
         for one, other in zip(ours, theirs, strict=True):
             assert one.dtype == other.dtype
+            sums = 1e-14 if one.dtype == torch.float64 and not one.dim() else 0  # of norms, in another order
+            torch.testing.assert_close(one, other, rtol=sums, atol=0, equal_nan=True)
+
+
+RUNS = [1, 5, 100, 104, 300, 2000, 2052, 2100]
+"""Ends of runs: short ones, several within a tile, one of a whole tile, one that ends near a tile's end."""
+
+
+@pytest.mark.parametrize("memory", [RESIDUAL, ADAM], ids=["residual", "second moment"])
+@pytest.mark.parametrize(
+    ("n", "numel", "dtype", "scaled"),
+    [
+        (2, 330, torch.float32, False),
+        pytest.param(2, 330, torch.bfloat16, True, marks=thorough),
+        pytest.param(2, 6200, torch.float32, True, marks=thorough),
+        pytest.param(3, 4100, torch.float16, False, marks=thorough),
+    ],
+)
+def test_a_gradient_in_runs_is_exchanged_where_it_lies(
+    n: int, numel: int, dtype: torch.dtype, scaled: bool, memory: ls.memories.Memory
+) -> None:
+    with static_path(), ExactRoots(), first_of_equal():
+        expected = walk(n, numel, 0.05, dtype, scaled, memory=memory)
+        in_torch = walk(n, numel, 0.05, dtype, scaled, memory=memory, cuts=RUNS)
+    with in_triton() as chosen, ExactRoots():
+        found = walk(n, numel, 0.05, dtype, scaled, memory=memory, cuts=RUNS)
+        assert chosen.trouble is None
+        assert not chosen.refused
+    for ours, torchs, theirs in zip(found, in_torch, expected, strict=True):
+        for one, between, other in zip(ours, torchs, theirs, strict=True):
+            sums = 1e-14 if one.dtype == torch.float64 and not one.dim() else 0  # of norms, in another order
+            torch.testing.assert_close(one, other, rtol=sums, atol=0, equal_nan=True)
+            torch.testing.assert_close(between, other, rtol=sums, atol=0, equal_nan=True)
+
+
+TILE, FEW = triton_dense.TILE, 4
+
+
+@pytest.fixture
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each program works on several tiles, as in large groups: launches have at most four, not 1,024."""
+    for module in [triton_launch, *KERNELS]:
+        if hasattr(module, "PROGRAMS"):
+            monkeypatch.setattr(module, "PROGRAMS", FEW)
+
+
+SIZES = [TILE - 1, TILE, TILE + 1, FEW * TILE - 1, FEW * TILE, FEW * TILE + 1, 2 * FEW * TILE - 1, 2 * FEW * TILE + 1]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SEVERAL = [
+    (numel, DTYPES[number % 3], memory, cuts)
+    for memory, cuts in product((RESIDUAL, ADAM), ([], RUNS))
+    for number, numel in enumerate(SIZES)
+]
+
+
+@pytest.mark.usefixtures("few_programs")
+@pytest.mark.parametrize(
+    ("numel", "dtype", "memory", "cuts"),
+    [pytest.param(*one, marks=[] if one == (SIZES[5], DTYPES[2], RESIDUAL, RUNS) else thorough) for one in SEVERAL],
+)
+def test_programs_of_several_tiles_equal_torch(
+    numel: int, dtype: torch.dtype, memory: ls.memories.Memory, cuts: list[int]
+) -> None:
+    with static_path(), ExactRoots(), first_of_equal():
+        expected = walk(2, numel, 0.01, dtype, False, memory=memory, count=2)
+    with in_triton() as chosen, ExactRoots():
+        found = walk(2, numel, 0.01, dtype, False, memory=memory, count=2, cuts=cuts)
+        assert chosen.trouble is None
+        assert not chosen.refused
+    for ours, theirs in zip(found, expected, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
             sums = 1e-14 if one.dtype == torch.float64 and not one.dim() else 0  # of norms, in another order
             torch.testing.assert_close(one, other, rtol=sums, atol=0, equal_nan=True)
 

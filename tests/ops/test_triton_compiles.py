@@ -35,7 +35,9 @@ def test_kernels_are_compiled_for_hopper(what: list[str]) -> None:
     kernels = compiled(what)
     assert kernels
     for name, numbers in kernels.items():
-        assert numbers["stack"] <= 8, f"{name} spills registers: {numbers}"  # two registers, by the compiler of 3.9
+        # Two registers, by the compiler of 3.9; six in a search of all that lies in runs, where nothing was noted.
+        most = 24 if name == "digit1_1_striped_runs" else 8
+        assert numbers["stack"] <= most, f"{name} spills registers: {numbers}"
         assert numbers["registers"] < 256, f"{name}: {numbers}"
         assert not numbers["fences"], f"{name} orders what only the next launch reads"
         if name != "parts_2":  # logarithms
@@ -45,13 +47,13 @@ def test_kernels_are_compiled_for_hopper(what: list[str]) -> None:
             assert numbers["counting"] <= 66, f"{name} counts more than 8 bits at once: {numbers}"
         if name.startswith("form"):  # gradient and accumulator are read and written
             assert min(numbers["wide_loads"], numbers["wide_stores"]) >= 3, f"{name}: {numbers}"
-        if name == "form":  # four programs of 256 threads at once
+        if name in ("form", "form_runs"):  # four programs of 256 threads at once
             assert numbers["registers"] <= 64, f"{name}: {numbers}"
-        if name == "weigh":  # three of these
+        if name in ("weigh", "weigh_runs"):  # three of these
             assert numbers["registers"] <= 80, f"{name}: {numbers}"
         if name.startswith("weigh"):  # gradient, accumulator and second moment are read and written
             assert min(numbers["wide_loads"], numbers["wide_stores"]) >= 5, f"{name}: {numbers}"
         if name.startswith(("squares", "adam")):
-            assert numbers["wide_loads"] >= 1 + (name != "squares_bf16"), f"{name}: {numbers}"
+            assert numbers["wide_loads"] >= 1 + (not name.startswith("squares_bf16")), f"{name}: {numbers}"
         if name.startswith("momentum"):  # gradients; steps waited are single bytes
             assert numbers["wide_loads"] >= 1, f"{name}: {numbers}"

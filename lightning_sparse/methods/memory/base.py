@@ -41,6 +41,8 @@ class Memory(Settings, ABC):
         """True if the residual, and with it the update, is a sum of gradients times learning rates: ``ctx.rates``."""
         return False
 
+    takes_runs = False
+    """True if :meth:`absorb_` takes gradients in several runs on a device, too; there others are given one vector."""
     remembers_at_once = True
     """True if :meth:`absorb_` changes the residual; False if only :meth:`settle_` does."""
     needs_second = False

@@ -51,6 +51,7 @@ class Residual(Feedback):
 
     decay: float = 1.0
     rates: bool = False
+    takes_runs = True
 
     def __post_init__(self) -> None:
         check_share(self.decay, "decay")

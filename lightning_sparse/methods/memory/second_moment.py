@@ -16,7 +16,7 @@ from lightning_sparse.core.layout import Gradient, InRuns
 from lightning_sparse.core.step import Absorbed, Context, Update
 from lightning_sparse.methods.memory.base import MEMORIES, CountedFeedback, CountedState, Memory
 from lightning_sparse.methods.memory.residual import Residual
-from lightning_sparse.ops import Weights, divisors, static_shapes, weigh_, zeros
+from lightning_sparse.ops import Weights, divisors, weigh_, zeros
 from lightning_sparse.ops.length import FOLLOWED, SIZE, joint_norm, measure
 
 
@@ -131,7 +131,7 @@ class SecondMoment(CountedFeedback):
 
     beta2: float = 0.999
     eps: float = 1e-8
-    needs_second = True
+    needs_second = takes_runs = True
 
     def __post_init__(self) -> None:
         check_share(self.beta2, "beta2", zero=True, one=False)
@@ -155,7 +155,7 @@ class SecondMoment(CountedFeedback):
         not corrected for its start at 0.
         """
         acc, second = state.residual, state.second
-        in_runs = len(grad.runs) > 1 and grad.dtype == acc.dtype and not static_shapes(acc.device)
+        in_runs = len(grad.runs) > 1 and grad.dtype == acc.dtype
         score = InRuns(grad) if in_runs else grad.room(acc.dtype)
         units = self.units(state, grad.pieces, ctx.density)
         torch.pow(self.beta2, state.steps + 1, out=state.power)

@@ -11,8 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_sparse.ops.addresses import RunTable
 from lightning_sparse.ops.reference import Weights
 from lightning_sparse.ops.triton.launch import PICKS, PROGRAMS, TILE, Share, launch
+from lightning_sparse.ops.triton.runs import later_run, lying, place_of, read_tile, run_of, there, write_tile
 
 MOST = tl.constexpr(3.4028234663852886e38)
 """The largest float32."""
@@ -39,19 +41,20 @@ def _put(x, i, value, numel, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _absorb(acc, grad, decay, i, left, WHOLE: tl.constexpr):
-    """``acc = decay acc + grad`` in a tile, where that is finite; return acc, and what it would be."""
-    given = _at(grad, i, left, WHOLE)
+def _absorb(acc, given, decay, i, left, WHOLE: tl.constexpr):
+    """``acc = decay acc + given`` in a tile, where that is finite; return acc, and what it would be."""
     before = _at(acc, i, left, WHOLE)
     formed = before * decay + given.to(tl.float32)
     x = tl.where(tl.abs(formed) < float("inf"), formed, before)
     _put(acc, i, x, left, WHOLE)
-    _put(grad, i, tl.zeros_like(given), left, WHOLE)
     return x, formed
 
 
-@triton.jit(do_not_specialize=["numel", "per"])
-def _form(acc, grad, words, counts, finite, bound, decay, numel, per, TILE: tl.constexpr):
+@triton.jit(do_not_specialize=["numel", "per", "runs"])
+def _form(
+    acc, grad, words, counts, finite, bound, decay, numel, per, runs,
+    KIND: tl.constexpr, ALIGNED: tl.constexpr, IN_RUNS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Form acc, clear the gradient, and note what reaches the bound, and whether all is finite.
 
     A tile is 64 words of 32 lanes, so that a row of flags becomes a word. Places are counted from the start of a tile,
@@ -63,13 +66,33 @@ def _form(acc, grad, words, counts, finite, bound, decay, numel, per, TILE: tl.c
     places = row[:, None] * 32 + lane[None, :]
     least = tl.maximum(tl.load(bound), TINY)
     found = tl.zeros((TILE // 32, 32), tl.int32)  # added up behind the loop; what is not finite, in the upper half
+    run = pid * 0
+    if IN_RUNS:
+        run = run_of(grad, runs, pid * per * TILE)
     for tile in range(pid * per, tl.minimum((pid + 1) * per, tl.cdiv(numel, TILE))):
         start = tile * TILE
         left = numel - start
-        if left >= TILE:  # without a mask: 128 bits at once
-            x, formed = _absorb(acc + start, grad + start, decay, places, left, True)
+        if IN_RUNS:
+            run = later_run(grad, runs, run, start)
+            source = there(tl.load(grad + run), KIND, ALIGNED) + start
+            whole = tl.load(grad + runs + run + 1) >= start + TILE
         else:
-            x, formed = _absorb(acc + start, grad + start, decay, places, left, False)
+            source = grad + start
+            whole = left >= TILE
+        if whole:  # without a mask: 128 bits at once
+            given = _at(source, places, left, True)
+            x, formed = _absorb(acc + start, given, decay, places, left, True)
+            _put(source, places, tl.zeros_like(given), left, True)
+        else:
+            if IN_RUNS:
+                end = tl.minimum(start + TILE, numel)
+                given = read_tile(grad, runs, run, start + places, end, KIND)
+                x, formed = _absorb(acc + start, given, decay, places, left, False)
+                write_tile(grad, runs, run, start + places, end, tl.zeros_like(given), KIND)
+            else:
+                given = _at(source, places, left, False)
+                x, formed = _absorb(acc + start, given, decay, places, left, False)
+                _put(source, places, tl.zeros_like(given), left, False)
         reached = (tl.abs(x) >= least).to(tl.int32)
         tl.store(words + tile * (TILE // 32) + row, tl.sum(reached << lane[None, :], axis=1))
         found += reached + (((tl.abs(formed) < float("inf")).to(tl.int32) ^ 1) << 16)
@@ -79,7 +102,7 @@ def _form(acc, grad, words, counts, finite, bound, decay, numel, per, TILE: tl.c
 
 
 def accumulate_(
-    acc: Tensor, grad: Tensor, decay: float, words: Tensor, counts: Tensor, finite: Tensor, bound: Tensor
+    acc: Tensor, grad: Tensor | RunTable, decay: float, words: Tensor, counts: Tensor, finite: Tensor, bound: Tensor
 ) -> None:
     """Add the gradient to acc and set it to zero, and note what will probably be picked; 16 bytes a coordinate.
 
@@ -93,30 +116,39 @@ def accumulate_(
         finite: (1,) int32, set to 0 if something would not be finite, else left as it is.
         bound: () float32.
     """
-    share = Share.of(acc.numel())
+    share, (first, runs, kinds) = Share.of(acc.numel()), lying(grad)
     launch(
-        _form, share.programs, acc, grad, words, counts, finite, bound, decay, acc.numel(), share.per, TILE=TILE
+        _form, share.programs, acc, first, words, counts, finite, bound, decay, acc.numel(), share.per, runs, **kinds,
+        TILE=TILE,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["programs", "numel", "per"])
-def _fill_if(x, flags, any_flag, value, programs, numel, per, TILE: tl.constexpr, PROGRAMS: tl.constexpr):
+@triton.jit(do_not_specialize=["programs", "numel", "per", "runs"])
+def _fill_if(
+    x, flags, any_flag, value, programs, numel, per, runs,
+    KIND: tl.constexpr, ALIGNED: tl.constexpr, IN_RUNS: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
     pid = tl.program_id(0)
     every = tl.arange(0, PROGRAMS)
     set_ = tl.max(tl.load(flags + every, mask=every < programs, other=0))
     if pid == 0:
         tl.store(any_flag, set_ != 0)
     if set_ != 0:
-        for tile in range(pid * per, (pid + 1) * per):
+        for tile in range(pid * per, tl.minimum((pid + 1) * per, tl.cdiv(numel, TILE))):
             i = tile * TILE + tl.arange(0, TILE)
-            tl.store(x + i, tl.full((TILE,), value, tl.float32).to(x.dtype.element_ty), mask=i < numel)
+            if IN_RUNS:  # noqa: SIM108
+                places = place_of(x, runs, i, KIND)
+            else:
+                places = x + i
+            tl.store(places, tl.full((TILE,), value, tl.float32).to(KIND), mask=i < numel)
 
 
-def tell_and_fill_(x: Tensor, flags: Tensor, value: float) -> Tensor:
+def tell_and_fill_(x: Tensor | RunTable, flags: Tensor, value: float) -> Tensor:
     """Fill all of a vector if one of at most :data:`PROGRAMS` int32 flags is set, and return () whether one is."""
-    share, found = Share.of(x.numel()), flags.new_empty((), dtype=torch.bool)
+    numel = x.numel if isinstance(x, RunTable) else x.numel()
+    share, found, (first, runs, kinds) = Share.of(numel), flags.new_empty((), dtype=torch.bool), lying(x)
     launch(
-        _fill_if, share.programs, x, flags, found, value, flags.numel(), x.numel(), share.per, TILE=TILE,
+        _fill_if, share.programs, first, flags, found, value, flags.numel(), numel, share.per, runs, **kinds, TILE=TILE,
         PROGRAMS=PROGRAMS,
     )  # fmt: skip
     return found
@@ -160,11 +192,10 @@ def _damp(power, damping):
 
 
 @triton.jit
-def _moments(acc, second, grad, units, add, i, left, WHOLE: tl.constexpr):
+def _moments(acc, second, given, units, add, i, left, KIND: tl.constexpr, WHOLE: tl.constexpr):
     """Form a tile of accumulator and second moment, where the former is finite; return both, and what it would be."""
-    given = _at(grad, i, left, WHOLE)
-    take = tl.load(units).to(tl.float32).to(grad.dtype.element_ty).to(tl.float32)
-    wide = (given.to(tl.float32) * take).to(grad.dtype.element_ty).to(tl.float32)
+    take = tl.load(units).to(tl.float32).to(KIND).to(tl.float32)
+    wide = (given.to(tl.float32) * take).to(KIND).to(tl.float32)
     before = _at(acc, i, left, WHOLE)
     formed = wide + before * tl.load(units + 1).to(tl.float32)
     finite = tl.abs(formed) < float("inf")
@@ -178,10 +209,11 @@ def _moments(acc, second, grad, units, add, i, left, WHOLE: tl.constexpr):
     return x, moment, formed
 
 
-@triton.jit(do_not_specialize=["numel", "per"])
+@triton.jit(do_not_specialize=["numel", "per", "runs"])
 def _weigh(
-    acc, second, score, grad, words, counts, finite, bound, power, units, add, damping, numel, per,
-    EPS: tl.constexpr, TILE: tl.constexpr,
+    acc, second, score, grad, words, counts, finite, bound, power, units, add, damping, numel, per, runs,
+    EPS: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr, IN_RUNS: tl.constexpr, IN_PLACE: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """Form all three and note which scores reach the bound, as :func:`_form` does."""
     pid = tl.program_id(0)
@@ -192,19 +224,41 @@ def _weigh(
     least = _least(power, EPS)
     damp = _damp(power, damping)
     found = tl.zeros((TILE // 32,), tl.int32)  # added up behind the loop; what is not finite, in the upper half
+    run = pid * 0
+    if IN_RUNS:
+        run = run_of(grad, runs, pid * per * TILE)
     for tile in range(pid * per, tl.minimum((pid + 1) * per, tl.cdiv(numel, TILE))):
         start = tile * TILE
         left = numel - start
-        vectors = acc + start, second + start, grad + start
-        if left >= TILE:
-            x, moment, formed = _moments(*vectors, units, add, i, left, True)
+        end = tl.minimum(start + TILE, numel)
+        vectors = acc + start, second + start
+        if IN_RUNS:
+            run = later_run(grad, runs, run, start)
+            source = there(tl.load(grad + run), KIND, ALIGNED) + start
+            whole = tl.load(grad + runs + run + 1) >= start + TILE
         else:
-            x, moment, formed = _moments(*vectors, units, add, i, left, False)
+            source = grad + start
+            whole = left >= TILE
+        if whole:
+            given = _at(source, i, left, True)
+            x, moment, formed = _moments(*vectors, given, units, add, i, left, KIND, True)
+        else:
+            if IN_RUNS:  # noqa: SIM108
+                given = read_tile(grad, runs, run, start + i, end, KIND)
+            else:
+                given = _at(source, i, left, False)
+            x, moment, formed = _moments(*vectors, given, units, add, i, left, KIND, False)
         value = _score(x, moment, least, damp)
-        if left >= TILE:
-            _put(score + start, i, value, left, True)
+        if IN_PLACE:
+            if whole:
+                _put(source, i, value, left, True)
+            else:
+                write_tile(grad, runs, run, start + i, end, value, KIND)
         else:
-            _put(score + start, i, value, left, False)
+            if left >= TILE:
+                _put(score + start, i, value, left, True)
+            else:
+                _put(score + start, i, value, left, False)
         reached = (tl.abs(value) >= reach).to(tl.int32)
         tl.store(words + tile * (TILE // 32) + row, tl.sum(reached << lane[None, :], axis=1))
         found += tl.sum(reached + (((tl.abs(formed) < float("inf")).to(tl.int32) ^ 1) << 16), axis=1)
@@ -216,8 +270,8 @@ def _weigh(
 def weigh_(
     acc: Tensor,
     second: Tensor,
-    score: Tensor,
-    grad: Tensor,
+    score: Tensor | None,
+    grad: Tensor | RunTable,
     by: Weights,
     words: Tensor,
     counts: Tensor,
@@ -230,7 +284,8 @@ def weigh_(
         acc: (numel,) float32, changed in place; a coordinate that would not be finite is left as it is, and so is
             its second moment.
         second: (numel,) float32 second moments, changed in place.
-        score: (numel,) float32, overwritten; the gradient's own place, or another one.
+        score: (numel,) float32, overwritten; the gradient's own place, or another one. None: the place of a gradient
+            in runs.
         grad: (numel,) float32, bfloat16 or float16.
         by: numbers.
         words: int32, a bit for each coordinate, rounded up to tiles: which scores reach the bound, but for
@@ -239,10 +294,11 @@ def weigh_(
         finite: (1,) int32, set to 0 if some of acc would not be finite, else left as it is.
         bound: () float32.
     """
-    share = Share.of(acc.numel())
+    share, (first, runs, kinds) = Share.of(acc.numel()), lying(grad)
     launch(
-        _weigh, share.programs, acc, second, score, grad, words, counts, finite, bound, by.power, by.units,
-        1 - by.beta2, by.damping, acc.numel(), share.per, EPS=by.eps, TILE=TILE,
+        _weigh, share.programs, acc, second, acc if score is None else score, first, words, counts, finite, bound,
+        by.power, by.units, 1 - by.beta2, by.damping, acc.numel(), share.per, runs, EPS=by.eps, **kinds,
+        IN_PLACE=score is None, TILE=TILE,
     )  # fmt: skip
 
 

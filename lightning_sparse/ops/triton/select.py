@@ -21,7 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_sparse.core.layout import InRuns
+from lightning_sparse.ops.addresses import vector_of
 from lightning_sparse.ops.triton.launch import PROGRAMS, TILE, Share, bitmap_words, launch
+from lightning_sparse.ops.triton.runs import lying, place_of
 
 FIRST, LAST = tl.constexpr(256), tl.constexpr(128)
 """Digits: three of 8 bits and one of 7."""
@@ -62,15 +65,19 @@ def _lowest(word):
 
 
 @triton.jit
-def _magnitude(x, i, mask):
+def _magnitude(x, runs, i, mask, IN_RUNS: tl.constexpr):
     """Bits of magnitudes."""
-    return tl.load(x + i, mask=mask, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    if IN_RUNS:  # noqa: SIM108
+        place = place_of(x, runs, i, tl.float32)
+    else:
+        place = x + i
+    return tl.load(place, mask=mask, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
-@triton.jit(do_not_specialize=["need", "capacity", "turn", "n", "numel", "per"])
+@triton.jit(do_not_specialize=["need", "capacity", "turn", "n", "numel", "per", "runs"])
 def _collect(
-    x, words, counts, control, places, magnitudes, need, capacity, turn, n, numel, per,
-    TILE: tl.constexpr, PROGRAMS: tl.constexpr, WORDS: tl.constexpr,
+    x, words, counts, control, places, magnitudes, need, capacity, turn, n, numel, per, runs,
+    IN_RUNS: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """List the noted coordinates in order, with the bits of their magnitudes, unless they are too few or too many."""
     pid = tl.program_id(0)
@@ -96,7 +103,7 @@ def _collect(
             for _ in range(tl.max(ones)):  # those that are set, the first of each word, then the second
                 i = (start + row) * 32 + _lowest(word)
                 chosen = word != 0
-                bits = _magnitude(x, i, chosen)
+                bits = _magnitude(x, runs, i, chosen, IN_RUNS)
                 tl.store(places + ordinal, i, mask=chosen)
                 tl.store(magnitudes + ordinal, bits, mask=chosen)
                 own += (chosen & (i % n == turn)).to(tl.int32)
@@ -118,12 +125,12 @@ def _span(control, listed, numel, TILE: tl.constexpr):
 
 
 @triton.jit
-def _candidates(x, places, magnitudes, listed, i, inside):
+def _candidates(x, runs, places, magnitudes, listed, i, inside, IN_RUNS: tl.constexpr):
     """Coordinates and bits of magnitudes."""
     from_list = inside & listed
     place = tl.load(places + i, mask=from_list, other=0)
     bits = tl.load(magnitudes + i, mask=from_list, other=0)
-    found = _magnitude(x, i, inside & (listed == 0))
+    found = _magnitude(x, runs, i, inside & (listed == 0), IN_RUNS)
     return tl.where(listed, place, i), tl.where(listed, bits, found)
 
 
@@ -155,10 +162,10 @@ def _ties_before(rows, bits, SEARCH: tl.constexpr, PROGRAMS: tl.constexpr):
     return tl.sum(tl.load(rows + (SEARCH * PROGRAMS + every) * LAST + (bits & (LAST - 1)), mask=before, other=0))
 
 
-@triton.jit(do_not_specialize=["share", "turn", "n", "numel"])
+@triton.jit(do_not_specialize=["share", "turn", "n", "numel", "runs"])
 def _count_digits(
-    x, places, magnitudes, control, histograms, rows, spare, share, turn, n, numel,
-    DIGIT: tl.constexpr, SEARCH: tl.constexpr, STRIPED: tl.constexpr, TILE: tl.constexpr,
+    x, places, magnitudes, control, histograms, rows, spare, share, turn, n, numel, runs,
+    IN_RUNS: tl.constexpr, DIGIT: tl.constexpr, SEARCH: tl.constexpr, STRIPED: tl.constexpr, TILE: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Histogram of one of the four digits, of all (SEARCH 0) or of the stripe (SEARCH 1)."""
@@ -179,7 +186,7 @@ def _count_digits(
             for tile in range(first, last):
                 i = tile * TILE + tl.arange(0, TILE)
                 inside = i < end
-                place, bits = _candidates(x, places, magnitudes, listed, i, inside)
+                place, bits = _candidates(x, runs, places, magnitudes, listed, i, inside, IN_RUNS)
                 equal = inside & (bits == kth)
                 ordinal = ties + tl.cumsum(equal.to(tl.int32))
                 picked = (inside & (bits > kth)) | (equal & (ordinal <= left))
@@ -217,7 +224,7 @@ def _count_digits(
     for tile in range(first, last):
         i = tile * TILE + tl.arange(0, TILE)
         inside = i < end
-        place, bits = _candidates(x, places, magnitudes, listed, i, inside)
+        place, bits = _candidates(x, runs, places, magnitudes, listed, i, inside, IN_RUNS)
         if SEARCH == 1:
             inside = inside & (place % n == turn)
         alike = inside
@@ -234,10 +241,10 @@ def _count_digits(
             tl.atomic_add(control + MAYBE, maybe, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["turn", "n", "numel"])
+@triton.jit(do_not_specialize=["turn", "n", "numel", "runs"])
 def _count_picks(
-    x, places, magnitudes, control, histograms, rows, counts, turn, n, numel,
-    STRIPED: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr,
+    x, places, magnitudes, control, histograms, rows, counts, turn, n, numel, runs,
+    IN_RUNS: tl.constexpr, STRIPED: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Count the picks that each program will write, and find the end of those equal to the last one."""
     SEARCH: tl.constexpr = 1 if STRIPED else 0
@@ -251,7 +258,7 @@ def _count_picks(
     for tile in range(first, last):
         i = tile * TILE + tl.arange(0, TILE)
         inside = i < end
-        place, bits = _candidates(x, places, magnitudes, listed, i, inside)
+        place, bits = _candidates(x, runs, places, magnitudes, listed, i, inside, IN_RUNS)
         eligible = inside
         if STRIPED:
             eligible = inside & (place % n == turn)
@@ -266,10 +273,11 @@ def _count_picks(
     tl.store(counts + tl.program_id(0), found)
 
 
-@triton.jit(do_not_specialize=["room", "slots", "turn", "n", "numel"])
+@triton.jit(do_not_specialize=["room", "slots", "turn", "n", "numel", "runs"])
 def _write_picks(
     x, places, magnitudes, control, histograms, counts, indices, spares, number, bound, room, slots, turn, n, numel,
-    STRIPED: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr,
+    runs,
+    IN_RUNS: tl.constexpr, STRIPED: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Coordinates, ascending, then ``numel``; and which ones are the stripe's others."""
     pid = tl.program_id(0)
@@ -286,7 +294,7 @@ def _write_picks(
     for tile in range(first, last):
         i = tile * TILE + tl.arange(0, TILE)
         inside = i < end
-        place, bits = _candidates(x, places, magnitudes, listed, i, inside)
+        place, bits = _candidates(x, runs, places, magnitudes, listed, i, inside, IN_RUNS)
         of_all = inside & ((bits > kth) | ((bits == kth) & (place < cut)))
         picked = of_all
         if STRIPED:
@@ -360,7 +368,13 @@ class Found(NamedTuple):
 
 
 def pick(
-    x: Tensor, scratch: Scratch | None, share: int, slots: int, spare: Tensor | None = None, turn: int = 0, n: int = 1
+    x: Tensor | InRuns,
+    scratch: Scratch | None,
+    share: int,
+    slots: int,
+    spare: Tensor | None = None,
+    turn: int = 0,
+    n: int = 1,
 ) -> Found:
     """The largest of all, and the largest others of a stripe.
 
@@ -381,15 +395,16 @@ def pick(
     if scratch is None:
         scratch = Scratch(numel, x.device)
         scratch.begin()[1].zero_()
-    share_out = Share.of(numel)
+    share_out, new = Share.of(numel), scratch.emptied.new_empty
     capacity = min(numel, 4 * max(1, share) * (1 if spare is None else n) + TILE)
-    places, magnitudes = x.new_empty((2, capacity), dtype=torch.int32)
-    rows = x.new_empty((1 + striped) * PROGRAMS * LAST.value, dtype=torch.int32)
-    of_list = x, places, magnitudes, scratch.control
-    both = {"TILE": TILE, "PROGRAMS": PROGRAMS}
+    places, magnitudes = new((2, capacity))
+    rows = new((1 + striped) * PROGRAMS * LAST.value)
+    first, runs, kinds = lying(vector_of(x.runs) if isinstance(x, InRuns) else x)
+    of_list = first, places, magnitudes, scratch.control
+    both = {"IN_RUNS": kinds["IN_RUNS"], "TILE": TILE, "PROGRAMS": PROGRAMS}
     launch(
-        _collect, share_out.programs, x, scratch.words, scratch.counts, scratch.control, places, magnitudes,
-        share, capacity, turn, n, numel, share_out.per, WORDS=WORDS, **both,
+        _collect, share_out.programs, first, scratch.words, scratch.counts, scratch.control, places, magnitudes,
+        share, capacity, turn, n, numel, share_out.per, runs, WORDS=WORDS, **both,
     )  # fmt: skip
     constants = {"STRIPED": striped, **both}
     named = scratch.control if spare is None else spare
@@ -397,14 +412,16 @@ def pick(
         for digit in (1, 2, 3, 4):
             launch(
                 _count_digits, share_out.programs, *of_list, scratch.histograms, rows, named, share, turn, n, numel,
-                DIGIT=digit, SEARCH=search, **constants,
+                runs, DIGIT=digit, SEARCH=search, **constants,
             )  # fmt: skip
-    counts = x.new_empty(share_out.programs, dtype=torch.int32)
-    launch(_count_picks, share_out.programs, *of_list, scratch.histograms, rows, counts, turn, n, numel, **constants)
-    indices, spares = (x.new_empty(slots, dtype=dtype) for dtype in (torch.int64, torch.bool))
-    number = x.new_empty((), dtype=torch.int64)
+    counts = new(share_out.programs)
+    launch(
+        _count_picks, share_out.programs, *of_list, scratch.histograms, rows, counts, turn, n, numel, runs, **constants
+    )
+    indices, spares = (new(slots, dtype=dtype) for dtype in (torch.int64, torch.bool))
+    number = new((), dtype=torch.int64)
     launch(
         _write_picks, share_out.programs, *of_list, scratch.histograms, counts, indices, spares, number, scratch.bound,
-        capacity, slots, turn, n, numel, **constants,
+        capacity, slots, turn, n, numel, runs, **constants,
     )  # fmt: skip
     return Found(indices, spares, number)

@@ -6,24 +6,45 @@ the parts. The operations of torch add in another order: results differ in their
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_sparse.ops.addresses import vector_of
 from lightning_sparse.ops.triton.launch import PROGRAMS, TILE, Share, launch
+from lightning_sparse.ops.triton.runs import later_run, lying, read_tile, run_of, there
 
 
-@triton.jit(do_not_specialize=["numel", "per"])
-def _parts(x, parts, numel, per, TILE: tl.constexpr):
+@triton.jit(do_not_specialize=["numel", "per", "runs"])
+def _parts(
+    x, parts, numel, per, runs,
+    KIND: tl.constexpr, ALIGNED: tl.constexpr, IN_RUNS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     pid = tl.program_id(0)
     total = tl.zeros((TILE,), tl.float64)
+    run = pid * 0
+    if IN_RUNS:
+        run = run_of(x, runs, pid * per * TILE)
     for tile in range(pid * per, tl.minimum((pid + 1) * per, tl.cdiv(numel, TILE))):
-        i = tile * TILE + tl.arange(0, TILE)
-        if tile * TILE + TILE <= numel:  # noqa: SIM108  # without a mask: 128 bits at once
-            value = tl.load(x + i)
+        start = tile * TILE
+        i = start + tl.arange(0, TILE)
+        if IN_RUNS:
+            run = later_run(x, runs, run, start)
+            source = there(tl.load(x + run), KIND, ALIGNED)
+            whole = tl.load(x + runs + run + 1) >= start + TILE
         else:
-            value = tl.load(x + i, mask=i < numel, other=0.0)
+            source = x
+            whole = start + TILE <= numel
+        if whole:  # without a mask: 128 bits at once
+            value = tl.load(source + i)
+        else:
+            if IN_RUNS:
+                value = read_tile(x, runs, run, i, tl.minimum(start + TILE, numel), KIND)
+            else:
+                value = tl.load(source + i, mask=i < numel, other=0.0)
         wide = value.to(tl.float64)
         total += wide * wide
     tl.store(parts + pid, tl.sum(total))
@@ -35,10 +56,11 @@ def _whole(parts, norm, programs, PROGRAMS: tl.constexpr):
     tl.store(norm, tl.sqrt(tl.sum(tl.load(parts + every, mask=every < programs, other=0.0))))
 
 
-def norm(x: Tensor) -> Tensor:
-    """Do the work of :func:`lightning_sparse.ops.length.norm`, of float32, bfloat16 or float16."""
-    share = Share.of(x.numel())
-    parts, found = x.new_empty(share.programs, dtype=torch.float64), x.new_empty((), dtype=torch.float64)
-    launch(_parts, share.programs, x, parts, x.numel(), share.per, TILE=TILE)
+def norm(runs: Sequence[Tensor]) -> Tensor:
+    """Do the work of :func:`.on_device.norm`, of float32, bfloat16 or float16; the same bits in any runs."""
+    like, numel = runs[0], sum(run.numel() for run in runs)
+    share, (first, number, kinds) = Share.of(numel), lying(vector_of(runs))
+    parts, found = (like.new_empty(size, dtype=torch.float64) for size in ((share.programs,), ()))
+    launch(_parts, share.programs, first, parts, numel, share.per, number, **kinds, TILE=TILE)
     launch(_whole, 1, parts, found, share.programs, PROGRAMS=PROGRAMS, warps=4)
     return found

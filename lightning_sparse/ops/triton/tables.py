@@ -14,17 +14,7 @@ from torch import Tensor
 from lightning_sparse.ops.addresses import Table
 from lightning_sparse.ops.triton.dense import _at, _put
 from lightning_sparse.ops.triton.launch import TILE, launch
-
-NAMES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-
-@triton.jit
-def _there(address, KIND: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return the element that an address points to."""
-    there = address.to(tl.pointer_type(KIND))
-    if ALIGNED:
-        there = tl.multiple_of(there, 16)
-    return there
+from lightning_sparse.ops.triton.runs import NAMES, there
 
 
 @triton.jit
@@ -58,8 +48,8 @@ def _step(
         go = tl.load(skip) <= 0
     if go:
         row = table + 4 * tl.program_id(0)
-        weights = _there(tl.load(row), WEIGHT, ALIGNED)
-        grads = _there(tl.load(row + 1), GRAD, ALIGNED)
+        weights = there(tl.load(row), WEIGHT, ALIGNED)
+        grads = there(tl.load(row + 1), GRAD, ALIGNED)
         divisors = tl.load(row + 2).to(tl.pointer_type(tl.float32))
         length = tl.load(row + 3).to(tl.int32)
         if NUMBERS:
@@ -132,10 +122,10 @@ def _spend(
         go = tl.load(skip) <= 0
     if go:
         row = table + 5 * tl.program_id(0)
-        waits = _there(tl.load(row), tl.uint8, ALIGNED)
-        grads = _there(tl.load(row + 1), GRAD, ALIGNED)
-        weights = _there(tl.load(row + 2), WEIGHT, False)
-        velocities = _there(tl.load(row + 3), VELOCITY, False)
+        waits = there(tl.load(row), tl.uint8, ALIGNED)
+        grads = there(tl.load(row + 1), GRAD, ALIGNED)
+        weights = there(tl.load(row + 2), WEIGHT, False)
+        velocities = there(tl.load(row + 3), VELOCITY, False)
         length = tl.load(row + 4).to(tl.int32)
         by = reach if NUMBER else tl.load(reach).to(tl.float32)
         for start in range(0, length, TILE):

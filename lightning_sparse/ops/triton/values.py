@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_sparse.ops.addresses import vector_of
 from lightning_sparse.ops.triton.dense import tell_and_fill_
 from lightning_sparse.ops.triton.launch import PICKS, PROGRAMS, launch
+from lightning_sparse.ops.triton.runs import lying, place_of
 
 
-@triton.jit(do_not_specialize=["slots", "numel"])
+@triton.jit(do_not_specialize=["slots", "numel", "runs"])
 def _hand_over(
-    grad, indices, average, scale, values, rounding, flags, slots, numel, largest,
-    SCALED: tl.constexpr, NARROW: tl.constexpr, PICKS: tl.constexpr,
+    grad, indices, average, scale, values, rounding, flags, slots, numel, largest, runs,
+    SCALED: tl.constexpr, NARROW: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr, IN_RUNS: tl.constexpr,
+    PICKS: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     wrong = tl.zeros((PICKS,), tl.int32)
@@ -28,8 +33,12 @@ def _hand_over(
             given = value * tl.load(scale)
         if NARROW:
             given = tl.where(given > largest, largest, tl.where(given < -largest, -largest, given))
-        given = given.to(grad.dtype.element_ty)
-        tl.store(grad + place, given, mask=inside & (place < numel))
+        given = given.to(KIND)
+        if IN_RUNS:  # noqa: SIM108
+            places = place_of(grad, runs, place, KIND)
+        else:
+            places = grad + place
+        tl.store(places, given, mask=inside & (place < numel))
         handed = given.to(tl.float32)
         checked = handed
         if SCALED:
@@ -43,18 +52,21 @@ def _hand_over(
 
 
 def hand_over_(
-    grad: Tensor, indices: Tensor, average: Tensor, scale: Tensor | None, cleared: bool
+    runs: Sequence[Tensor], indices: Tensor, average: Tensor, scale: Tensor | None, cleared: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Put an average into the gradient's place, in two launches; see :func:`.on_device.hand_over_`."""
+    grad = vector_of(runs)
     if not cleared:
-        grad.zero_()
-    slots, narrow = indices.numel(), grad.dtype != torch.float32
+        runs[0].zero_() if len(runs) == 1 else torch._foreach_zero_(list(runs))
+    slots, dtype, numel = indices.numel(), runs[0].dtype, sum(run.numel() for run in runs)
+    narrow = dtype != torch.float32
     values, rounding = torch.empty_like(average), torch.empty_like(average) if narrow else None
     flags = indices.new_empty(max(1, min(PROGRAMS, -(-slots // PICKS))), dtype=torch.int32)
+    first, number, kinds = lying(grad)
     launch(
-        _hand_over, flags.numel(), grad, indices, average, average if scale is None else scale, values,
-        values if rounding is None else rounding, flags, slots, grad.numel(), torch.finfo(grad.dtype).max,
-        SCALED=scale is not None, NARROW=narrow, PICKS=PICKS, warps=4,
+        _hand_over, flags.numel(), first, indices, average, average if scale is None else scale, values,
+        values if rounding is None else rounding, flags, slots, numel, torch.finfo(dtype).max, number,
+        SCALED=scale is not None, NARROW=narrow, **kinds, PICKS=PICKS, warps=4,
     )  # fmt: skip
     return values, rounding, tell_and_fill_(grad, flags, float("nan"))
 
