@@ -105,8 +105,9 @@ class Gradient:
             else:
                 runs.append((piece, length))
             stop = start + length
+        longer = (one if one.numel() == length else one.as_strided((length,), (1,)) for one, length in runs)
         # Each run has a version counter of its own: other groups write to the same buckets.
-        return cls([first.as_strided((length,), (1,)).data for first, length in runs], rooms, pieces)
+        return cls([run.data for run in longer], rooms, pieces)
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
         """Iterate over the coordinates that each run holds, and the run."""
@@ -250,7 +251,7 @@ def flattened(parameter: Tensor) -> Tensor:
 def flat_as(x: Tensor, parameter: Tensor) -> Tensor:
     """Return what this rank has of a tensor, in the order of its parameter's coordinates, as a view or a copy."""
     if type(parameter) is Parameter and x.is_contiguous() and parameter.is_contiguous():
-        return x.detach().view(-1)
+        return (x.detach() if x.requires_grad else x).view(-1)
     return flattened(laid_out(own(x), own(parameter)))
 
 

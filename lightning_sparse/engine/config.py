@@ -349,7 +349,7 @@ class SparsificationConfig(Settings):
     unsuited optimizers, see :class:`~lightning_sparse.Watch`; None: no warnings."""
     bucket_cap_mb: float | None = None
     """Size in MiB of groups that are cut by bucket, above 0. None: the size of DDP's buckets in ``attach``, 25 (DDP's
-    default) in strategies; on CUDA, but for ``fallback`` and ``overlap``, at least 100. With ``overlap``, strategies
+    default) in strategies; on CUDA, but for ``fallback`` and ``overlap``, at least 1024. With ``overlap``, strategies
     make DDP's own buckets 4 MiB small, so that groups are complete early."""
     timeout: timedelta | None = None
     """Time that ranks wait for each other before they end with an error. None: that of Lightning in strategies, of the

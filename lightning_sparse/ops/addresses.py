@@ -32,10 +32,13 @@ def takes(tensors: Sequence[Tensor], *numbers: Any) -> bool:
     first = tensors[0]
     if not on_cuda.takes(first) or not first.numel():
         return False
-    if any(x.device != first.device for x in (*tensors, *numbers) if isinstance(x, Tensor)):
-        return False
-    forms = [torch.contiguous_format, *([torch.channels_last] if first.dim() == 4 else [])]
-    return any(all(x.is_contiguous(memory_format=form) for x in tensors) for form in forms)
+    device = first.device
+    for x in (*tensors, *numbers):
+        if isinstance(x, Tensor) and x.device != device:
+            return False
+    if all(x.is_contiguous() for x in tensors):
+        return True
+    return first.dim() == 4 and all(x.is_contiguous(memory_format=torch.channels_last) for x in tensors)
 
 
 class Table(NamedTuple):

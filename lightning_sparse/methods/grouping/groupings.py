@@ -35,9 +35,9 @@ DDP_BUCKET_MB = 25
 """Default size of DDP's buckets in MiB."""
 OVERLAPPED_MB = 4
 """Size of DDP's buckets in MiB where exchanges hide behind backward: gradients come in small deliveries."""
-CUDA_BUCKET_MB = 100
-"""Default least size in MiB of groups that are cut by bucket, on CUDA: the host takes more than a millisecond to launch
-the local step of a group of any size, an H200 a third of one for this size (docs/reports/gpu.md)."""
+CUDA_BUCKET_MB = 1024
+"""Default least size in MiB of groups that are cut by bucket, on CUDA. All groups travel in the same messages, and the
+host takes more than a millisecond to launch the local step of each (docs/reports/gpu.md)."""
 LARGEST_GROUP = 2**30 - 1
 """Coordinates: kernels count twice as many in 31 bits. Only a parameter that is larger is a larger group."""
 
