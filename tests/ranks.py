@@ -68,10 +68,18 @@ def send(pipe: Any, value: Any) -> None:
 
 
 class Ranks:
-    """n processes that have joined one gloo group."""
+    """n processes that have joined one group.
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
+    Args:
+        world_size: n.
+        backend: of the group; with NCCL, ranks take devices in turns.
+        environment: by rank, what is set before they join.
+    """
+
+    def __init__(
+        self, world_size: int, backend: str = "gloo", environment: Callable[[int], dict[str, str]] = lambda rank: {}
+    ) -> None:
+        self.world_size, self.backend, self.environment = world_size, backend, environment
         self.workers: list[Any] = []
 
     def __enter__(self) -> Ranks:
@@ -126,7 +134,8 @@ class Ranks:
         context = forked()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, rank, self.world_size, port), daemon=True)
+            given = theirs, rank, self.world_size, port, self.backend, self.environment(rank)
+            process = context.Process(target=_work, args=given, daemon=True)
             process.start()
             theirs.close()
             self.workers.append((process, ours))
@@ -166,8 +175,8 @@ def strict_warnings() -> None:
         warnings.filterwarnings(action, message=message, category=kind)
 
 
-def _work(pipe: Any, rank: int, world_size: int, port: int) -> None:
-    os.environ |= {
+def _work(pipe: Any, rank: int, world_size: int, port: int, backend: str, environment: dict[str, str]) -> None:
+    os.environ |= environment | {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(world_size),
@@ -179,7 +188,9 @@ def _work(pipe: Any, rank: int, world_size: int, port: int) -> None:
     import torch
 
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=world_size)
+    if "nccl" in backend:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    torch.distributed.init_process_group(backend, rank=rank, world_size=world_size)
     import pytorch_lightning  # noqa: F401  # once, outside the time of any job
 
     from tests.engines import closing

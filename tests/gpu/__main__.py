@@ -1,4 +1,4 @@
-"""``python -m tests.gpu``: all parts one after another, a row and a JSON file after each, all rows again last."""
+"""``python -m tests.gpu``: parts that measure one by one, the others four at once; a row and a JSON file after each."""
 
 from __future__ import annotations
 
@@ -10,11 +10,23 @@ import platform
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.parts import GRACE, PARTS, ROOT, TOO_SHORT, PartResult, missing_packages, run_part, skipped
+from tests.gpu.parts import (
+    GRACE,
+    PARTS,
+    ROOT,
+    TOGETHER,
+    TOO_SHORT,
+    Part,
+    PartResult,
+    missing_packages,
+    run_part,
+    skipped,
+)
 
 PACKAGES = ["torch", "triton", "numpy", "pytorch-lightning", "lightning", "pytest", "hypothesis"]
 
@@ -65,23 +77,35 @@ def run_checks(name: str, device: str, seconds: float, lines: Path) -> None:
         for outcome in run(checks, clock, where, lambda check: print(json.dumps({"begin": check}), file=file)):
             print(json.dumps(outcome._asdict()), file=file)
             numbers = ", ".join(f"{name} {value}" for name, value in outcome.numbers.items())
-            print(f"  {outcome.result:<8}{outcome.seconds:6.1f} s  {outcome.check}  {numbers}  {outcome.why}".rstrip())
+            said = f"{outcome.result:<8}{outcome.seconds:6.1f} s  {outcome.check}  {numbers}  {outcome.why}".rstrip()
+            print(f"  {name:<12}{said}")  # of several parts at once
 
 
 def run_all(arguments: argparse.Namespace, end: float) -> Iterator[PartResult]:
     """Results, each as soon as it is there; the command ends before ``end`` on the monotonic clock."""
     reason = why_not(arguments.device)
     chosen = [part for part in PARTS if not arguments.parts or part.name in arguments.parts]
-    for number, part in enumerate(chosen):
+    here = [part for part in chosen if not (reason or (part.cuda_only and arguments.device == "cpu"))]
+    yield from (skipped(part, reason or part.cuda_only) for part in chosen if part not in here)
+    alone, others = [part for part in here if part.alone], [part for part in here if not part.alone]
+
+    def run(part: Part, waiting: float) -> PartResult:
+        """Give a part its share of the time that is left, which it has to itself where few are chosen."""
         left = end - time.monotonic() - GRACE
-        not_here = part.cuda_only if arguments.device == "cpu" else ""
-        if why := reason or not_here or ("out of time" if left < TOO_SHORT else ""):
-            yield skipped(part, why)
-        else:
-            # Where few parts are chosen, they share the time that there is.
-            share = left * part.seconds / sum(other.seconds for other in chosen[number:])
-            print(f"{part.name}: {part.title}", flush=True)
-            yield run_part(part, arguments.device, min(max(part.seconds, share), left), arguments.out.parent)
+        if left < TOO_SHORT:
+            return skipped(part, "out of time")
+        print(f"{part.name}: {part.title}", flush=True)
+        seconds = min(max(part.seconds, left * part.seconds / waiting), left)
+        return run_part(part, arguments.device, seconds, arguments.out.parent)
+
+    at_once = sum(part.seconds for part in others) / min(TOGETHER, len(others) or 1)
+    for number, part in enumerate(alone):
+        yield run(part, sum(other.seconds for other in alone[number:]) + at_once)
+    with ThreadPoolExecutor(TOGETHER) as pool:
+        longest = max((part.seconds for part in others), default=0)
+        running = [pool.submit(run, part, max(at_once, longest)) for part in others]
+        for done in as_completed(running):
+            yield done.result()
 
 
 def row_of(result: PartResult) -> tuple[str, str, str, str]:
@@ -114,9 +138,9 @@ def main(args: list[str] | None = None) -> int:
     found = versions()
     print(", ".join(f"{name} {number}" for name, number in found.items()), flush=True)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    results: list[PartResult] = []
+    results, names = [], [part.name for part in PARTS]
     for result in run_all(arguments, began + 60 * arguments.minutes):
-        results.append(result)
+        results = sorted([*results, result], key=lambda one: names.index(one.name))
         print("  ".join(row_of(result)), flush=True)
         seconds = round(time.monotonic() - began, 1)
         parts = [result._asdict() for result in results]

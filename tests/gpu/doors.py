@@ -17,24 +17,24 @@ from tests.hsdp.model import Net, batches, made, weights
 from tests.trainers import EVERYTHING_SPARSE
 
 
-def nodes_train_as_on_the_cpu(device: str) -> None:
-    """All ranks are one node, which rehearses the exchange with others."""
+def nodes_train_as_on_the_cpu(device: str, size: int | None = None) -> None:
+    """Nodes of so many ranks. None: all ranks are one node, which rehearses the exchange with others."""
     for options in (TOPK, {**TOPK, "grouping": "layer"}):
-        options = {**options, "node_size": dist.get_world_size()}
+        options = {**options, "node_size": size or dist.get_world_size()}
         close(train(device, options), train("cpu", options))
 
 
-def a_sharded_model_trains_as_on_the_cpu(device: str) -> None:
-    """Each rank is a replica; momentum SGD and AdamW."""
+def a_sharded_model_trains_as_on_the_cpu(device: str, ranks: int = 1) -> None:
+    """Each replica has so many ranks; momentum SGD and AdamW."""
     for optimizer in (partial(torch.optim.SGD, lr=0.1, momentum=0.9), partial(torch.optim.AdamW, lr=0.01)):
-        found, expected = (_sharded(where, optimizer) for where in (device, "cpu"))
+        found, expected = (_sharded(where, optimizer, ranks) for where in (device, "cpu"))
         for name, value in found.items():
             torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
 
 
-def _sharded(device: str, optimizer: Any) -> dict[str, torch.Tensor]:
+def _sharded(device: str, optimizer: Any, ranks: int) -> dict[str, torch.Tensor]:
     kind = torch.device(device).type
-    mesh = init_device_mesh(kind, (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(kind, (dist.get_world_size() // ranks, ranks), mesh_dim_names=("replicate", "shard"))
     model = fully_shard(made(Net).to(device), mesh=mesh["shard"])
     settings = {**TOPK, "rules": EVERYTHING_SPARSE, "single_device": "sparse", "watch": None}
     engine = ls.attach_hsdp(model, mesh, **settings)

@@ -31,26 +31,30 @@ class Part(NamedTuple):
     """Numbers for the table: name of the check, name of the number."""
     cuda_only: str = ""
     """Why there is nothing to do on a CPU; empty where there is."""
+    alone: bool = False
+    """Whether nothing else may run meanwhile, since it measures."""
 
 
-# First what only a GPU can answer, and what most people run.
+# First what is measured, alone; then what others wait for least.
 PARTS = [
     Part(
         "machine",
         "copy rate",
         15,
         (("copy 25M", "GB/s"), ("copy 144M", "GB/s"), ("copy 1000M", "GB/s")),
+        alone=True,
     ),
-    Part("marked", "tests marked gpu", 150, (("pytest -m gpu", "tests"),), "those tests need a CUDA device"),
     Part(
         "kernels",
         "passes over a group",
         35,
         (
             ("accumulate_ 144M", "times the bound"),
+            ("accumulate_ in 64 runs 144M", "times the bound"),
             ("top_k in one go 144M", "times the bound"),
             ("top_k 144M", "times the bound"),
         ),
+        alone=True,
     ),
     Part(
         "times",
@@ -62,16 +66,29 @@ PARTS = [
             ("launches union_top_k", "launches"),
             ("launches union_top_k with Adam", "launches"),
             ("transformer, DDP", "ms"),
-            ("transformer, bucket groups", "ms"),
+            ("transformer, defaults", "ms"),
             ("transformer, DDP, AdamW", "ms"),
-            ("transformer, bucket groups, AdamW", "ms"),
+            ("transformer, defaults, AdamW", "ms"),
         ),
+        alone=True,
     ),
-    Part("memory", "memory", 25, (("grouping bucket", "bytes per parameter"), ("AdamW", "bytes per parameter"))),
+    Part(
+        "memory",
+        "memory",
+        25,
+        (("grouping bucket", "bytes per parameter"), ("AdamW", "bytes per parameter")),
+        alone=True,
+    ),
+    Part(
+        "ranks",
+        "several ranks over NCCL",
+        170,
+        (("steps beside DDP", "SGD: DDP ms"), ("steps beside DDP", "SGD: ms")),
+    ),
     Part("training", "DDP end to end", 150),
-    Part("races", "races", 50),
-    Part("collectives", "NCCL, one rank", 20),
+    Part("marked", "tests marked gpu", 150, (("pytest -m gpu", "tests"),), "those tests need a CUDA device"),
     Part("equality", "equal to the CPU", 105, (("all pairs, Residual(decay=1.0), float64", "pairs"),)),
+    Part("races", "races", 50),
     Part("syncs", "host never waits", 50),
     Part(
         "graphs",
@@ -83,7 +100,10 @@ PARTS = [
             ("compiled model, defaults", "pieces"),
         ),
     ),
+    Part("collectives", "NCCL, one rank", 20),
 ]
+TOGETHER = 4
+"""Parts that run at once, of those that measure nothing."""
 
 NEEDED = ["torch", "numpy", "cattrs", "fsspec", "lightning_utilities", "torchmetrics"]
 LIGHTNING = ["pytorch_lightning", "lightning"]

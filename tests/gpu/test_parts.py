@@ -24,6 +24,7 @@ from lightning_sparse.engine import pipeline as group
 from lightning_sparse.engine.pipeline import exchange_group
 from tests.covering import by_default
 from tests.gpu import equality, marked, races, training
+from tests.gpu import ranks as several
 from tests.gpu.__main__ import main
 from tests.gpu.checks import Check, Clock, Outcome, SkipError, run
 from tests.gpu.parts import PARTS, ROOT, Part, PartResult, summarize, watch
@@ -181,7 +182,7 @@ def test_what_a_part_has_found_is_there_before_the_next_one_begins(
     assert json.loads((tmp_path / "gpu.json").read_text())["parts"]
 
 
-@pytest.mark.parametrize(("name", "check"), [("times", "transformer, bucket groups"), ("memory", "grouping bucket")])
+@pytest.mark.parametrize(("name", "check"), [("times", "transformer, defaults"), ("memory", "grouping bucket")])
 def test_whole_trainings_are_measured_as_one_of_many_ranks(
     name: str, check: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,7 +227,9 @@ def passes(checks: Any, device: torch.device = CPU) -> list[Outcome]:
 @pytest.mark.usefixtures("not_launched")
 @pytest.mark.parametrize(
     "name",
-    by_default(["machine", "equality", "syncs", "collectives", "races", "kernels", "times", "graphs", "memory"], 2),
+    by_default(
+        ["machine", "equality", "syncs", "collectives", "races", "kernels", "times", "graphs", "memory", "ranks"], 2
+    ),
 )
 def test_a_part_runs_on_a_cpu_at_toy_sizes(name: str) -> None:
     found = passes(importlib.import_module(f"tests.gpu.{name}").checks(CPU, Clock(100)))
@@ -235,6 +238,28 @@ def test_a_part_runs_on_a_cpu_at_toy_sizes(name: str) -> None:
     for check, number in next(part.keys for part in PARTS if part.name == name):
         if check in by_name and by_name[check].result == "passed" and number != "launches":  # of kernels
             assert number in by_name[check].numbers
+
+
+def test_ranks_that_add_up_wrongly_or_do_not_notice_a_loss_are_seen(
+    two_ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = several.Place(CPU)
+    assert several.on(place, two_ranks, several.sums_are_those_of_the_cpu) == {"sums": 42}
+    assert several.lose_one(place, "raises")["seconds"] < several.SOON
+    assert several.lose_one(place, "is killed")["seconds"] < several.SOON
+    monkeypatch.setattr(several, "SOON", -1.0)
+    with pytest.raises(AssertionError, match="another rank has seen LostRankError"):
+        several.lose_one(place, "raises")
+    place.refused = "not here"
+    with pytest.raises(SkipError, match="not here"):
+        several.lose_one(place, "raises")
+
+
+def test_ranks_on_one_device_are_apart_for_nccl() -> None:
+    place = several.Place(CPU)
+    two, one = (place.ranks(n).environment for n in (2, 1))
+    assert two(0).keys() == {"NCCL_HOSTID", *several.APART} and two(0)["NCCL_HOSTID"] != two(1)["NCCL_HOSTID"]
+    assert not one(0)
 
 
 def test_all_modules_of_kernels_launch_late_where_a_stream_is_slow() -> None:

