@@ -1,11 +1,14 @@
-"""Where the host's time of a step goes, on the path of a device: CPU time beside DDP alone.
+"""Where the host's time of a step goes, on the path of a device: CPU time beside DDP alone. And what memory it takes.
 
-    python -m benchmarks.host_step [--groups 5] [--optimizers sgd momentum adamw] [--steps 12]
+    python -m benchmarks.host_step [--groups 1] [--optimizers sgd momentum adamw] [--steps 12]
+    python -m benchmarks.host_step --memory
 
 An engine is one of 8 ranks that all bring the same, on tiny CPU tensors that take the path of a GPU, and launches of
 Triton do nothing: what is left is what the host does until the device has all of its work. What counts are the parts,
-and how many operations of torch and launches they take; parts that are indented lie within the one above. Run it from
-the root of a clone: its tests have the ranks and the path.
+and how many operations of torch and launches they take; parts that are indented lie within the one above. Memory is
+what the allocator gives in the same steps, of a larger model: *stays* what error feedback and optimizer keep, *most*
+what a step takes on top at its peak, gradients included. Run it from the root of a clone: its tests have the ranks and
+the path.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
@@ -41,12 +45,18 @@ from lightning_sparse.ops.triton import dense, numbers, packed, select, sums, ta
 from tests.mirror import MirroredRanks, mirrored_ranks
 from tests.static_path import static_path
 
-WIDTH, BLOCKS, RANKS = 16, 12, 8
+WIDTH, BLOCKS, RANKS, WIDE = 16, 12, 8, 512
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-3, foreach=True),
     "momentum": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9, foreach=True),
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True),
 }
+FUSED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-3, fused=True),
+    "momentum": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9, fused=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+}
+"""They take no room on the way."""
 PARTS: dict[str, list[tuple[Any, str]]] = {
     "backward's end": [(BackwardEnd, "receive")],
     "hook before the optimizer's step": [(OptimizerBinding, "before")],
@@ -133,16 +143,73 @@ def measure(optimizer: str, groups: int, steps: int, sparse: bool) -> dict[str, 
     return found[1]
 
 
+class Taken(NamedTuple):
+    """Bytes a parameter."""
+
+    stays: float
+    most: float
+
+
+def memory(optimizer: str, sparse: bool, views: bool) -> Taken:
+    """Return what a steady step takes, with an engine or of DDP alone; biases and norms lie between the matrices.
+
+    Args:
+        optimizer: one of :data:`FUSED`.
+        sparse: with an engine.
+        views: whether gradients are views of DDP's buckets.
+    """
+    torch.manual_seed(0)
+    layers = [(nn.Linear(WIDE, WIDE), nn.LayerNorm(WIDE)) for _ in range(6)]
+    model = nn.Sequential(*(layer for pair in layers for layer in pair))
+    numel = sum(p.numel() for p in model.parameters())
+    ddp, batch = DistributedDataParallel(model, gradient_as_bucket_view=views), torch.randn(2, WIDE)
+    chosen = FUSED[optimizer](ddp.parameters())
+
+    def step() -> None:
+        ddp(batch).square().mean().backward()
+        chosen.step()
+        chosen.zero_grad()
+
+    with on_a_device(Host()) if sparse else nullcontext(), mirrored_ranks(RANKS):
+        options: dict[str, Any] = {"density": 0.01, "watch": None, "single_device": "sparse", "bucket_cap_mb": 1024}
+        engine = ls.attach(ddp, **options) if sparse else None
+        for _ in range(4):
+            step()
+        with torch.autograd.profiler.profile(profile_memory=True) as profile:
+            step()
+        stays = sum(x.nbytes for known in chosen.state.values() for x in known.values() if isinstance(x, Tensor))
+        if engine is not None:
+            stays += engine.memory_bytes
+            engine.close()
+    assert profile.kineto_results is not None
+    events = [(e.start_ns(), e.nbytes()) for e in profile.kineto_results.events() if e.name() == "[memory]"]
+    return Taken(stays / numel, max(accumulate(size for _, size in sorted(events))) / numel)
+
+
+def show_memory(console: Console) -> None:
+    table = Table("bytes a parameter", "DDP: stays", "most", "ours: stays", "most", "more")
+    for optimizer in FUSED:
+        for views in (False, True):
+            alone, ours = (memory(optimizer, sparse, views) for sparse in (False, True))
+            more = sum(ours) - sum(alone)
+            name = optimizer + ", gradients in buckets" * views
+            table.add_row(name, *(f"{x:.1f}" for x in (*alone, *ours, more)))
+    console.print(table)
+
+
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--groups", type=int, default=5)
+    parser.add_argument("--groups", type=int, default=1)
+    parser.add_argument("--memory", action="store_true")
     parser.add_argument("--optimizers", nargs="+", choices=list(OPTIMIZERS), default=list(OPTIMIZERS))
     parser.add_argument("--steps", type=int, default=12)
     args = parser.parse_args(words)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
-        for optimizer in args.optimizers:
+        if args.memory:
+            show_memory(Console(width=100))
+        for optimizer in args.optimizers if not args.memory else ():
             table = Table(f"{optimizer}, {args.groups} groups", "ms", "operations", "launches")
             alone, ours = (measure(optimizer, args.groups, args.steps, sparse) for sparse in (False, True))
             for name, cost in {"DDP alone": alone["whole"], "ours": ours.pop("whole"), **ours}.items():

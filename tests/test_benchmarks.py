@@ -343,6 +343,20 @@ def test_the_hosts_time_of_a_step_is_told_by_parts() -> None:
     assert int(rows["DDP alone"][2]) == 0 < int(rows["select"][2])
 
 
+def test_on_a_device_a_residual_is_all_that_stays_and_gradients_are_not_copied() -> None:
+    """Beside DDP: 4 bytes a parameter with SGD, none with AdamW, and a byte of picks and messages within a step."""
+    pytest.importorskip("triton")
+    words = [warm_python(), "-m", "benchmarks.host_step", "--memory"]
+    said = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=100).stdout
+    rows = {
+        cells[1].strip(): [float(x) for x in cells[2:7]] for x in said.splitlines() if len(cells := x.split("│")) == 8
+    }
+    assert len(rows) == 6
+    for name, (plain, most, stays, at_most, _) in rows.items():
+        assert stays - plain <= {"sgd": 4.0, "momentum": 5.0, "adamw": 0.1}[name.split(",")[0]]
+        assert at_most - most <= 1.1
+
+
 def test_models_with_biases_lie_in_several_runs() -> None:
     layers = benchmark("memory").model(8, True, torch.float32)
     assert [type(layer).__name__ for layer in layers] == 8 * ["Linear", "LayerNorm"]

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.step import Candidates
 from lightning_sparse.ops import put_, put_in_runs_, scatter_, static_shapes
+from lightning_sparse.ops.adam import Sparse
 
 
 @dataclass(eq=False)
@@ -46,6 +47,15 @@ class Average:
         places, values = (self.indices[inside] - span.start).cpu(), values[inside].cpu()
         different, first = torch.unique(places, return_inverse=True)
         return different, values.new_empty(len(different)).index_copy_(0, first, values)
+
+    def arrived(self, parameters: Mapping[str, Tensor]) -> Sparse | None:
+        """Return where averages of these parameters have arrived on a device; None where that is everywhere."""
+        if self.indices is None or self.by is None or not static_shapes(self.by.device):
+            return None
+        of_group = [parameters.get(name, span.stop - span.start) for name, span in self.spans.items()]
+        if any(part.numel() != self.spans[name].stop - self.spans[name].start for name, part in parameters.items()):
+            return None
+        return Sparse(of_group, self.indices, self.values, self.by)
 
     def divisors(self) -> Mapping[str, tuple[Tensor | None, Tensor]]:
         """Return by what the averages of each parameter are divided, and where they arrived in it.

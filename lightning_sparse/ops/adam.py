@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_sparse.core.layout import fills_memory, flattened, in_pieces, shaped
 from lightning_sparse.ops import put_, take
-from lightning_sparse.ops.addresses import DTYPES, Addresses, takes
+from lightning_sparse.ops.addresses import DTYPES, Addresses, run_table, takes
 from lightning_sparse.ops.on_cuda import compare, on_cuda
 from lightning_sparse.ops.on_device import different
 from lightning_sparse.ops.reference import PIECE
@@ -60,6 +60,19 @@ class Moved(NamedTuple):
         return Moved(self.parameter, grad, shaped(flat, self.parameter))
 
 
+class Sparse(NamedTuple):
+    """Averages of a group at the coordinates where they have arrived."""
+
+    parameters: Sequence[Tensor | int]
+    """Of the group, in the order of coordinates, overwritten; of others their number of elements alone."""
+    indices: Tensor
+    """(u,) int64 coordinates, equal ones beside each other, and maybe the padding index."""
+    values: Tensor
+    """(u,) averages; where a coordinate is repeated, so is its value."""
+    divisors: Tensor
+    """(u,)"""
+
+
 class Steps:
     """Takes steps, and keeps addresses from step to step, as long as these do not change."""
 
@@ -91,6 +104,63 @@ class Steps:
                 others = ones
             if others:
                 _in_torch(others, by)
+
+    def take_at_(self, arrived: Sparse, by: Step) -> bool:
+        """Step where averages have arrived, if there is a kernel for it, without a divisor for every coordinate.
+
+        Args:
+            arrived: averages; at least one parameter is there.
+            by: for all of these; no scale, and no flag that decides.
+
+        Returns:
+            False if nothing was done.
+        """
+        here = [x for x in arrived.parameters if isinstance(x, Tensor)]
+        if by.scale is not None or by.skip is not None or not arrived.indices.numel():
+            return False
+        wide = all(x.dtype == torch.float32 for x in (*here, arrived.values, arrived.divisors))
+        if not wide or not all(map(fills_memory, here)) or not all(map(on_cuda.takes, here)):
+            return False
+        number = not isinstance(by.rate, Tensor)
+        if not on_cuda.tried((Sparse, here[0].device, number), partial(_rehearse_at, arrived, by)):
+            return False
+        _at_in_triton(arrived, by)
+        return True
+
+
+def _at_in_triton(arrived: Sparse, by: Step) -> None:
+    from lightning_sparse.ops.triton import tables
+
+    here = [x for x in arrived.parameters if isinstance(x, Tensor)]
+    if isinstance(by.keep, Tensor):
+        torch._foreach_mul_(here, by.keep.float())
+    elif by.keep != 1:
+        torch._foreach_mul_(here, by.keep)
+    tables.step_at_(run_table(arrived.parameters), *arrived[1:], by.rate)
+    torch.autograd.graph.increment_version(here)
+
+
+def _rehearse_at(arrived: Sparse, by: Step) -> None:
+    """Compare steps at some coordinates, of which one comes twice, with operations of torch.
+
+    Raises:
+        MismatchError: if they differ. Whatever compilers and drivers raise comes through.
+    """
+    values = different(arrived.divisors) / 64
+    places = torch.arange(0, len(values), 3, device=values.device)
+    places[1] = 0
+    ends = [len(values) // 3, len(values) // 2]
+    found, expected = ([x.clone() for x in values.flip(0).tensor_split(ends)] for _ in range(2))
+    averages, divisors = values[places], values[places].abs() / 3
+    padded = torch.cat([places, torch.full((2,), len(values), device=values.device)])
+    more = [torch.cat([x, x.new_zeros(2)]) for x in (averages, divisors)]
+    _at_in_triton(Sparse([found[0], found[1].numel(), found[2]], padded, *more), by)
+    whole = torch.ones_like(values).index_copy_(0, places, divisors)
+    grad = torch.zeros_like(values).index_copy_(0, places, averages)
+    parts = zip(expected, grad.tensor_split(ends), whole.tensor_split(ends), strict=True)
+    _in_torch([Moved(*part) for number, part in enumerate(parts) if number != 1], by)
+    ours, theirs = ({str(i): x for i, x in enumerate(each)} for each in (found, expected))
+    compare(ours, theirs, step="Adam's, where averages have arrived")
 
 
 def _serves(one: Moved, by: Step) -> bool:

@@ -65,12 +65,19 @@ class RunTable(NamedTuple):
 _RUN_TABLES: dict[Any, tuple[Rows, RunTable]] = {}
 
 
-def run_table(runs: Sequence[Tensor]) -> RunTable:
-    """Return the table of a vector's runs, of one dtype; kept as long as addresses do not change."""
-    like, size = runs[0], runs[0].element_size()
-    starts = np.cumsum([0, *(run.numel() for run in runs)], dtype=np.int64)
-    rows = np.concatenate([[run.data_ptr() for run in runs] - starts[:-1] * size, starts])
-    what = like.device, like.dtype, int(rows[0]), len(runs)  # several groups take turns
+def run_table(runs: Sequence[Tensor | int]) -> RunTable:
+    """Return the table of a vector's runs, of one dtype; kept as long as addresses do not change.
+
+    Args:
+        runs: at least one; an int is the length of one that is not there, with an address of 0.
+    """
+    here = [run for run in runs if isinstance(run, Tensor)]
+    like, size = here[0], here[0].element_size()
+    starts = np.cumsum([0, *(run if isinstance(run, int) else run.numel() for run in runs)], dtype=np.int64)
+    ends = zip(runs, starts[:-1].tolist(), strict=True)
+    begins = [0 if isinstance(run, int) else run.data_ptr() - start * size for run, start in ends]
+    rows = np.concatenate([np.array(begins, dtype=np.int64), starts])
+    what = like.device, like.dtype, like.data_ptr(), len(runs)  # several groups take turns
     known = _RUN_TABLES.pop(what, None)
     if known is None or not np.array_equal(known[0], rows):
         aligned = not bool((rows[: len(runs)] % 16).any())

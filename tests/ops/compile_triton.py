@@ -101,6 +101,9 @@ def kernels(what: list[str]) -> Iterator[tuple[str, Any, dict[str, Any], dict[st
             types |= {"WEIGHT": tl.float32, "GRAD": getattr(tl, {"fp32": "float32", "bf16": "bfloat16"}[grad])}
             given = {"table": "*i64", "skip": "*fp32"} | dict.fromkeys(("rate", "keep"), "fp32" if numbers else "*fp32")
             yield f"adam_{grad}", triton_tables._step, tile | types, given, 8
+        for number in (True, False):
+            given = {"table": "*i64", "divisors": "*fp32", "rate": "fp32" if number else "*fp32"}
+            yield f"adam_at_{number}", triton_tables._step_at, picks | {"NUMBER": number}, given, 4
     if "momentum" in what:
         for number, grad in ((True, "fp32"), (False, "bf16")):
             types = {"ALIGNED": True, "NUMBER": number, "SKIPS": not number, "LONGEST": 255, "WEIGHT": tl.float32}

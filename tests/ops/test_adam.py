@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_sparse.core.layout import shaped
 from lightning_sparse.ops import adam
-from lightning_sparse.ops.adam import Moved, Step, Steps
+from lightning_sparse.ops.adam import Moved, Sparse, Step, Steps
 from tests.costs import META, Costs
 from tests.ops.interpreted import in_triton, interpret
 from tests.ops.test_no_host_sync import no_waiting
@@ -74,6 +75,60 @@ def test_steps_are_rounded_one_by_one_in_triton_as_in_torch(how: str, weight: to
         assert torch.equal(one.parameter, right)
         assert torch.equal(other.parameter, right)
         assert one.parameter._version > version
+
+
+def arrivals() -> tuple[Sparse, list[Tensor], Tensor, Tensor]:
+    """Averages at some coordinates of a group, one of them twice, with padding; one parameter belongs to others.
+
+    Also the parameters, and averages and divisors at all coordinates.
+    """
+    generator = torch.Generator().manual_seed(1)
+    parameters = [torch.randn(shape, generator=generator) for shape in [(3, 5), (40,), (700, 30), (2, 3, 2, 2), (1,)]]
+    parameters[3] = parameters[3].to(memory_format=torch.channels_last)
+    numel = sum(p.numel() for p in parameters)
+    places = torch.randperm(numel, generator=generator)[: numel // 2].sort().values
+    values, divisors = torch.randn((2, len(places)), generator=generator)
+    values[::7], divisors = 0.0, divisors.abs() + 1e-8
+    grad, whole = torch.zeros(numel).index_copy_(0, places, values), torch.ones(numel).index_copy_(0, places, divisors)
+    slots = torch.cat([torch.zeros(1, dtype=torch.int64), torch.arange(len(places)), torch.zeros(3, dtype=torch.int64)])
+    indices = torch.cat([places[:1], places, torch.full((3,), numel)])
+    offered = [p if number != 1 else p.numel() for number, p in enumerate(parameters)]
+    return Sparse(offered, indices, values[slots], divisors[slots]), parameters, grad, whole
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_steps_are_taken_where_averages_have_arrived(how: str) -> None:
+    by, _ = HOW[how]
+    arrived, parameters, grad, whole = arrivals()
+    sizes = [p.numel() for p in parameters]
+    parts = zip(parameters, grad.split(sizes), whole.split(sizes), strict=True)
+    moved = [Moved(p.clone(), shaped(g, p), shaped(d, p)) for p, g, d in parts]
+    wanted = [expected(one, by, 1.0) for one in moved]
+    before, versions = [p.clone() for p in parameters], [p._version for p in parameters]
+    with in_triton() as chosen:
+        took = Steps().take_at_(arrived, by)
+        assert chosen.trouble is None and not chosen.refused
+    assert took == (by.scale is None)
+    for number, (p, right) in enumerate(zip(parameters, wanted, strict=True)):
+        stays = not took or number == 1
+        assert torch.equal(p, before[number] if stays else right)
+        assert (p._version > versions[number]) != stays
+
+
+def test_other_steps_are_left_to_those_that_know_all_divisors() -> None:
+    arrived, *_ = arrivals()
+    narrow = [x.bfloat16() if isinstance(x, Tensor) else x for x in arrived.parameters]
+    apart = [x[:, ::2] if isinstance(x, Tensor) and x.dim() == 2 else x for x in arrived.parameters]
+    with in_triton() as chosen:
+        for other in (
+            arrived._replace(parameters=narrow),
+            arrived._replace(parameters=apart),
+            arrived._replace(values=arrived.values.double()),
+            arrived._replace(indices=arrived.indices[:0]),
+        ):
+            assert not Steps().take_at_(other, HOW["plain"][0])
+        chosen.trouble = "none today"
+        assert not Steps().take_at_(arrived, HOW["plain"][0])
 
 
 class Largest(TorchDispatchMode):

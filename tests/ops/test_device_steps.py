@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_sparse as ls
@@ -19,8 +20,11 @@ from lightning_sparse.core.step import Context
 from lightning_sparse.engine import pipeline
 from lightning_sparse.engine.network import drive
 from lightning_sparse.engine.pipeline import exchange_group, settle_group
+from lightning_sparse.ops import adam
+from lightning_sparse.ops.adam import Sparse
 from lightning_sparse.ops.on_cuda import OnCuda
-from tests.mirror import Mirror
+from tests.gpu.processes import one_rank
+from tests.mirror import Mirror, mirrored_ranks
 from tests.ops.device_steps import PARTS, first_of_equal, groups, walk
 from tests.ops.interpreted import ExactRoots, in_triton, interpret
 from tests.ops.test_no_host_sync import no_waiting
@@ -216,6 +220,51 @@ def test_other_parts_use_the_kernels_that_fit(sparsifier: str, memory: ls.memori
         assert not chosen.refused
         assert {"hand_over_", "packed"} <= {what[0] for what in chosen._tried}
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0, equal_nan=True)
+
+
+def trained(optimizer: type[torch.optim.Optimizer], **options: Any) -> list[Tensor]:
+    """Weights after steps of an engine, as one of two ranks; biases lie between matrices, and one step is skipped."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 9), nn.ReLU(), nn.Linear(9, 30))
+    ddp = DistributedDataParallel(model)
+    with mirrored_ranks(2):
+        engine = ls.attach(ddp, density=0.1, rules=ls.Rules(dense_numel=0), watch=None, single_device="sparse")
+    made = optimizer(ddp.parameters(), lr=0.01, **options)
+    for step in range(3):
+        loss = ddp(torch.randn(4, 12)).square().mean()
+        (loss * (float("inf") if step == 1 else 1.0)).backward()
+        made.step()
+        made.zero_grad()
+    assert engine.skipped_steps == 1
+    engine.close()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    by_default(
+        [
+            (torch.optim.AdamW, {"weight_decay": 0.1, "foreach": True}),
+            (torch.optim.SGD, {"momentum": 0.9, "foreach": True}),
+            (torch.optim.Adam, {"weight_decay": 0.0, "foreach": True}),
+        ]
+    ),
+)
+def test_an_engine_trains_alike_with_kernels_and_without(
+    optimizer: type[torch.optim.Optimizer], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adam, "HOST", "nowhere")
+    monkeypatch.setattr(pipeline, "say", lambda line: None)
+    with one_rank(torch.device("cpu")), static_path(), ExactRoots(), first_of_equal():
+        expected = trained(optimizer, **options)
+    with one_rank(torch.device("cpu")), in_triton() as chosen, ExactRoots():
+        found = trained(optimizer, **options)
+        assert chosen.trouble is None
+        assert not chosen.refused
+        runs = {what[-2] for what in chosen._tried if what[0] in ("accumulate_", "weigh_")}
+        assert True in runs, "gradients were joined"
+        assert any(what[0] is Sparse for what in chosen._tried) == (optimizer is not torch.optim.SGD)
+    assert all(map(torch.equal, found, expected))
 
 
 def test_scores_of_narrow_gradients_are_let_go_before_messages() -> None:

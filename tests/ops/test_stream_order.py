@@ -39,6 +39,7 @@ def kernels(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> Iterator[Strea
 
     for module in (adam, momentum):  # rehearsals have tests of their own
         monkeypatch.setattr(module, "_rehearse", lambda *_: None)
+    monkeypatch.setattr(adam, "_rehearse_at", lambda *_: None)
     monkeypatch.setattr(adam, "HOST", "nowhere")  # where steps are taken one by one
     play_kernels(monkeypatch, streams)
     with in_triton() as chosen:
@@ -74,7 +75,7 @@ def test_kernels_wait_for_each_other_and_memory_is_not_given_back_in_use(
     train(optimizer)
     on = {stream: {name for name, where in kernels.launched if where == stream} for stream in ("side", "main")}
     assert {"_hear", "_list", "_average", "_subtract_at", "_form" if optimizer is SGD else "_weigh"} <= on["side"]
-    assert on["main"] == ({"_spend"} if optimizer is SGD else {"_step"})
+    assert on["main"] == ({"_spend"} if optimizer is SGD else {"_step_at"})
     assert not kernels.findings, "\n".join(dict.fromkeys(kernels.findings))
 
 

@@ -53,7 +53,7 @@ def test_kernels_are_compiled_for_hopper(what: list[str]) -> None:
             assert numbers["registers"] <= 80, f"{name}: {numbers}"
         if name.startswith("weigh"):  # gradient, accumulator and second moment are read and written
             assert min(numbers["wide_loads"], numbers["wide_stores"]) >= 5, f"{name}: {numbers}"
-        if name.startswith(("squares", "adam")):
+        if name.startswith(("squares", "adam")) and not name.startswith("adam_at"):
             assert numbers["wide_loads"] >= 1 + (not name.startswith("squares_bf16")), f"{name}: {numbers}"
         if name.startswith("momentum"):  # gradients; steps waited are single bytes
             assert numbers["wide_loads"] >= 1, f"{name}: {numbers}"

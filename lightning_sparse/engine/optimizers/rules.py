@@ -100,22 +100,29 @@ class AdamRule:
         scale, skip = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         divisors: dict[Average, Mapping[str, tuple[Tensor | None, Tensor]]] = {}
         for settings, ones in arrived:
-            moved: dict[float, list[Moved]] = {}
+            moved: dict[tuple[Average, float], dict[str, tuple[Tensor, Tensor]]] = {}
             for parameter, name, group, average in ones:
                 if group is None or not group.memory.needs_second:
                     continue
-                if average not in divisors:
-                    divisors[average] = average.divisors()
-                indices, divisor = divisors[average][name]
                 assert parameter.grad is not None
-                part, grad = own(parameter), own(parameter.grad)
-                if indices is None:
-                    divisor = shaped(divisor, part)
-                moved.setdefault(group.diversity.factor(ranks), []).append(Moved(part, grad, divisor, indices))
+                what = average, group.diversity.factor(ranks)
+                moved.setdefault(what, {})[name] = own(parameter), own(parameter.grad)
                 # A dense plan has residuals of a loaded state only, and its optimizers step from then on.
                 self._take_aside(optimizer, parameter, 1, keeps=self._keeps_moments or group.plan.dense)
-            for longer, those in moved.items():
-                self._steps.take_(those, Step(*_rates(settings, longer), scale, skip))
+            together: dict[float, list[Moved]] = {}
+            for (average, longer), those in moved.items():
+                by = Step(*_rates(settings, longer), scale, skip)
+                sparse = average.arrived({name: part for name, (part, _) in those.items()})
+                if sparse is not None and self._steps.take_at_(sparse, by):
+                    continue
+                if average not in divisors:
+                    divisors[average] = average.divisors()
+                for name, (part, grad) in those.items():
+                    indices, divisor = divisors[average][name]
+                    divisor = shaped(divisor, part) if indices is None else divisor
+                    together.setdefault(longer, []).append(Moved(part, grad, divisor, indices))
+            for longer, of_groups in together.items():
+                self._steps.take_(of_groups, Step(*_rates(settings, longer), scale, skip))
 
     @torch.no_grad()
     def rehearse(self, optimizer: Optimizer, served: Collection[int]) -> None:

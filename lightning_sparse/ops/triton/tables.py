@@ -1,6 +1,7 @@
 """Work on many tensors in one launch, which lie in memory of their own: a table says where.
 
-Steps of Adam: 12 bytes a coordinate in float32, 4 without weight decay. Momentum spent early: 6 bytes; of parameters
+Steps of Adam: 12 bytes a coordinate in float32, 4 without weight decay; where parameters are float32 and averages known
+by their coordinates, some 80 for each of these. Momentum spent early: 6 bytes; of parameters
 and velocities only those elements are touched where an average has arrived.
 """
 
@@ -11,10 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_sparse.ops.addresses import Table
+from lightning_sparse.ops.addresses import RunTable, Table
 from lightning_sparse.ops.triton.dense import _at, _put
-from lightning_sparse.ops.triton.launch import TILE, launch
-from lightning_sparse.ops.triton.runs import NAMES, there
+from lightning_sparse.ops.triton.launch import PICKS, TILE, launch
+from lightning_sparse.ops.triton.runs import NAMES, run_of, there
 
 
 @triton.jit
@@ -90,6 +91,39 @@ def step_(
         _step, len(rows), rows, rate, keep, rows if scale is None else scale, rows if skip is None else skip,
         WEIGHT=NAMES[weight], GRAD=NAMES[grad], ALIGNED=aligned, NUMBERS=numbers, DECAYS=not numbers or keep != 1,
         SCALED=scale is not None, SKIPS=skip is not None, TILE=TILE,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["slots", "numel", "runs"])
+def _step_at(table, indices, values, divisors, rate, slots, numel, runs, NUMBER: tl.constexpr, PICKS: tl.constexpr):
+    """``p -= rate (value / divisor)`` where averages have arrived, each operation rounded by itself."""
+    slot = tl.program_id(0) * PICKS + tl.arange(0, PICKS)
+    live = slot < slots
+    place = tl.load(indices + slot, mask=live, other=0)
+    live &= (place < numel) & (place != tl.load(indices + slot - 1, mask=live & (slot > 0), other=-1))
+    begin = tl.load(table + run_of(table, runs, place), mask=live, other=0)
+    live &= begin != 0
+    by = rate if NUMBER else tl.load(rate).to(tl.float32)
+    value = tl.load(values + slot, mask=live, other=0.0)
+    step = tl.div_rn(value, tl.load(divisors + slot, mask=live, other=1.0)) * by
+    weights = there(begin, tl.float32, False) + place
+    tl.store(weights, tl.load(weights, mask=live, other=0.0) - step, mask=live)
+
+
+def step_at_(table: RunTable, indices: Tensor, values: Tensor, divisors: Tensor, rate: float | Tensor) -> None:
+    """Take the steps of parameters where averages have arrived.
+
+    Args:
+        table: of parameters, float32.
+        indices: (u,) int64 coordinates, equal ones beside each other, and maybe the padding index.
+        values: (u,) float32 averages; where a coordinate is repeated, so is its value.
+        divisors: (u,) float32.
+        rate: learning rate; a number, or ().
+    """
+    slots = indices.numel()
+    launch(
+        _step_at, -(-slots // PICKS), table.rows, indices, values, divisors, rate, slots, table.numel, table.runs,
+        NUMBER=not isinstance(rate, Tensor), PICKS=PICKS, warps=4,
     )  # fmt: skip
 
 
