@@ -18,6 +18,7 @@ import lightning_sparse as ls
 from lightning_sparse.core.step import Context
 from lightning_sparse.engine.network import drive
 from lightning_sparse.engine.pipeline import GroupReducer
+from lightning_sparse.methods.density import count
 from lightning_sparse.methods.grouping import Group, ParameterSize
 from tests.mirror import Mirror
 from tests.streams import written_by
@@ -143,5 +144,6 @@ def group_step(
         pieces = {"0": bucket[: lengths[0]], "1": bucket[lengths[0] + apart :]}
         with Costs(META) as costs:
             made = drive(group.exchange_steps(ctx._replace(step=step), pieces), Network(rank, n))
-            group.settle(made, made.proposed.skipped)
+            group.settle(made, False, count(density, numel))
+        group.diversity.count(2.0, 1.0)  # ranks compare gradients in every eighth step alone
     return costs

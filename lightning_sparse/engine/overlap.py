@@ -39,12 +39,11 @@ from lightning_sparse.engine.metrics import Stamp
 from lightning_sparse.engine.network import LISTEN, Going, LostRankError, TorchCollective, joined
 from lightning_sparse.engine.optimizers.kinds import ids_of
 from lightning_sparse.engine.pipeline import Exchanged as OfGroup
-from lightning_sparse.engine.pipeline import GroupReducer, forget_overflow_
+from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.record import Counts
 from lightning_sparse.engine.signals import SAVING, Hold
 from lightning_sparse.engine.step import Exchanged, Joined, Started, Stepper, Units, at_once, look
 from lightning_sparse.engine.stream import ExchangeStream
-from lightning_sparse.ops import static_shapes
 
 INSTEAD = "overlap=False exchanges when the optimizer steps."
 SECOND = (
@@ -369,9 +368,7 @@ class Overlapped(Stepper):
             made = _wait_for(waiting)
             with self.record.changing(), self.on_stream.between_steps(), torch.no_grad():
                 for group, one in zip(waiting.groups, made, strict=True):
-                    group.settle(one, torch.ones((), dtype=torch.bool, device=self.device))
-                    if static_shapes(self.device):
-                        forget_overflow_(group.state, group.memory, self.comm.world_size)
+                    group.settle(one, True)
             self._note_what_waits(waiting.used, waiting.flush, skipped=True)
             self._waiting, self.busy, self._kept = None, False, True
         super().gradients_are_here(names, finite, averaged)

@@ -263,7 +263,9 @@ def settle_group(
     if on_device is None or after is state:
         return after
     counts, union = state.counts, state.union
-    if counts is None and after.counts is not None and after.union is not None:
+    if isinstance(union, int):
+        union = torch.full((), union, dtype=torch.int64, device=on_device.device)
+    if counts is None and after.counts is not None and isinstance(after.union, Tensor):
         counts, union = torch.full_like(after.counts, -1), torch.full_like(after.union, -1)
     old = GroupState(None, state.selector, counts, union)
     new = GroupState(None, after.selector, after.counts, after.union)
@@ -562,17 +564,20 @@ class GroupReducer:
         """Return the average of a step in which this rank has exchanged no coordinate of the group."""
         return self.average(None, torch.empty(0, dtype=self.dtype, device=self.device))
 
-    def settle(self, made: Exchanged, skipped: Tensor) -> None:
+    def settle(self, made: Exchanged, skipped: bool, union: int | None = None) -> None:
         """Conclude the step when all groups have been exchanged: if one of them skips it, all do.
 
         Args:
             made: of :meth:`exchange_steps`.
-            skipped: () flag: the step counts for nothing.
+            skipped: the step counts for nothing.
+            union: coordinates that ranks have selected, where only the device knew.
         """
         self.statistics = made.proposed.statistics
         place = None if self.drift is None else self.drift.copy(self.state.memory)
         kept = [] if place is None else [(place[span], place[span].clone()) for span in made.unused]
         self.state = settle_group(self.state, made.proposed, skipped, self.memory, made.unused)
+        if union is not None and not skipped:
+            self.state = self.state._replace(union=union)
         for part, values in kept:
             part.copy_(values)
         if self._copies is not None and place is not None:

@@ -46,7 +46,7 @@ from lightning_sparse.engine.gradient_hooks import on_gradients, refuse_sparse_g
 from lightning_sparse.engine.metrics import Stamp, dense_statistics
 from lightning_sparse.engine.network import Going, TorchCollective, joined
 from lightning_sparse.engine.pipeline import Exchanged as OfGroup
-from lightning_sparse.engine.pipeline import GroupReducer, any_set, forget_overflow_
+from lightning_sparse.engine.pipeline import GroupReducer, any_set
 from lightning_sparse.engine.record import Counts
 from lightning_sparse.engine.regrouping import Groups, in_parts
 from lightning_sparse.engine.share import Share
@@ -115,14 +115,14 @@ class Moving(NamedTuple):
 class Joined(NamedTuple):
     """An exchange whose averages are in the place of gradients."""
 
-    flag: Tensor
-    """() whether anything was not finite on any rank."""
     skipped: bool
-    """The same, as the host knows it."""
+    """Whether anything was not finite on any rank."""
     averages: Mapping[str, Average]
     """By parameter."""
     made: Sequence[OfGroup]
     """Of each group that was exchanged."""
+    named: Mapping[int, int]
+    """By number of these, the coordinates that ranks have selected, where only the device knew."""
     squares: tuple[float, float]
     """Squared norms of gradients, the mean over ranks, and that of their mean; zeros: ranks have not compared them."""
 
@@ -691,7 +691,14 @@ class Stepper(Groups):
         if self.within.world_size > 1:
             facts = yield AllReduce(torch.cat([facts, facts.new_zeros(3 - len(facts))]))
             flag = facts[0] > 0
+        # Messages of the next step are as long as the union of this one asks for.
+        ends = [one.proposed.after.union for one in made if static_shapes(self.device)]
+        unions = {number: x for number, x in enumerate(ends) if isinstance(x, Tensor)}
+        if unions:
+            facts = torch.cat([torch.stack([*unions.values()]).double(), facts])
         told: list[float] = [*self.on_host(facts).tolist(), 0.0, 0.0]
+        named = dict(zip(unions, map(int, told), strict=False))
+        told = told[len(unions) :]
         skipped = bool(told[0])
         averages: Sequence[Average] = [one.average for one in made]
         if self.share.cuts and not skipped:
@@ -703,7 +710,7 @@ class Stepper(Groups):
         if self.share.cuts and not skipped:
             places = {name: flattened(grad) for name in given if (grad := self.parameters[name].grad) is not None}
             place(given, places, started.units.scale)
-        return Joined(flag, skipped, given, made, (told[1], told[2]))
+        return Joined(skipped, given, made, named, (told[1], told[2]))
 
     def _start_within(self, message: Message) -> Callable[[], Tensor]:
         """Start a message between ranks near this one; what only hosts know waits for no device."""
@@ -712,12 +719,10 @@ class Stepper(Groups):
     def _settle(self, started: Started, joined: Joined, begin: Stamp) -> Exchanged:
         """Conclude an exchange; averages are in the place of gradients."""
         groups, used, units, flush, moving = started
-        flag, skipped, averages, made, squares = joined
+        skipped, averages, made, named, squares = joined
         with self.record.changing():
-            for group, one in zip(groups, made, strict=True):
-                group.settle(one, flag)
-                if skipped and static_shapes(self.device):  # settled by the flag, for which the host knew nothing
-                    forget_overflow_(group.state, group.memory, self.comm.world_size)
+            for number, (group, one) in enumerate(zip(groups, made, strict=True)):
+                group.settle(one, skipped, named.get(number))
             for group in self.groups:  # of which only ranks near this one have a part, which all count as exchanged
                 if not used.isdisjoint(group.spans) and group not in groups and not group.drifts:
                     group.statistics = dense_statistics(max(1, group.plan.numel), 0.0)
@@ -775,7 +780,7 @@ class Stepper(Groups):
                 result.append(skipped)
                 with self.record.changing():
                     for group, one in zip(groups, made, strict=True):
-                        group.settle(one, flag)
+                        group.settle(one, skipped)
                     self.record.count(skipped)
                 self.copies.note()
 

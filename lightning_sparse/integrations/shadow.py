@@ -113,10 +113,10 @@ class Shadow:
         contexts = [Context(self._steps, group.density(self._steps), *ranks, model_numel=numel) for group in groups]
         steps = [group.exchange_steps(ctx, pieces) for group, ctx in zip(groups, contexts, strict=True)]
         made = drive_together(steps, comm)
-        skipped = any_set([one.proposed.skipped for one in made], self._device, self._device.type == "cpu")
+        skipped = bool(any_set([one.proposed.skipped for one in made], self._device, self._device.type == "cpu"))
         for group, one in zip(groups, made, strict=True):
             group.settle(one, skipped)
-        if bool(skipped):
+        if skipped:
             return None
         step = Step([group.statistics for group in groups if group.statistics is not None], [])
         selected = float(step.union)

@@ -350,14 +350,25 @@ def subtract_at_(x: Tensor, indices: Tensor, values: Tensor | None, skipped: Ten
 def choose(flag: Tensor, yes: Any, no: Any) -> Any:
     """``yes if flag else no`` for (named) tuples of tensors of equal shapes; what is no tensor is taken from ``no``.
 
-    On the CPU whole objects are chosen and shapes need not be equal.
+    On the CPU whole objects are chosen and shapes need not be equal. Elsewhere numbers that differ become () tensors.
     """
     if not static_shapes(flag.device):
         return yes if flag else no
+    yes, no = (_in_tensors(one, other, flag.device) for one, other in ((yes, no), (no, yes)))
     pairs: list[tuple[Tensor, Tensor]] = []
     _with_each(yes, no, lambda *pair: pairs.append(pair))
     chosen = iter(on_device.choose(flag, pairs))
     return _with_each(yes, no, lambda *_: next(chosen))
+
+
+def _in_tensors(one: Any, other: Any, device: torch.device) -> Any:
+    """Return (named) tuples with () float64 tensors in place of numbers that others have not, or have as tensors."""
+    if isinstance(one, float) and (isinstance(other, Tensor) or one != other):
+        return torch.full((), one, dtype=torch.float64, device=device)
+    if not isinstance(one, tuple) or not isinstance(other, tuple):
+        return one
+    parts = [_in_tensors(a, b, device) for a, b in zip(one, other, strict=True)]
+    return type(one)(*parts) if hasattr(one, "_fields") else tuple(parts)
 
 
 def _with_each(yes: Any, no: Any, form: Callable[[Tensor, Tensor], Any]) -> Any:

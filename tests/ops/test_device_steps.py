@@ -413,16 +413,16 @@ def test_launches_and_bytes_stay_within_their_budget(
         with no_waiting(), Counted() as counted:
             proposed = drive(exchange_group(grad, state, ctx, **parts), Mirror(0, n))
             exchanged = len(launched)
-            state = settle_group(state, proposed, proposed.skipped, memory)
-    assert exchanged == (24 if memory is RESIDUAL else 28)
+            # When all groups have run, the host is told whether the step counts, and of the union.
+            state = settle_group(state, proposed, False, memory)._replace(union=int(density * numel))
+    assert exchanged == (23 if memory is RESIDUAL else 27)
     network = ["clone", "new_zeros", "mul_"]  # bitmaps of the union are made between the messages
     moved = sum(launch.bytes_moved(numel) for launch in launched) / numel + 2 / 8
-    # When all groups have run, a flag decides whether what was sent leaves, and which numbers count.
-    assert [launch.name for launch in launched[exchanged:]] == ["_subtract_at", "_choose"]
+    assert [launch.name for launch in launched[exchanged:]] == ["_subtract_at"]
     if memory is RESIDUAL:
-        assert counted.names == network
+        assert counted.names == ["full", *network]  # the number of spare picks
         assert 16 < moved <= {0.01: 23, 0.001: 18}[density]
     else:
         # Of single numbers, but for the score's place, which is emptied for the average.
-        assert counted.names == ["add", "pow", *network, "zero_", "bitwise_not", "add_"]
+        assert counted.names == ["add", "pow", "full", *network, "zero_", "add_"]
         assert 32 < moved + 4 <= {0.01: 41, 0.001: 35}[density]

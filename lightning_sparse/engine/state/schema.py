@@ -288,6 +288,11 @@ def from_plain(plain: Any, like: Any) -> Any:
             raise ValueError(f"Expected {len(like)} parts, but got {plain!r}.")
         parts = [from_plain(one, other) for one, other in zip(plain, like, strict=True)]
         return type(like)(*parts) if hasattr(like, "_fields") else tuple(parts)
+    # Numbers are () tensors where only a device knew them, and in states of earlier versions.
+    if isinstance(like, float) and isinstance(plain, Tensor) and plain.dim() == 0 and plain.is_floating_point():
+        return float(plain)
+    if isinstance(like, Tensor) and isinstance(plain, float):
+        plain = torch.tensor(plain, dtype=torch.float64, device="cpu")
     if isinstance(like, Tensor):
         if not isinstance(plain, Tensor) or plain.shape != like.shape or _kind(plain) != _kind(like):
             raise ValueError(f"Expected a tensor of shape {tuple(like.shape)} and {like.dtype}, but got {plain!r}.")

@@ -32,6 +32,7 @@ from lightning_sparse.engine.state.schema import (
 )
 from lightning_sparse.engine.step import Stepper
 from lightning_sparse.methods.memory import Memory
+from lightning_sparse.ops import static_shapes
 
 COPY = "copy"
 """Key of a rank's own weights, which are no vector of a memory."""
@@ -304,12 +305,13 @@ def _anew(group: GroupReducer) -> str:
 def _plain_learned(group: GroupReducer) -> dict[str, Any]:
     """Return what has been learned about a group, as plain data and tensors on the CPU."""
     plan, state = group.plan, group.state
+    union = torch.tensor(state.union, device="cpu") if isinstance(state.union, int) else state.union
     return {
         "name": plan.name,
         "dense": plan.dense,
         "parameters": [p.name for p in plan.parameters],
         "numel": plan.numel,
-        "state": {"selector": to_plain((state.selector, state.counts, state.union))},
+        "state": {"selector": to_plain((state.selector, state.counts, union))},
     }
 
 
@@ -331,5 +333,6 @@ def _understand(group: GroupReducer, learned: Mapping[str, Any], world_size: int
         raise ValueError("Expected counts and a union, or neither.")
     if counts is not None:
         like = torch.zeros(world_size, dtype=torch.int64, device=group.device)
-        counts, union = from_plain(counts, like), from_plain(union, like[0])
+        counts, union = from_plain(counts, like), from_plain(union, like[0].cpu())
+        union = int(union) if static_shapes(group.device) else union
     return group.state._replace(selector=selector, counts=counts, union=union)

@@ -15,7 +15,7 @@ from lightning_sparse.core.step import Context, Selection
 from lightning_sparse.methods.density import count
 from lightning_sparse.methods.sparsifiers.base import SPARSIFIERS, Selected
 from lightning_sparse.methods.sparsifiers.union_top_k import FillState, UnionTopK
-from lightning_sparse.ops import pad, static_shapes, top_k
+from lightning_sparse.ops import pad, top_k
 
 OWN = 0.5
 """Share of k that ranks select by their own values."""
@@ -93,7 +93,7 @@ class MeanTopK(UnionTopK):
         if not Stripe.of(numel, Context(0, density, 0, world_size)).is_coded:
             return UnionTopK(self.max_factor).init(numel, world_size, density, device)
         state = super().init(numel, world_size, density, device)
-        first = (state.fill * 0 + (1 - OWN) * 1.5 + 1 / state.wanted).clamp(max=self._most)
+        first = min((1 - OWN) * 1.5 + 1 / state.wanted, self._most)
         return state._replace(fill=first, before=first)
 
     def select(self, acc: Tensor, state: FillState, ctx: Context) -> Selected | Steps[Selected]:  # type: ignore[override]
@@ -106,10 +106,10 @@ class MeanTopK(UnionTopK):
     def _select(self, acc: Tensor, state: FillState, ctx: Context, stripe: Stripe) -> Steps[Selected]:
         numel, n = acc.numel(), ctx.world_size
         k, turn = count(ctx.density, numel), (ctx.rank - ctx.step) % n
-        after, spare = self._follow(state, ctx, k, turn)
+        after, spare, wanted = self._follow(state, ctx, k, turn, acc.device)
         own = math.ceil(OWN * k)
         share, slots = (own + turn) // n, -(-own // n)
-        room = int(((self._most if static_shapes(acc.device) else float(after.fill)) * k + n - 1) / n)
+        room = int((wanted * k + n - 1) / n)
         # All that is read of the accumulator is read before the message: other groups work meanwhile.
         first = top_k(acc, share, ctx.candidates) if share else torch.empty(0, dtype=torch.int64, device=acc.device)
         values = stripe.by_owner(acc)

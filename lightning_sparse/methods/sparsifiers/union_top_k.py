@@ -19,11 +19,9 @@ from lightning_sparse.ops import (
     divisor,
     either,
     greater,
-    known,
     lesser,
     on_device,
     static_shapes,
-    tensor,
     top_k_and_stripe,
     whole,
 )
@@ -35,18 +33,21 @@ MARGIN = 0.05
 
 
 class FillState(NamedTuple):
-    """State that decides the number of spare indices; equal on all ranks. Needs are shares of k, in [0, 1]."""
+    """State that decides the number of spare indices; equal on all ranks. Needs are shares of k, in [0, 1].
 
-    fill: Tensor
-    """() float64: spare indices of all ranks together in the latest step, as a share of k."""
-    wanted: Tensor
-    """() float64: k of the latest step."""
-    now: Tensor
-    """() float64: largest need in this window of steps."""
-    before: Tensor
-    """() float64: largest need in the window before."""
-    age: Tensor
-    """() float64: steps in this window so far."""
+    Python's numbers; () float64 tensors from the first step on whose union only a device knew.
+    """
+
+    fill: Number
+    """Spare indices of all ranks together in the latest step, as a share of k."""
+    wanted: Number
+    """k of the latest step."""
+    now: Number
+    """Largest need in this window of steps."""
+    before: Number
+    """Largest need in the window before."""
+    age: Number
+    """Steps in this window so far."""
 
 
 @SPARSIFIERS.register
@@ -65,8 +66,9 @@ class UnionTopK(Sparsifier):
     step to step, because common coordinates are sent by all and then grow again. If the union still falls short of k
     in a step, c is doubled after it. None of this needs messages. Fractions of an index go to the ranks in turns.
 
-    A rank selects ``ceil(k/n) + ceil(c k/n)`` coordinates, at most ``2 ceil(k/n)``. On CUDA the message has the length
-    of the latter at every step.
+    A rank selects ``ceil(k/n) + ceil(c k/n)`` coordinates, at most ``2 ceil(k/n)``. On CUDA the host is told the union
+    of a step together with whether it counts. Where it is not told, as in :func:`~lightning_sparse.simulate`, messages
+    always have the length of the latter.
 
     At a density of 0.001 this trains better than all published methods of equal traffic, with momentum SGD and 8 ranks;
     at 0.01, on text, too (``docs/reports/equal-bytes.md``):
@@ -116,31 +118,40 @@ class UnionTopK(Sparsifier):
 
     def init(self, numel: int, world_size: int, density: float, device: torch.device) -> FillState:
         """Return the state with the most spare indices, until the need of 64 steps is known."""
-        zero = torch.zeros((), dtype=torch.float64, device=device)
-        most = zero + self._most
-        return FillState(most, zero + count(density, numel), zero, most, zero)
+        return FillState(self._most, float(count(density, numel)), 0.0, self._most, 0.0)
 
     def select(self, acc: Tensor, state: FillState, ctx: Context) -> tuple[Selection, FillState]:
         """Select the k/n largest, and spare ones of the own stripe."""
         numel, n = acc.numel(), ctx.world_size
         k, turn = count(ctx.density, numel), (ctx.rank - ctx.step) % n
-        after, own = self._follow(state, ctx, k, turn)
+        after, own, wanted = self._follow(state, ctx, k, turn, acc.device)
         share, slots = (k + turn) // n, -(-k // n)  # over n ranks the shares add up to k
         # Spare indices go round in the opposite order of the shares; a single rank has no overlap.
-        wanted = self._most if static_shapes(acc.device) else float(after.fill)
         room = 0 if n == 1 else int((wanted * k + n - 1) / n)
         indices, spares, picks = top_k_and_stripe(acc, share, own, turn, n, ctx.candidates, slots + room)
         return Selection(indices, picks, aligned=True, limit=k, spare=spares), after
 
-    def _follow(self, state: FillState, ctx: Context, k: int, turn: int) -> tuple[FillState, Any]:
-        """Update the need from the previous step; return the next state, and this rank's number of spare indices."""
-        n, facts = ctx.world_size, (self._most, MARGIN, WINDOW)
-        if static_shapes(state.fill.device):
-            after, own = on_device.need(_followed, state, ctx.union, k, turn, n, *facts)
-        else:
-            union = None if ctx.union is None else known(ctx.union)
-            after, own = _followed([*map(known, state)], union, k, turn, n, *facts)
-        return FillState(*map(tensor, after)), own
+    def _follow(
+        self, state: FillState, ctx: Context, k: int, turn: int, device: torch.device
+    ) -> tuple[FillState, Any, float]:
+        """Update the need from the previous step.
+
+        Returns:
+            The next state; this rank's number of spare indices, a () int64 tensor on a device; and a share of k that
+            spare indices of all ranks do not exceed.
+        """
+        n, facts, union = ctx.world_size, (self._most, MARGIN, WINDOW), ctx.union
+        told = not isinstance(union, Tensor) or not static_shapes(union.device)
+        if told and not isinstance(state.fill, Tensor):
+            after, own = _followed(state, None if union is None else int(union), k, turn, n, *facts)
+            own = torch.full((), own, dtype=torch.int64, device=device) if static_shapes(device) else own
+            return FillState(*map(float, after)), own, after[0]
+        if not isinstance(state.fill, Tensor):
+            state = FillState(*(torch.full((), x, dtype=torch.float64, device=device) for x in state))
+        if isinstance(union, int):
+            union = torch.full((), union, dtype=torch.int64, device=device)
+        after, own = on_device.need(_followed, state, union, k, turn, n, *facts)
+        return FillState(*after), own, self._most
 
 
 def _followed(

@@ -204,19 +204,21 @@ def test_numbers_follow_the_need_as_tensors_do(data: st.DataObject) -> None:
     share = st.floats(0, 1)
     wanted = data.draw(st.integers(1, 500))
     parts = [data.draw(share), wanted, data.draw(share), data.draw(share), data.draw(st.integers(0, WINDOW))]
-    state = FillState(*torch.tensor(parts, dtype=torch.float64).unbind())
+    state = FillState(*map(float, parts))
     union, method = (
         data.draw(st.integers(-1, 1000)),
         ls.sparsifiers.UnionTopK(max_factor=data.draw(st.sampled_from([1, 1.3, 2]))),
     )
-    ctx = Context(3, 0.01, 0, 4, union=torch.tensor(union))
+    ctx, cpu = Context(3, 0.01, 0, 4, union=torch.tensor(union)), torch.device("cpu")
     k = data.draw(st.integers(1, 500))
     turn = data.draw(st.integers(0, 3))
-    ours, own = method._follow(state, ctx, k, turn)
+    ours, own, room = method._follow(state, ctx, k, turn, cpu)
     with static_path():
-        tensors, their = method._follow(state, ctx, k, turn)
-    assert [(x.dtype, x.shape, float(x)) for x in ours] == [(x.dtype, x.shape, float(x)) for x in tensors]
-    assert own == int(their)
+        tensors, their, most = method._follow(state, ctx, k, turn, cpu)
+        told, there, same = method._follow(state, ctx._replace(union=union), k, turn, cpu)
+    assert [(x.dtype, x.shape, float(x)) for x in tensors] == [(torch.float64, (), x) for x in ours]
+    assert (own, ours, room) == (int(their), told, same) and int(there) == own
+    assert room <= most
 
 
 class Reciprocals(TorchDispatchMode):
@@ -234,8 +236,10 @@ def test_a_device_makes_as_many_spare_picks_as_a_cpu() -> None:
     ctx = Context(0, k / numel, 0, n)  # 98 / 49 is 2, and 98 * (1 / 49) is less
     sparsifier = ls.sparsifiers.UnionTopK()
     state = sparsifier.init(numel, n, ctx.density, torch.device("cpu"))
-    state = state._replace(fill=torch.tensor((k - n + 1) / k, dtype=torch.float64))
+    state = state._replace(fill=(k - n + 1) / k)
     expected, _ = sparsifier.select(acc, state, ctx)
     with static_path(), Reciprocals():
-        found, _ = sparsifier.select(acc, state, ctx)
-    assert int(found.count) == int(expected.count)
+        for tensors in (False, True):
+            known = type(state)(*(torch.tensor(x, dtype=torch.float64) if tensors else x for x in state))
+            found, _ = sparsifier.select(acc, known, ctx)
+            assert int(found.count) == int(expected.count)
