@@ -145,7 +145,13 @@ class Ranks:
 
 
 def equal_states(a: Any, b: Any) -> bool:
-    """Equal bit for bit: tensors, numbers, None and tuples of these; NaN is not equal to anything."""
+    """Equal bit for bit: tensors, numbers, None and tuples of these; NaN is not equal to anything.
+
+    A number may be a () float64 tensor on one side: only a device knew it there.
+    """
+    if isinstance(a, float) != isinstance(b, float):
+        known, other = (a, b) if isinstance(a, float) else (b, a)
+        return isinstance(other, Tensor) and other.dtype == torch.float64 and not other.dim() and float(other) == known
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, tuple):

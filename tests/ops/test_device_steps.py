@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import product
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,6 +30,7 @@ from tests.mirror import Mirror, mirrored_ranks
 from tests.ops.device_steps import PARTS, first_of_equal, groups, walk
 from tests.ops.interpreted import ExactRoots, in_triton, interpret
 from tests.ops.test_no_host_sync import no_waiting
+from tests.ranks import Ranks
 from tests.static_path import static_path
 
 interpret()
@@ -265,6 +268,35 @@ def test_an_engine_trains_alike_with_kernels_and_without(
         assert True in runs, "gradients were joined"
         assert any(what[0] is Sparse for what in chosen._tried) == (optimizer is not torch.optim.SGD)
     assert all(map(torch.equal, found, expected))
+
+
+def bytes_of_steps(on_device: bool) -> tuple[list[float], Tensor]:
+    """Of a rank whose gradients hardly overlap with those of others; a state is loaded on the way."""
+    torch.manual_seed(0)
+    with static_path() if on_device else nullcontext(), first_of_equal():
+        ddp = DistributedDataParallel(nn.Linear(60, 50, bias=False))
+        engine = ls.attach(ddp, density=0.1, rules=ls.Rules(dense_numel=0), watch=None)
+        made, sent = torch.optim.SGD(ddp.parameters(), lr=0.1), []
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        for step in range(140):
+            x, y = torch.randn(4, 60, generator=generator), torch.randn(4, 50, generator=generator)
+            (ddp(x) - y).square().mean().backward()
+            made.step()
+            made.zero_grad()
+            [group] = engine.router.groups
+            sent.append(group.statistics.bytes_sent)
+            if step == 135:
+                engine.load_state_dict(engine.state_dict())
+        return sent, next(ddp.parameters()).detach().clone()
+
+
+def test_messages_of_a_device_are_as_long_as_those_of_a_cpu(two_ranks: Ranks) -> None:
+    """They have the most slots for a window, and behind it as many as were needed."""
+    (sent, weights), (other, same) = (two_ranks(bytes_of_steps, on_device)[0] for on_device in (True, False))
+    assert len(set(sent[:64])) == 1
+    assert sent[-1] < 0.8 * sent[0]
+    assert sent == other
+    assert torch.equal(weights, same)
 
 
 def test_scores_of_narrow_gradients_are_let_go_before_messages() -> None:
