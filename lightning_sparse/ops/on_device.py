@@ -49,17 +49,20 @@ class Twins(NamedTuple):
     doubles: bool = False
     """Whether the kernel takes float64, too."""
 
-    def best(self, vectors: Sequence[Tensor], given: Sequence[Any], *what: Any) -> Callable[..., Any]:
+    def best(
+        self, vectors: Sequence[Tensor], given: Sequence[Any], *what: Any, numel: int | None = None
+    ) -> Callable[..., Any]:
         """Return the kernel if it takes some vectors and has computed the same as operations of torch; else these.
 
         Args:
             vectors: of the op, the one that it is about first.
             given: its arguments, of which examples are made.
             what: for what else the kernel is compiled.
+            numel: coordinates of a vector that is given in runs; None: of the first vector.
         """
-        first = vectors[0]
+        first, size = vectors[0], vectors[0].numel() if numel is None else numel
         wide = any(x.dtype == torch.float64 for x in vectors)
-        fits = (self.doubles or not wide) and 1 < first.numel() <= self.most and all(map(Tensor.is_contiguous, vectors))
+        fits = (self.doubles or not wide) and 1 < size <= self.most and all(map(Tensor.is_contiguous, vectors))
         if not fits or not on_cuda.takes(first):
             return self.plain
         what = self.name, *what, first.device
@@ -338,14 +341,14 @@ def top_k_and_stripe(
     x: Tensor | InRuns, share: int, spare: Tensor, turn: int, n: int, candidates: Candidates | None, slots: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Do the work of :func:`lightning_sparse.ops.top_k_and_stripe`; spare ones are at most ``slots - share``."""
-    best, given = STRIPE.best(_runs_of(x), (x, spare), *_in_runs(x)), (x, share, spare, turn, n, slots)
+    best, given = STRIPE.best(_runs_of(x), (x, spare), *_in_runs(x), numel=x.numel()), (x, share, spare, turn, n, slots)
     found: tuple[Tensor, Tensor, Tensor] = best(*given, *_noted(best, STRIPE, candidates, x))
     return found
 
 
 def top_k(x: Tensor | InRuns, k: int, candidates: Candidates | None = None) -> Tensor:
     """Do the work of :func:`lightning_sparse.ops.top_k`."""
-    best = TOP_K.best(_runs_of(x), (x, k), *_in_runs(x))
+    best = TOP_K.best(_runs_of(x), (x, k), *_in_runs(x), numel=x.numel())
     found: Tensor = best(x, k, *_noted(best, TOP_K, candidates, x))
     return found
 
@@ -367,7 +370,8 @@ def _noted(best: Any, twins: Twins, candidates: Candidates | None, x: Tensor | I
 def norm(runs: Sequence[Tensor]) -> Tensor:
     """Return the () float64 Euclidean norm of a vector in runs; a kernel adds up in the same order in any of them."""
     runs = list(runs)
-    found: Tensor = NORM.best(runs, (runs,), runs[0].dtype, len(runs) > 1)(runs)
+    numel = sum(run.numel() for run in runs)
+    found: Tensor = NORM.best(runs, (runs,), runs[0].dtype, len(runs) > 1, numel=numel)(runs)
     return found
 
 

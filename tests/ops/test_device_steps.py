@@ -126,6 +126,8 @@ def test_a_gradient_in_runs_is_exchanged_where_it_lies(
         found = walk(n, numel, 0.05, dtype, scaled, memory=memory, cuts=RUNS)
         assert chosen.trouble is None
         assert not chosen.refused
+        if memory is ADAM and dtype == torch.float32:
+            assert "in runs" in {what[1] for what in chosen._tried if what[0] == "top_k_and_stripe"}
     for ours, torchs, theirs in zip(found, in_torch, expected, strict=True):
         for one, between, other in zip(ours, torchs, theirs, strict=True):
             sums = 1e-14 if one.dtype == torch.float64 and not one.dim() else 0  # of norms, in another order
