@@ -196,13 +196,19 @@ def exchange_group(
 
 
 def rehearse(
-    dtype: torch.dtype, device: torch.device, ctx: Context, memory: Memory, sparsifier: Sparsifier, exchange: Exchange
+    dtype: torch.dtype,
+    device: torch.device,
+    ctx: Context,
+    memory: Memory,
+    sparsifier: Sparsifier,
+    exchange: Exchange,
+    in_runs: bool = False,
 ) -> None:
     """Take small steps that count for nothing, so that kernels are compiled and compared before the first real one.
 
     The first time for some parts, a line says so.
     """
-    example, what = torch.empty((), device=device), (dtype, device, repr((memory, sparsifier, exchange)))
+    example, what = torch.empty((), device=device), (dtype, device, repr((memory, sparsifier, exchange)), in_runs)
     if not on_cuda.takes(example) or on_cuda.knows(what):
         return
     if ctx.rank == 0:
@@ -218,7 +224,8 @@ def rehearse(
         small = ctx._replace(density=density, parameters=weights, rates=[(slice(0, numel), 0.5)])
         state = init_group(numel, dtype, device, small, **parts)
         for step, scale in enumerate((None, torch.full((), 2.0, dtype=torch.float32, device=device))):
-            grad = torch.arange(numel, device=device).to(dtype)
+            given = torch.arange(numel, device=device).to(dtype)
+            grad = Gradient([half.clone() for half in given.tensor_split(2)] if in_runs else [given])
             one = exchange_group(grad, state, small._replace(step=step), **parts, exchange=exchange, scale=scale)
             proposed, _ = drive_mirrored(one, ctx.world_size)
             state = settle_group(state, proposed, proposed.skipped, memory)
@@ -431,7 +438,8 @@ class GroupReducer:
     def prepare(self, ctx: Context) -> None:
         """Compile what steps will need, if anything, before the first of them."""
         if self.sparsified and not self.always_whole and static_shapes(self.device):
-            rehearse(self.dtype, self.device, ctx, self.memory, self.sparsifier, self.exchange)
+            in_runs = self.in_runs and len(self.spans) > 1 and self.dtype in on_device.GRADIENTS
+            rehearse(self.dtype, self.device, ctx, self.memory, self.sparsifier, self.exchange, in_runs)
 
     def selects(self, step: int) -> bool:
         """Return True if not everything is sent at a step, as long as nothing is flushed."""
@@ -505,8 +513,7 @@ class GroupReducer:
         """
         self.unused = set(unused)
         grad = given = Gradient.of([piece for name in self.spans if (piece := pieces[name]).numel()], self._rooms)
-        # Where no kernel reads runs, one vector takes fewer operations than many.
-        if static_shapes(self.device) and not (self.in_runs and on_cuda.takes(self._like)):
+        if static_shapes(self.device) and not self._reads(given.runs):
             grad = Gradient([given.flat()])
         # Where no rank has used a parameter, there may be an old average, which must neither be accumulated nor
         # changed; and nothing of what is remembered of it may be sent, because nobody would step with it.
@@ -552,6 +559,11 @@ class GroupReducer:
             given.spread_(grad.runs[0])
         average = self.average(proposed.update.indices, proposed.handed, proposed.divisor)
         return Exchanged(proposed, spans, average, squares)
+
+    def _reads(self, runs: Sequence[Tensor]) -> bool:
+        """Return whether kernels take a gradient in runs on a device; else one vector takes fewer operations."""
+        works = self.in_runs and on_cuda.takes(self._like) and not on_cuda.refused
+        return works and self.dtype in on_device.GRADIENTS and all(run.dtype == self.dtype for run in runs)
 
     def average(
         self, indices: Tensor | None, values: Tensor, by: Tensor | None = None, whole: bool | None = None

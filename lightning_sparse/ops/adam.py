@@ -121,6 +121,8 @@ class Steps:
         wide = all(x.dtype == torch.float32 for x in (*here, arrived.values, arrived.divisors))
         if not wide or not all(map(fills_memory, here)) or not all(map(on_cuda.takes, here)):
             return False
+        if any(isinstance(x, Tensor) and x.device != here[0].device for x in by):
+            return False
         number = not isinstance(by.rate, Tensor)
         if not on_cuda.tried((Sparse, here[0].device, number), partial(_rehearse_at, arrived, by)):
             return False
@@ -140,13 +142,21 @@ def _at_in_triton(arrived: Sparse, by: Step) -> None:
     torch.autograd.graph.increment_version(here)
 
 
+def _as_others(by: Step) -> Step:
+    """Return a step of the same form that moves weights: rates may be 0 in the first steps."""
+    rate, keep = (
+        torch.full_like(x, y) if isinstance(x, Tensor) else y for x, y in zip(by[:2], (0.3, 0.96), strict=True)
+    )
+    return by._replace(rate=rate, keep=by.keep if isinstance(by.keep, float) and by.keep == 1 else keep)
+
+
 def _rehearse_at(arrived: Sparse, by: Step) -> None:
     """Compare steps at some coordinates, of which one comes twice, with operations of torch.
 
     Raises:
         MismatchError: if they differ. Whatever compilers and drivers raise comes through.
     """
-    values = different(arrived.divisors) / 64
+    values, by = different(arrived.divisors) / 64, _as_others(by)
     places = torch.arange(0, len(values), 3, device=values.device)
     places[1] = 0
     ends = [len(values) // 3, len(values) // 2]
@@ -242,7 +252,7 @@ def _rehearse(one: Moved, by: Step) -> None:
     Raises:
         MismatchError: if it differs from operations of torch. Whatever compilers and drivers raise comes through.
     """
-    whole = different(one.divisor)
+    whole, by = different(one.divisor), _as_others(by)
     values = whole / 64
     grads = values.where(whole % 3 == 0, 0.0).to(one.grad.dtype)
     before = values.flip(0).to(one.parameter.dtype)

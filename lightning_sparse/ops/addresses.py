@@ -63,6 +63,8 @@ class RunTable(NamedTuple):
 
 
 _RUN_TABLES: dict[Any, tuple[Rows, RunTable]] = {}
+MOST_RUN_TABLES = 4096
+"""The same of these, which several groups need."""
 
 
 def run_table(runs: Sequence[Tensor | int]) -> RunTable:
@@ -77,12 +79,13 @@ def run_table(runs: Sequence[Tensor | int]) -> RunTable:
     ends = zip(runs, starts[:-1].tolist(), strict=True)
     begins = [0 if isinstance(run, int) else run.data_ptr() - start * size for run, start in ends]
     rows = np.concatenate([np.array(begins, dtype=np.int64), starts])
-    what = like.device, like.dtype, like.data_ptr(), len(runs)  # several groups take turns
+    stream = torch.cuda.current_stream(like.device).cuda_stream if like.is_cuda else 0
+    what = stream, like.device, like.dtype, like.data_ptr(), len(runs)  # several groups take turns
     known = _RUN_TABLES.pop(what, None)
     if known is None or not np.array_equal(known[0], rows):
         aligned = not bool((rows[: len(runs)] % 16).any())
         known = rows, RunTable(_on_device(rows, like), len(runs), like.dtype, int(starts[-1]), aligned)
-    while len(_RUN_TABLES) >= MOST_TABLES:  # where gradients are allocated anew, addresses may never come back
+    while len(_RUN_TABLES) >= MOST_RUN_TABLES:  # where gradients are allocated anew, addresses may never come back
         del _RUN_TABLES[next(iter(_RUN_TABLES))]
     _RUN_TABLES[what] = known
     return known[1]

@@ -207,6 +207,8 @@ def _rehearse(one: Stepped, by: Momentum, shares: Tensor, skip: Tensor | None, s
     whole = different(one.grad)
     values = whole / 64
     vectors = values.flip(0), values.where(whole % 3 == 0, 0.0), values, whole.abs() % (LONGEST + 1)
+    rate = torch.full_like(by.rate, 0.3) if isinstance(by.rate, Tensor) else 0.3  # it may be 0 in the first steps
+    by, shares = Momentum(rate, 0.9, 1.0, by.nesterov), _shares_of(0.9, 1.0, shares.device)
     found = [Stepped(*(x.to(like.dtype, copy=True) for x, like in zip(vectors, one, strict=True))) for _ in range(2)]
     if skip is not None:
         skip = torch.zeros_like(skip)

@@ -203,21 +203,32 @@ def _accumulated(acc: Tensor, runs: list[Tensor]) -> list[tuple[Any, ...]]:
     x, given = places.float() / 8, _with_infinity(places * 1103 % FEW / 64, runs[0])
     largest = torch.add(x / 2, given).nan_to_num(posinf=0.0).topk(200).values
     _search_of(hints, x).bound.copy_(largest[-1])
-    return [(x, _cut_as(runs, given), 0.5, hints)]
+    return [
+        (x, _cut_as(runs, given), 0.5, hints),
+        *([(x, _cut_as(runs, given, 8), 0.5, Candidates())] * _several(runs)),
+    ]
 
 
 def _weighed(acc: Tensor, runs: list[Tensor], by: Weights) -> list[tuple[Any, ...]]:
     x, units = different(acc) / 512, by.units.new_tensor([0.5, 0.75, 0.75 * 0.75 * by.beta2])
     numbers = by._replace(units=units, power=torch.full_like(by.power, 0.5))
-    given = _cut_as(runs, _with_infinity(x, runs[0]))
-    return [(x / 3, x.square() / 7, given, torch.zeros_like(x), numbers, Candidates())]
+    made = []
+    for begin in (1, 8)[: 1 + _several(runs)]:
+        given = _cut_as(runs, _with_infinity(x, runs[0]), begin)
+        made.append((x / 3, x.square() / 7, given, torch.zeros_like(x), numbers, Candidates()))
+    return made
 
 
-def _cut_as(runs: list[Tensor], x: Tensor) -> list[Tensor]:
-    """Return (FEW,) values in one run, or in several, of which some are short, and some lie within one."""
-    if len(runs) == 1:
+def _several(runs: Sequence[Tensor]) -> bool:
+    """Return whether kernels read runs, which are compiled for two cases: all runs are aligned, or not."""
+    return len(runs) > 1
+
+
+def _cut_as(runs: Sequence[Tensor], x: Tensor, begin: int = 1) -> list[Tensor]:
+    """Return (FEW,) values in one run, or in several that begin at multiples of a number; some are short."""
+    if not _several(runs):
         return [x]
-    ends = [1, 3, FEW // 3, FEW // 3 + 1, FEW // 2 // 4 * 4, FEW]
+    ends = [begin * end for end in (1, 3, FEW // 3 // begin, FEW // 3 // begin + 1, FEW // 2 // begin)] + [FEW]
     return [x[start:end].clone() for start, end in zip([0, *ends], ends, strict=False)]
 
 
@@ -256,7 +267,8 @@ def _like(x: Tensor | InRuns) -> Tensor | InRuns:
 
 
 def _whole(runs: list[Tensor]) -> list[tuple[Any, ...]]:
-    return [(_cut_as(runs, different(runs[0]).to(runs[0].dtype)),)]
+    x = different(runs[0]).to(runs[0].dtype)
+    return [(_cut_as(runs, x, begin),) for begin in (1, 8)[: 1 + _several(runs)]]
 
 
 ACCUMULATE = Twins("accumulate_", _accumulate_and_pick, _accumulate_and_pick_in_torch, _accumulated)

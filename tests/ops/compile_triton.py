@@ -71,6 +71,11 @@ def lies(kind: str, in_runs: bool = False) -> dict[str, Any]:
     }
 
 
+def without(constants: dict[str, Any]) -> dict[str, Any]:
+    """Constants of kernels that read or write single elements, for which alignment is nothing."""
+    return {name: value for name, value in constants.items() if name != "ALIGNED"}
+
+
 def kernels(what: list[str]) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], int]]:
     """Name, kernel, constants, types that differ, and warps."""
     tile = {"TILE": triton_launch.TILE}
@@ -119,7 +124,7 @@ def kernels(what: list[str]) -> Iterator[tuple[str, Any, dict[str, Any], dict[st
     if "flags" in what:
         for in_runs in (False, True):
             given = {"any_flag": "*i1"} | ({"x": "*i64"} if in_runs else {})
-            yield f"tell_and_fill_{in_runs}", triton_dense._fill_if, both | lies("fp32", in_runs), given, 8
+            yield f"tell_and_fill_{in_runs}", triton_dense._fill_if, both | without(lies("fp32", in_runs)), given, 8
         parts: dict[str, Any] = dict.fromkeys(("yes", "no", "out"), ("*fp64", "*i64"))
         yield "choose", triton_dense._choose, {"SIZE": 8}, parts | {"sizes": ("i32", "i32")}, 4
     if "select" in what:
@@ -163,7 +168,7 @@ def kernels(what: list[str]) -> Iterator[tuple[str, Any, dict[str, Any], dict[st
         for narrow, in_runs in product((False, True), repeat=2):
             kind = "fp16" if narrow else "fp32"
             types = {"largest": "fp32", "grad": "*i64" if in_runs else f"*{kind}"}
-            constants = picks | {"NARROW": narrow, "SCALED": narrow} | lies(kind, in_runs)
+            constants = picks | {"NARROW": narrow, "SCALED": narrow} | without(lies(kind, in_runs))
             yield f"hand_over_{narrow}_{in_runs}", triton_values._hand_over, constants, types, 4
     if "settle" in what:
         for decided in (False, True):

@@ -131,6 +131,25 @@ def test_other_steps_are_left_to_those_that_know_all_divisors() -> None:
         assert not Steps().take_at_(arrived, HOW["plain"][0])
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("rate", [0.0, 0.0 * ONE])
+def test_kernels_that_do_nothing_are_refused_at_a_rate_of_0_too(
+    sparse: bool, rate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightning_sparse.ops.triton import tables
+
+    for name in ("step_", "step_at_"):
+        monkeypatch.setattr(tables, name, lambda *_: None)
+    monkeypatch.setattr(adam, "HOST", "none")
+    by = Step(rate, 1.0 if isinstance(rate, float) else ONE)
+    with in_triton() as chosen, pytest.warns(UserWarning, match="compute something else"):
+        if sparse:
+            assert not Steps().take_at_(arrivals()[0], by)
+        else:
+            Steps().take_(lists(torch.float32, torch.float32), by)
+        assert chosen.refused
+
+
 class Largest(TorchDispatchMode):
     """The largest number of elements that an operation gives out, all tensors of one together; but for views."""
 

@@ -21,7 +21,8 @@ from lightning_sparse.core.messages import AllGather
 from lightning_sparse.core.step import Context
 from lightning_sparse.engine import pipeline
 from lightning_sparse.engine.network import drive
-from lightning_sparse.engine.pipeline import exchange_group, settle_group
+from lightning_sparse.engine.pipeline import GroupReducer, exchange_group, settle_group
+from lightning_sparse.methods.grouping import Group, ParameterSize
 from lightning_sparse.ops import adam
 from lightning_sparse.ops.adam import Sparse
 from lightning_sparse.ops.on_cuda import OnCuda
@@ -270,6 +271,66 @@ def test_an_engine_trains_alike_with_kernels_and_without(
         assert True in runs, "gradients were joined"
         assert any(what[0] is Sparse for what in chosen._tried) == (optimizer is not torch.optim.SGD)
     assert all(map(torch.equal, found, expected))
+
+
+def prepared(in_runs: bool) -> set[Any]:
+    """What is tried before a step of AdamW."""
+    with in_triton() as chosen, ExactRoots():
+        given = torch.float32, torch.device("cpu"), Context(0, 1.0, 0, 2), ADAM, PARTS["sparsifier"], PARTS["exchange"]
+        pipeline.rehearse(*given, in_runs)
+        assert chosen.trouble is None and not chosen.refused
+        before = set(chosen._tried)
+        walk(2, 330, 0.05, torch.float32, False, memory=ADAM, cuts=RUNS if in_runs else ())
+        return set(chosen._tried) - before
+
+
+@pytest.mark.parametrize("in_runs", by_default([True, False]))
+def test_kernels_are_tried_before_the_first_step_in_runs_too(in_runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "say", lambda line: None)
+    assert not prepared(in_runs)
+
+
+def test_kernels_that_fail_on_aligned_runs_alone_are_noticed_before_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    weigh = triton_dense.weigh_
+
+    def wrong(acc: Tensor, second: Tensor, score: Any, grad: Any, *others: Any) -> None:
+        weigh(acc, second, score, grad, *others)
+        if getattr(grad, "aligned", False):
+            acc[5] += 1
+
+    monkeypatch.setattr(triton_dense, "weigh_", wrong)
+    with in_triton() as chosen, ExactRoots(), pytest.warns(UserWarning, match="compute something else"):
+        walk(2, 330, 0.05, torch.float32, False, memory=ADAM, cuts=RUNS, count=1)
+        assert [what[0] for what in chosen.refused] == ["weigh_"]
+
+
+def groups_of_one(runs: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> int:
+    """In how many runs a step of an engine's group takes a gradient."""
+    seen: list[int] = []
+
+    def noted(grad: Gradient, *others: Any, **more: Any) -> Any:
+        seen.append(len(grad.runs))
+        return exchange_group(grad, *others, **more)
+
+    monkeypatch.setattr(pipeline, "exchange_group", noted)
+    sizes = [ParameterSize(str(i), run.numel(), 4, "") for i, run in enumerate(runs)]
+    plan = Group("group", tuple(sizes), False)
+    settings = ls.engine.config.SparsificationConfig(density=0.1)
+    parameters = {str(i): nn.Parameter(torch.zeros(run.numel())) for i, run in enumerate(runs)}
+    group = GroupReducer(plan, parameters, settings, Context(0, 0.1, 0, 2), flush=False)
+    drive(group.exchange_steps(Context(0, 0.1, 0, 2), dict(zip(parameters, runs, strict=True))), Mirror(0, 2))
+    return seen[0]
+
+
+def test_what_kernels_do_not_take_in_runs_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of which a user has made one narrower, and all of them where a kernel was refused."""
+    narrow = [torch.ones(300), torch.ones(300, dtype=torch.bfloat16)]
+    with in_triton() as chosen, ExactRoots():
+        assert groups_of_one([torch.ones(300), torch.ones(300)], monkeypatch) == 2
+        assert groups_of_one(narrow, monkeypatch) == 1
+        assert narrow[1].dtype == torch.bfloat16 and bool(narrow[1].isfinite().all())
+        chosen.refused["a kernel"] = "differs"
+        assert groups_of_one([torch.ones(300), torch.ones(300)], monkeypatch) == 1
 
 
 def bytes_of_steps(on_device: bool) -> tuple[list[float], Tensor]:

@@ -53,6 +53,20 @@ def lists(parameter: torch.dtype, grad: torch.dtype, velocity: torch.dtype, *, b
     return made
 
 
+def test_a_kernel_that_does_not_move_weights_is_refused_at_a_rate_of_0_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    spend = triton_tables.spend_
+
+    def at_rest(table: Any, kinds: Any, shares: Any, reach: Any, *others: Any) -> None:
+        spend(table, kinds, shares, 0.0, *others)
+
+    monkeypatch.setattr(triton_tables, "spend_", at_rest)
+    x = torch.ones(20)
+    stepped = [Stepped(x.clone(), x.clone(), x.clone(), torch.zeros(20, dtype=torch.uint8))]
+    with in_triton() as chosen, pytest.warns(UserWarning, match="compute something else"):
+        Spending().spend_(stepped, Momentum(0.0, 0.9, 1.0, False))
+        assert chosen.refused
+
+
 @pytest.mark.parametrize("how", by_default(HOW, 2))
 @pytest.mark.parametrize("kinds", KINDS[:1] + [pytest.param(x, marks=pytest.mark.thorough) for x in KINDS[1:]])
 def test_what_is_spent_in_triton_is_what_is_spent_in_torch(how: str, kinds: tuple[torch.dtype, ...]) -> None:

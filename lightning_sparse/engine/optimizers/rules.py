@@ -21,6 +21,8 @@ from lightning_sparse.methods.memory import SecondMoment
 from lightning_sparse.ops.adam import Moved, Step, Steps
 from lightning_sparse.ops.momentum import Momentum, Spending, Stepped
 
+FEW_GROUPS = 16
+"""Parameter groups of an optimizer for each of which all averages of a group of the exchange are looked at."""
 STEP = "step"
 """Key of the steps that were taken in torch's state of a parameter."""
 _left: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
@@ -99,6 +101,7 @@ class AdamRule:
         # As a GradScaler hands them over to fused optimizers: gradients are still scaled, and the step may be none.
         scale, skip = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         divisors: dict[Average, Mapping[str, tuple[Tensor | None, Tensor]]] = {}
+        few = len(optimizer.param_groups) <= FEW_GROUPS
         for settings, ones in arrived:
             moved: dict[tuple[Average, float], dict[str, tuple[Tensor, Tensor]]] = {}
             for parameter, name, group, average in ones:
@@ -112,7 +115,7 @@ class AdamRule:
             together: dict[float, list[Moved]] = {}
             for (average, longer), those in moved.items():
                 by = Step(*_rates(settings, longer), scale, skip)
-                sparse = average.arrived({name: part for name, (part, _) in those.items()})
+                sparse = average.arrived({name: part for name, (part, _) in those.items()}) if few else None
                 if sparse is not None and self._steps.take_at_(sparse, by):
                     continue
                 if average not in divisors:

@@ -126,7 +126,7 @@ def accumulate_(
 @triton.jit(do_not_specialize=["programs", "numel", "per", "runs"])
 def _fill_if(
     x, flags, any_flag, value, programs, numel, per, runs,
-    KIND: tl.constexpr, ALIGNED: tl.constexpr, IN_RUNS: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr,
+    KIND: tl.constexpr, IN_RUNS: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     every = tl.arange(0, PROGRAMS)
@@ -147,6 +147,7 @@ def tell_and_fill_(x: Tensor | RunTable, flags: Tensor, value: float) -> Tensor:
     """Fill all of a vector if one of at most :data:`PROGRAMS` int32 flags is set, and return () whether one is."""
     numel = x.numel if isinstance(x, RunTable) else x.numel()
     share, found, (first, runs, kinds) = Share.of(numel), flags.new_empty((), dtype=torch.bool), lying(x)
+    del kinds["ALIGNED"]
     launch(
         _fill_if, share.programs, first, flags, found, value, flags.numel(), numel, share.per, runs, **kinds, TILE=TILE,
         PROGRAMS=PROGRAMS,

@@ -18,8 +18,7 @@ from lightning_sparse.ops.triton.runs import lying, place_of
 @triton.jit(do_not_specialize=["slots", "numel", "runs"])
 def _hand_over(
     grad, indices, average, scale, values, rounding, flags, slots, numel, largest, runs,
-    SCALED: tl.constexpr, NARROW: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr, IN_RUNS: tl.constexpr,
-    PICKS: tl.constexpr,
+    SCALED: tl.constexpr, NARROW: tl.constexpr, KIND: tl.constexpr, IN_RUNS: tl.constexpr, PICKS: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     wrong = tl.zeros((PICKS,), tl.int32)
@@ -63,6 +62,7 @@ def hand_over_(
     values, rounding = torch.empty_like(average), torch.empty_like(average) if narrow else None
     flags = indices.new_empty(max(1, min(PROGRAMS, -(-slots // PICKS))), dtype=torch.int32)
     first, number, kinds = lying(grad)
+    del kinds["ALIGNED"]
     launch(
         _hand_over, flags.numel(), first, indices, average, average if scale is None else scale, values,
         values if rounding is None else rounding, flags, slots, numel, torch.finfo(dtype).max, number,
