@@ -57,9 +57,11 @@ class Context(NamedTuple):
     counts: Tensor | None = None
     """(n,) int64: number of coordinates that each rank selected in the previous step, or None before the first one; -1
     each, if only the device knows that all steps so far were skipped."""
-    union: Tensor | int | None = None
+    union: Tensor | None = None
     """() int64: number of distinct coordinates that the ranks selected in the previous step, also those beyond
-    :attr:`Selection.limit`; None or -1 like ``counts``. A number, if the host was told what only the device knew."""
+    :attr:`Selection.limit`; None or -1 like ``counts``."""
+    told: int | None = None
+    """The same number, if the host was told what only the device knew; then it is told in every step."""
     model_numel: int | None = None
     """Number of coordinates of all sparsified groups together; None if only this group is known."""
     parameters: Sequence[tuple[slice, Tensor]] | None = None
@@ -146,10 +148,12 @@ class GroupState(NamedTuple):
     """Owned by the :class:`~lightning_sparse.methods.sparsifiers.Sparsifier`."""
     counts: Tensor | None
     """(n,) number of selected coordinates per rank in the latest step."""
-    union: Tensor | int | None = None
+    union: Tensor | None = None
     """() number of distinct coordinates that the ranks selected in the latest step, see :attr:`Context.union`."""
     candidates: Candidates | None = None
     """Selection hints, see :class:`Context`; not part of a checkpoint."""
+    told: int | None = None
+    """See :attr:`Context.told`."""
 
 
 class Candidates:

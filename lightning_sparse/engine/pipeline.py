@@ -143,7 +143,8 @@ def exchange_group(
     if whole:
         sparsifier, exchange = EVERYTHING, DENSE
     disjoint = sparsifier.agreement is Agreement.DISJOINT
-    ctx = ctx._replace(counts=state.counts, union=state.union, disjoint=disjoint, candidates=state.candidates)
+    ctx = ctx._replace(counts=state.counts, union=state.union, told=state.told)
+    ctx = ctx._replace(disjoint=disjoint, candidates=state.candidates)
     meter = Meter(ctx.world_size)
     begin = Stamp.now(grad.device)
     given = grad if scale is None else grad.unscaled(scale)
@@ -270,9 +271,7 @@ def settle_group(
     if on_device is None or after is state:
         return after
     counts, union = state.counts, state.union
-    if isinstance(union, int):
-        union = torch.full((), union, dtype=torch.int64, device=on_device.device)
-    if counts is None and after.counts is not None and isinstance(after.union, Tensor):
+    if counts is None and after.counts is not None and after.union is not None:
         counts, union = torch.full_like(after.counts, -1), torch.full_like(after.union, -1)
     old = GroupState(None, state.selector, counts, union)
     new = GroupState(None, after.selector, after.counts, after.union)
@@ -589,7 +588,7 @@ class GroupReducer:
         kept = [] if place is None else [(place[span], place[span].clone()) for span in made.unused]
         self.state = settle_group(self.state, made.proposed, skipped, self.memory, made.unused)
         if union is not None and not skipped:
-            self.state = self.state._replace(union=union)
+            self.state = self.state._replace(told=union)
         for part, values in kept:
             part.copy_(values)
         if self._copies is not None and place is not None:
@@ -610,6 +609,28 @@ class Exchanged(NamedTuple):
     average: Average
     squares: Tensor | None = None
     """(2,) what ranks have found of their gradients, see :func:`.squares_of`; None: they have not compared them."""
+
+
+def hear(
+    made: Sequence[Exchanged], facts: Tensor, to_host: Callable[[Tensor], Tensor]
+) -> tuple[dict[int, int], list[float]]:
+    """Let the host wait once for all that it has to know of a step.
+
+    Args:
+        made: of each group.
+        facts: (f,) float64 numbers.
+        to_host: waits for a tensor.
+
+    Returns:
+        Coordinates that ranks have selected, by number of a group, where only a device knew: messages of the next step
+        are as long as these ask for. And the facts.
+    """
+    ends = {number: one.proposed.after.union for number, one in enumerate(made)}
+    unions = {number: x for number, x in ends.items() if x is not None and static_shapes(x.device)}
+    if unions:
+        facts = torch.cat([torch.stack([*unions.values()]).double(), facts])
+    told: list[float] = to_host(facts).tolist()
+    return dict(zip(unions, map(int, told), strict=False)), told[len(unions) :]
 
 
 def any_set(flags: Sequence[Tensor], device: torch.device, host_knows: bool) -> Tensor:

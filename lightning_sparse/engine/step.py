@@ -46,7 +46,7 @@ from lightning_sparse.engine.gradient_hooks import on_gradients, refuse_sparse_g
 from lightning_sparse.engine.metrics import Stamp, dense_statistics
 from lightning_sparse.engine.network import Going, TorchCollective, joined
 from lightning_sparse.engine.pipeline import Exchanged as OfGroup
-from lightning_sparse.engine.pipeline import GroupReducer, any_set
+from lightning_sparse.engine.pipeline import GroupReducer, any_set, hear
 from lightning_sparse.engine.record import Counts
 from lightning_sparse.engine.regrouping import Groups, in_parts
 from lightning_sparse.engine.share import Share
@@ -55,7 +55,7 @@ from lightning_sparse.engine.weights import Weights
 from lightning_sparse.methods.grouping import Group
 from lightning_sparse.methods.memory import NoMemory
 from lightning_sparse.methods.memory.drift import LOOKED_AT
-from lightning_sparse.ops import all_finite, static_shapes
+from lightning_sparse.ops import all_finite
 from lightning_sparse.ops.sketch import sketch
 
 T = TypeVar("T")
@@ -691,15 +691,8 @@ class Stepper(Groups):
         if self.within.world_size > 1:
             facts = yield AllReduce(torch.cat([facts, facts.new_zeros(3 - len(facts))]))
             flag = facts[0] > 0
-        # Messages of the next step are as long as the union of this one asks for.
-        ends = [one.proposed.after.union for one in made if static_shapes(self.device)]
-        unions = {number: x for number, x in enumerate(ends) if isinstance(x, Tensor)}
-        if unions:
-            facts = torch.cat([torch.stack([*unions.values()]).double(), facts])
-        told: list[float] = [*self.on_host(facts).tolist(), 0.0, 0.0]
-        named = dict(zip(unions, map(int, told), strict=False))
-        told = told[len(unions) :]
-        skipped = bool(told[0])
+        named, told = hear(made, facts, self.on_host)
+        skipped, own, mean = bool(told[0]), *([*told, 0.0, 0.0][1:3])
         averages: Sequence[Average] = [one.average for one in made]
         if self.share.cuts and not skipped:
             of = dict(zip(map(id, started.groups), averages, strict=True))
@@ -710,7 +703,7 @@ class Stepper(Groups):
         if self.share.cuts and not skipped:
             places = {name: flattened(grad) for name in given if (grad := self.parameters[name].grad) is not None}
             place(given, places, started.units.scale)
-        return Joined(skipped, given, made, named, (told[1], told[2]))
+        return Joined(skipped, given, made, named, (own, mean))
 
     def _start_within(self, message: Message) -> Callable[[], Tensor]:
         """Start a message between ranks near this one; what only hosts know waits for no device."""
@@ -774,13 +767,14 @@ class Stepper(Groups):
             with self.on_stream.between_steps():
                 made = started[1].run()
                 flag = any_set([one.proposed.skipped for one in made], self.device, self.on_stream.host_knows)
-                skipped = bool(self.on_host(flag))
+                named, [skips] = hear(made, flag.double().view(1), self.on_host)
+                skipped = bool(skips)
                 if result:
                     return
                 result.append(skipped)
                 with self.record.changing():
-                    for group, one in zip(groups, made, strict=True):
-                        group.settle(one, skipped)
+                    for number, (group, one) in enumerate(zip(groups, made, strict=True)):
+                        group.settle(one, skipped, named.get(number))
                     self.record.count(skipped)
                 self.copies.note()
 

@@ -15,7 +15,7 @@ from lightning_sparse.core.step import Agreement, Context
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.metrics import MB, Step, norm_of
 from lightning_sparse.engine.network import TorchCollective, drive_together
-from lightning_sparse.engine.pipeline import GroupReducer, any_set
+from lightning_sparse.engine.pipeline import GroupReducer, any_set, hear
 from lightning_sparse.integrations.callback import LocalGradients
 from lightning_sparse.methods.grouping import DDP_BUCKET_MB, ParameterSize, make_plan
 from lightning_sparse.methods.grouping.groupings import MIB
@@ -113,9 +113,10 @@ class Shadow:
         contexts = [Context(self._steps, group.density(self._steps), *ranks, model_numel=numel) for group in groups]
         steps = [group.exchange_steps(ctx, pieces) for group, ctx in zip(groups, contexts, strict=True)]
         made = drive_together(steps, comm)
-        skipped = bool(any_set([one.proposed.skipped for one in made], self._device, self._device.type == "cpu"))
-        for group, one in zip(groups, made, strict=True):
-            group.settle(one, skipped)
+        flag = any_set([one.proposed.skipped for one in made], self._device, self._device.type == "cpu")
+        named, [skipped] = hear(made, flag.double().view(1), lambda facts: facts)
+        for number, (group, one) in enumerate(zip(groups, made, strict=True)):
+            group.settle(one, bool(skipped), named.get(number))
         if skipped:
             return None
         step = Step([group.statistics for group in groups if group.statistics is not None], [])

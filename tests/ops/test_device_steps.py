@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from itertools import product
 from types import ModuleType
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,9 +21,11 @@ from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.messages import AllGather
 from lightning_sparse.core.step import Context
 from lightning_sparse.engine import pipeline
-from lightning_sparse.engine.network import drive
+from lightning_sparse.engine.network import TorchCollective, drive
 from lightning_sparse.engine.pipeline import GroupReducer, exchange_group, settle_group
+from lightning_sparse.integrations.shadow import Shadow
 from lightning_sparse.methods.grouping import Group, ParameterSize
+from lightning_sparse.methods.sparsifiers import union_top_k
 from lightning_sparse.ops import adam
 from lightning_sparse.ops.adam import Sparse
 from lightning_sparse.ops.on_cuda import OnCuda
@@ -333,33 +336,48 @@ def test_what_kernels_do_not_take_in_runs_is_joined(monkeypatch: pytest.MonkeyPa
         assert groups_of_one([torch.ones(300), torch.ones(300)], monkeypatch) == 1
 
 
-def bytes_of_steps(on_device: bool) -> tuple[list[float], Tensor]:
-    """Of a rank whose gradients hardly overlap with those of others; a state is loaded on the way."""
+WINDOW = 6
+"""Steps after which a need is known here."""
+
+
+def bytes_of_steps(on_device: bool, memory: str) -> tuple[list[float], list[float], Tensor]:
+    """Of a rank whose gradients hardly overlap with those of others; a state is loaded on the way.
+
+    Also those that a shadow of the method would have sent, and the weights.
+    """
     torch.manual_seed(0)
-    with static_path() if on_device else nullcontext(), first_of_equal():
+    where = static_path() if on_device else nullcontext()
+    with where, first_of_equal(), patch.object(union_top_k, "WINDOW", WINDOW):
         ddp = DistributedDataParallel(nn.Linear(60, 50, bias=False))
-        engine = ls.attach(ddp, density=0.1, rules=ls.Rules(dense_numel=0), watch=None)
-        made, sent = torch.optim.SGD(ddp.parameters(), lr=0.1), []
+        rules = ls.Rules(dense_numel=0, dense_ndim=0)
+        engine = ls.attach(ddp, density=0.1, rules=rules, watch=None, memory=memory)
+        shadow = Shadow(dict(ddp.named_parameters()), ["union_top_k"], engine.router.settings, TorchCollective())
+        made, sent, shadowed = torch.optim.SGD(ddp.parameters(), lr=0.1), [], []
         generator = torch.Generator().manual_seed(dist.get_rank())
-        for step in range(140):
+        for step in range(4 * WINDOW):
             x, y = torch.randn(4, 60, generator=generator), torch.randn(4, 50, generator=generator)
             (ddp(x) - y).square().mean().backward()
             made.step()
             made.zero_grad()
             [group] = engine.router.groups
             sent.append(group.statistics.bytes_sent)
-            if step == 135:
+            shadow.step({"module.weight": torch.randn(3000, generator=generator)})
+            shadowed += [value for name, value in shadow.quantities.items() if name == "union_top_k/sent_mb"]
+            if step == 4 * WINDOW - 4:
                 engine.load_state_dict(engine.state_dict())
-        return sent, next(ddp.parameters()).detach().clone()
+        return sent, shadowed, next(ddp.parameters()).detach().clone()
 
 
-def test_messages_of_a_device_are_as_long_as_those_of_a_cpu(two_ranks: Ranks) -> None:
+@pytest.mark.parametrize("memory", ["residual", "drift"])
+def test_messages_of_a_device_are_as_long_as_those_of_a_cpu(two_ranks: Ranks, memory: str) -> None:
     """They have the most slots for a window, and behind it as many as were needed."""
-    (sent, weights), (other, same) = (two_ranks(bytes_of_steps, on_device)[0] for on_device in (True, False))
-    assert len(set(sent[:64])) == 1
-    assert sent[-1] < 0.8 * sent[0]
-    assert sent == other
-    assert torch.equal(weights, same)
+    found, expected = (two_ranks(bytes_of_steps, on_device, memory)[0] for on_device in (True, False))
+    sent, shadowed, weights = found
+    for numbers in (sent, shadowed):
+        assert len(set(numbers[:WINDOW])) == 1
+        assert numbers[-1] < 0.9 * numbers[0]
+    assert (sent, shadowed) == expected[:2]
+    assert torch.equal(weights, expected[2])
 
 
 def test_scores_of_narrow_gradients_are_let_go_before_messages() -> None:

@@ -170,6 +170,17 @@ def test_what_needs_no_waiting_passes() -> None:
         assert (x.shape, torch.arange(3).tolist()) == ((2,), [0, 1, 2])
 
 
+@pytest.mark.parametrize("densities", [(0.1, 0.1, 0.1), (1.0, 0.1, 0.1, 0.2), (0.1, 1.0, 0.1, 0.1)])
+def test_numbers_of_the_host_and_of_the_device_meet_without_a_wait(densities: tuple[float, ...]) -> None:
+    parts: dict[str, Any] = {"memory": ls.memories.Residual(), "sparsifier": ls.sparsifiers.UnionTopK()}
+    state = init_group(NUMEL, torch.float32, DEVICE, Context(0, densities[0], 0, 4), **parts)
+    for step, density in enumerate(densities):
+        grad, ctx = torch.empty(NUMEL, device=DEVICE), Context(step, density, 0, 4)
+        with no_waiting():
+            one = reduce_group(grad, state, ctx, exchange=ls.exchanges.EXCHANGES.resolve("packed_union"), **parts)
+            state, _ = drive(one, Mirror(0, 4))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @in_one_test("case, exchange", PAIRS)

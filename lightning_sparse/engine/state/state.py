@@ -23,6 +23,7 @@ from lightning_sparse.engine.state.schema import (
     State,
     changes_between,
     check_state,
+    checksum,
     from_plain,
     in_units_of_rates,
     outline,
@@ -159,7 +160,7 @@ class EngineState:
             plan = None if state is None else self._plan(state, filled)
         except Exception as error:  # whatever a damaged state makes of a memory
             note = Note("", reason(error, ValueError))
-        fits = [] if plan is None else [known is not None for known in plan.learned]
+        fits = [] if plan is None else [_in_common(known) for known in plan.learned]
         on_ranks = self._comm.all_gather_object((note, fits), self._device)
         trouble = by_reason([note for note, _ in on_ranks])
         if not trouble and len({note.fact for note, _ in on_ranks}) > 1:
@@ -169,9 +170,12 @@ class EngineState:
         if trouble or plan is None:
             raise ValueError(f"The state cannot be loaded, and no rank has loaded it: {trouble}")
         for number, (group, known) in enumerate(zip(plan.groups, plan.learned, strict=True)):
-            others = [rank for rank, (_, fitting) in enumerate(on_ranks) if not fitting[number]]
+            common = [fitting[number] for _, fitting in on_ranks]
+            others = [rank for rank, one in enumerate(common) if not one]
             if known is not None and others:
                 plan.misfits.append(f"{_anew(group)}, because it does not fit on {name_ranks(others)}.")
+            elif known is not None and len(set(common)) > 1:  # messages get their length from it
+                plan.misfits.append(f"{_anew(group)}, because ranks bring states of different runs.")
             elif known is not None:
                 group.state = known
         self._apply(plan)
@@ -298,6 +302,14 @@ def _plain(indices: Tensor | None, values: Tensor) -> dict[str, Tensor]:
     return {"values": values} if indices is None else {"values": values, "indices": indices.int()}
 
 
+def _in_common(learned: GroupState | None) -> str:
+    """Return a digest of what ranks have learned alike of a group: counts, union and numbers; empty of nothing."""
+    if learned is None:
+        return ""
+    numbers = isinstance(learned.selector, tuple) and all(isinstance(x, float) for x in learned.selector)
+    return checksum(to_plain((learned.selector if numbers else None, learned.counts, learned.union)))
+
+
 def _anew(group: GroupReducer) -> str:
     return f"What was learned about the group {group.plan.name} starts anew"
 
@@ -305,13 +317,12 @@ def _anew(group: GroupReducer) -> str:
 def _plain_learned(group: GroupReducer) -> dict[str, Any]:
     """Return what has been learned about a group, as plain data and tensors on the CPU."""
     plan, state = group.plan, group.state
-    union = torch.tensor(state.union, device="cpu") if isinstance(state.union, int) else state.union
     return {
         "name": plan.name,
         "dense": plan.dense,
         "parameters": [p.name for p in plan.parameters],
         "numel": plan.numel,
-        "state": {"selector": to_plain((state.selector, state.counts, union))},
+        "state": {"selector": to_plain((state.selector, state.counts, state.union))},
     }
 
 
@@ -329,10 +340,10 @@ def _understand(group: GroupReducer, learned: Mapping[str, Any], world_size: int
     if isinstance(selector, Tensor):
         selector = selector.to(group.device)
     counts, union = given[1:]
+    told = int(union) if isinstance(union, Tensor) and static_shapes(group.device) else None
     if (counts is None) != (union is None):
         raise ValueError("Expected counts and a union, or neither.")
     if counts is not None:
         like = torch.zeros(world_size, dtype=torch.int64, device=group.device)
-        counts, union = from_plain(counts, like), from_plain(union, like[0].cpu())
-        union = int(union) if static_shapes(group.device) else union
-    return group.state._replace(selector=selector, counts=counts, union=union)
+        counts, union = from_plain(counts, like), from_plain(union, like[0])
+    return group.state._replace(selector=selector, counts=counts, union=union, told=told)

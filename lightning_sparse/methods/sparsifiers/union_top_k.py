@@ -118,7 +118,8 @@ class UnionTopK(Sparsifier):
 
     def init(self, numel: int, world_size: int, density: float, device: torch.device) -> FillState:
         """Return the state with the most spare indices, until the need of 64 steps is known."""
-        return FillState(self._most, float(count(density, numel)), 0.0, self._most, 0.0)
+        most = float(self._most)
+        return FillState(most, float(count(density, numel)), 0.0, most, 0.0)
 
     def select(self, acc: Tensor, state: FillState, ctx: Context) -> tuple[Selection, FillState]:
         """Select the k/n largest, and spare ones of the own stripe."""
@@ -141,15 +142,15 @@ class UnionTopK(Sparsifier):
             spare indices of all ranks do not exceed.
         """
         n, facts, union = ctx.world_size, (self._most, MARGIN, WINDOW), ctx.union
-        told = not isinstance(union, Tensor) or not static_shapes(union.device)
-        if told and not isinstance(state.fill, Tensor):
-            after, own = _followed(state, None if union is None else int(union), k, turn, n, *facts)
+        known = ctx.told
+        if union is not None and not static_shapes(union.device):
+            known = int(union)
+        if (union is None or known is not None) and not isinstance(state.fill, Tensor):
+            after, own = _followed(state, known, k, turn, n, *facts)
             own = torch.full((), own, dtype=torch.int64, device=device) if static_shapes(device) else own
             return FillState(*map(float, after)), own, after[0]
-        if not isinstance(state.fill, Tensor):
-            state = FillState(*(torch.full((), x, dtype=torch.float64, device=device) for x in state))
-        if isinstance(union, int):
-            union = torch.full((), union, dtype=torch.int64, device=device)
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        state = FillState(*(x if isinstance(x, Tensor) else torch.full_like(zero, x) for x in state))
         after, own = on_device.need(_followed, state, union, k, turn, n, *facts)
         return FillState(*after), own, self._most
 

@@ -347,6 +347,29 @@ def test_what_a_group_has_learned_starts_anew_on_all_ranks_or_on_none(two_ranks:
             assert (counts is None) == (index == 0)  # anew; the other group goes on
 
 
+def load_of_another_run() -> tuple[list[str], list[float]]:
+    """Rank 1 brings the state of a run in which ranks have selected alike; notes, and bytes of steps that follow."""
+    states, options = [], {"sparsifier": "union_top_k", "density": 0.1}
+    for alike in (False, True):
+        run = Run(**options)
+        generator = torch.Generator().manual_seed(0 if alike else dist.get_rank())
+        for _ in range(4):
+            run.optimizer.zero_grad()
+            run.ddp(torch.randn(8, 20, generator=generator)).square().mean().backward()
+            run.optimizer.step()
+        states.append(run.engine.state_dict())
+    run = Run(**options)
+    notes = run.engine.load_state_dict(states[dist.get_rank()])
+    run.train(2)
+    return notes, [group.statistics.bytes_sent for group in run.engine.router.groups]  # type: ignore[union-attr]
+
+
+def test_what_groups_have_learned_in_different_runs_is_not_mixed(two_ranks: Ranks) -> None:
+    (notes, sent), (same, alike) = two_ranks(load_of_another_run)
+    assert notes == same and sent == alike
+    assert notes and all("starts anew, because ranks bring states of different runs" in note for note in notes)
+
+
 # ---- Parameters with other names
 
 

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_sparse as ls
 from lightning_sparse.core.step import Context
+from lightning_sparse.engine.state.schema import from_plain, to_plain
 from lightning_sparse.methods.density import count
 from lightning_sparse.methods.sparsifiers.union_top_k import WINDOW, FillState
 from tests.covering import by_default, covering, in_turns
@@ -215,10 +216,19 @@ def test_numbers_follow_the_need_as_tensors_do(data: st.DataObject) -> None:
     ours, own, room = method._follow(state, ctx, k, turn, cpu)
     with static_path():
         tensors, their, most = method._follow(state, ctx, k, turn, cpu)
-        told, there, same = method._follow(state, ctx._replace(union=union), k, turn, cpu)
+        told, there, same = method._follow(state, ctx._replace(told=union), k, turn, cpu)
     assert [(x.dtype, x.shape, float(x)) for x in tensors] == [(torch.float64, (), x) for x in ours]
     assert (own, ours, room) == (int(their), told, same) and int(there) == own
     assert room <= max(most, state.fill)
+
+
+@pytest.mark.parametrize("factor", [1, 1.0, 2, 1.5])
+def test_a_state_is_read_again_whatever_number_the_factor_is(factor: float) -> None:
+    sparsifier = ls.sparsifiers.UnionTopK(max_factor=factor)
+    state = sparsifier.init(1000, 4, 0.1, torch.device("cpu"))
+    _, after = sparsifier.select(torch.randn(1000), state, Context(0, 0.1, 0, 4))
+    before = [torch.tensor(x, dtype=torch.float64) for x in after]  # as earlier versions kept them
+    assert from_plain(to_plain(after), state) == from_plain(before, state) == after
 
 
 class Reciprocals(TorchDispatchMode):
