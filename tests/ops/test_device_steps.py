@@ -527,7 +527,7 @@ def test_launches_and_bytes_stay_within_their_budget(
             proposed = drive(exchange_group(grad, state, ctx, **parts), Mirror(0, n))
             exchanged = len(launched)
             # When all groups have run, the host is told whether the step counts, and of the union.
-            state = settle_group(state, proposed, False, memory)._replace(union=int(density * numel))
+            state = settle_group(state, proposed, False, memory)._replace(told=int(density * numel))
     assert exchanged == (23 if memory is RESIDUAL else 27)
     network = ["clone", "new_zeros", "mul_"]  # bitmaps of the union are made between the messages
     moved = sum(launch.bytes_moved(numel) for launch in launched) / numel + 2 / 8
