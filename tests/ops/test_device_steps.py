@@ -402,7 +402,7 @@ def test_a_default_dtype_changes_nothing(dtype: torch.dtype) -> None:
             torch.set_default_dtype(before)
         assert chosen.trouble is None
         assert not chosen.refused
-        assert ("hand_over_", torch.float32, False, torch.device("cpu")) in chosen._tried
+        assert ("hand_over_", torch.float32) in {what[:2] for what in chosen._tried}
 
 
 @pytest.mark.thorough
