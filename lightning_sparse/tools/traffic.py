@@ -43,7 +43,7 @@ def count_bytes(
     """Count the messages of a step of one group, by a dry run.
 
     The group's step runs as on CUDA, where the length of every message is known beforehand. There the result is exact,
-    in every step; of UnionTopK in the first 64, and an upper bound behind them; of MeanTopK in the first one.
+    in every step; of UnionTopK in the first 64, and an upper bound behind them; of MeanTopK an upper bound.
 
     On the CPU, the length of messages follows from the selection:
 

@@ -148,7 +148,8 @@ class UnionTopK(Sparsifier):
         if (union is None or known is not None) and not isinstance(state.fill, Tensor):
             after, own = _followed(state, known, k, turn, n, *facts)
             own = torch.full((), own, dtype=torch.int64, device=device) if static_shapes(device) else own
-            return FillState(*map(float, after)), own, after[0]
+            first = union is None and static_shapes(device)  # nobody knows yet whether the host will be told
+            return FillState(*map(float, after)), own, self._most if first else after[0]
         zero = torch.zeros((), dtype=torch.float64, device=device)
         state = FillState(*(x if isinstance(x, Tensor) else torch.full_like(zero, x) for x in state))
         after, own = on_device.need(_followed, state, union, k, turn, n, *facts)
