@@ -20,8 +20,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
@@ -35,6 +36,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_sparse as ls
+from benchmarks.memory import Taken
+from benchmarks.memory import model as layers
 from lightning_sparse.engine.backward import BackwardEnd
 from lightning_sparse.engine.optimizers.binding import OptimizerBinding
 from lightning_sparse.engine.optimizers.rules import AdamRule, MomentumRule
@@ -46,17 +49,11 @@ from tests.mirror import MirroredRanks, mirrored_ranks
 from tests.static_path import static_path
 
 WIDTH, BLOCKS, RANKS, WIDE = 16, 12, 8, 512
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=1e-3, foreach=True),
-    "momentum": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9, foreach=True),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True),
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, lr=1e-3),
+    "momentum": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
+    "adamw": partial(torch.optim.AdamW, lr=1e-3),
 }
-FUSED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=1e-3, fused=True),
-    "momentum": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9, fused=True),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
-}
-"""They take no room on the way."""
 PARTS: dict[str, list[tuple[Any, str]]] = {
     "backward's end": [(BackwardEnd, "receive")],
     "hook before the optimizer's step": [(OptimizerBinding, "before")],
@@ -118,7 +115,7 @@ def measure(optimizer: str, groups: int, steps: int, sparse: bool) -> dict[str, 
     model = nn.Sequential(*(nn.TransformerEncoderLayer(WIDTH, 1, 4 * WIDTH, dropout=0.0) for _ in range(BLOCKS)))
     cap = 1.02 * 4 * sum(p.numel() for p in model.parameters()) / groups / 2**20
     ddp, batch, host = DistributedDataParallel(model, bucket_cap_mb=cap), torch.randn(4, 2, WIDTH), Host()
-    chosen = OPTIMIZERS[optimizer](ddp.parameters())
+    chosen = OPTIMIZERS[optimizer](ddp.parameters(), foreach=True)
 
     def step() -> int:
         begin = time.process_time_ns()
@@ -143,27 +140,18 @@ def measure(optimizer: str, groups: int, steps: int, sparse: bool) -> dict[str, 
     return found[1]
 
 
-class Taken(NamedTuple):
-    """Bytes a parameter."""
-
-    stays: float
-    most: float
-
-
 def memory(optimizer: str, sparse: bool, views: bool) -> Taken:
-    """Return what a steady step takes, with an engine or of DDP alone; biases and norms lie between the matrices.
+    """Return bytes a parameter of a steady step, with an engine or of DDP alone; biases and norms between matrices.
 
     Args:
-        optimizer: one of :data:`FUSED`.
+        optimizer: one of :data:`OPTIMIZERS`, fused: it takes no room on the way.
         sparse: with an engine.
         views: whether gradients are views of DDP's buckets.
     """
     torch.manual_seed(0)
-    layers = [(nn.Linear(WIDE, WIDE), nn.LayerNorm(WIDE)) for _ in range(6)]
-    model = nn.Sequential(*(layer for pair in layers for layer in pair))
-    numel = sum(p.numel() for p in model.parameters())
-    ddp, batch = DistributedDataParallel(model, gradient_as_bucket_view=views), torch.randn(2, WIDE)
-    chosen = FUSED[optimizer](ddp.parameters())
+    ddp = DistributedDataParallel(layers(WIDE, True, torch.float32), gradient_as_bucket_view=views)
+    numel, batch = sum(p.numel() for p in ddp.parameters()), torch.randn(2, WIDE)
+    chosen = OPTIMIZERS[optimizer](ddp.parameters(), fused=True)
 
     def step() -> None:
         ddp(batch).square().mean().backward()
@@ -188,7 +176,7 @@ def memory(optimizer: str, sparse: bool, views: bool) -> Taken:
 
 def show_memory(console: Console) -> None:
     table = Table("bytes a parameter", "DDP: stays", "most", "ours: stays", "most", "more")
-    for optimizer in FUSED:
+    for optimizer in OPTIMIZERS:
         for views in (False, True):
             alone, ours = (memory(optimizer, sparse, views) for sparse in (False, True))
             more = sum(ours) - sum(alone)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ PART = 16 * TILE
 MOST_TABLES = 256
 """That are kept; the oldest ones go first."""
 Rows = NDArray[np.int64]
+T = TypeVar("T")
 
 
 def takes(tensors: Sequence[Tensor], *numbers: Any) -> bool:
@@ -81,14 +82,31 @@ def run_table(runs: Sequence[Tensor | int]) -> RunTable:
     rows = np.concatenate([np.array(begins, dtype=np.int64), starts])
     stream = torch.cuda.current_stream(like.device).cuda_stream if like.is_cuda else 0
     what = stream, like.device, like.dtype, like.data_ptr(), len(runs)  # several groups take turns
-    known = _RUN_TABLES.pop(what, None)
-    if known is None or not np.array_equal(known[0], rows):
+
+    def make() -> RunTable:
         aligned = not bool((rows[: len(runs)] % 16).any())
-        known = rows, RunTable(_on_device(rows, like), len(runs), like.dtype, int(starts[-1]), aligned)
-    while len(_RUN_TABLES) >= MOST_RUN_TABLES:  # where gradients are allocated anew, addresses may never come back
-        del _RUN_TABLES[next(iter(_RUN_TABLES))]
-    _RUN_TABLES[what] = known
-    return known[1]
+        return RunTable(_on_device(rows, like), len(runs), like.dtype, int(starts[-1]), aligned)
+
+    return _kept(_RUN_TABLES, what, rows, MOST_RUN_TABLES, make)
+
+
+def _kept(known: dict[Any, tuple[Rows, T]], what: Any, rows: Rows, most: int, make: Callable[[], T]) -> T:
+    """Return what has been made of rows, if they are as they were; where addresses are new, they may never come back.
+
+    Args:
+        known: by what it is; the oldest ones go first, where there are more than most.
+        what: hashable.
+        rows: of which something is made.
+        most: how many are kept.
+        make: what makes it.
+    """
+    found = known.pop(what, None)
+    if found is None or not np.array_equal(found[0], rows):
+        found = rows, make()
+    while len(known) >= most:
+        del known[next(iter(known))]
+    known[what] = found
+    return found[1]
 
 
 def vector_of(runs: Sequence[Tensor]) -> Tensor | RunTable:
@@ -122,12 +140,11 @@ class Addresses:
         """
         rows, like = rows_of(lists), lists[0][0]
         what = what, int(rows[0, 0]), len(rows)  # of the same kind there may be several lists
-        known = self._known.get(what)
-        if known is None or not np.array_equal(known[0], rows):
-            while len(self._known) >= MOST_TABLES:  # where tensors are allocated anew, addresses may never come back
-                del self._known[next(iter(self._known))]
-            known = self._known[what] = rows, Table(_on_device(rows, like), not bool((rows[:, :aligned] % 16).any()))
-        return known[1]
+
+        def make() -> Table:
+            return Table(_on_device(rows, like), not bool((rows[:, :aligned] % 16).any()))
+
+        return _kept(self._known, what, rows, MOST_TABLES, make)
 
 
 def rows_of(lists: Sequence[Sequence[Tensor]]) -> Rows:

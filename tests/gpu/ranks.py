@@ -116,11 +116,7 @@ def on(place: Place, ranks: Ranks, job: Callable[..., Numbers | None], *args: An
 def here(kind: str, job: Callable[..., Numbers | None], *args: Any) -> Numbers | None:
     """On one rank, with the name of its device."""
     device = f"cuda:{torch.cuda.current_device()}" if kind == "cuda" else kind
-    return quietly(partial(_with, job, args), device)
-
-
-def _with(job: Callable[..., Numbers | None], args: tuple[Any, ...], device: str) -> Numbers | None:
-    return job(device, *args)
+    return quietly(lambda device: job(device, *args), device)
 
 
 # ---- Jobs
@@ -166,7 +162,7 @@ def sums_are_those_of_the_cpu(device: str) -> Numbers:
 
 
 def _all_of(x: Tensor) -> Tensor:
-    """(n, ...) of all ranks, in the bits of integers: NCCL gathers these in any type."""
+    """(n, ...) of all ranks."""
     rows = [torch.empty_like(x) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, x)
     return torch.stack(rows)

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_sparse.ops.addresses import RunTable
 from lightning_sparse.ops.reference import Weights
 from lightning_sparse.ops.triton.launch import PICKS, PROGRAMS, TILE, Share, launch
-from lightning_sparse.ops.triton.runs import later_run, lying, place_of, read_tile, run_of, there, write_tile
+from lightning_sparse.ops.triton.runs import lying, place_of, read_tile, run_of, tile_of, write_tile
 
 MOST = tl.constexpr(3.4028234663852886e38)
 """The largest float32."""
@@ -72,13 +72,7 @@ def _form(
     for tile in range(pid * per, tl.minimum((pid + 1) * per, tl.cdiv(numel, TILE))):
         start = tile * TILE
         left = numel - start
-        if IN_RUNS:
-            run = later_run(grad, runs, run, start)
-            source = there(tl.load(grad + run), KIND, ALIGNED) + start
-            whole = tl.load(grad + runs + run + 1) >= start + TILE
-        else:
-            source = grad + start
-            whole = left >= TILE
+        run, source, whole = tile_of(grad, runs, run, start, numel, KIND, ALIGNED, IN_RUNS, TILE)
         if whole:  # without a mask: 128 bits at once
             given = _at(source, places, left, True)
             x, formed = _absorb(acc + start, given, decay, places, left, True)
@@ -233,13 +227,7 @@ def _weigh(
         left = numel - start
         end = tl.minimum(start + TILE, numel)
         vectors = acc + start, second + start
-        if IN_RUNS:
-            run = later_run(grad, runs, run, start)
-            source = there(tl.load(grad + run), KIND, ALIGNED) + start
-            whole = tl.load(grad + runs + run + 1) >= start + TILE
-        else:
-            source = grad + start
-            whole = left >= TILE
+        run, source, whole = tile_of(grad, runs, run, start, numel, KIND, ALIGNED, IN_RUNS, TILE)
         if whole:
             given = _at(source, i, left, True)
             x, moment, formed = _moments(*vectors, given, units, add, i, left, KIND, True)

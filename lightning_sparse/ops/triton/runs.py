@@ -65,6 +65,21 @@ def later_run(table, runs, run, start):
 
 
 @triton.jit
+def tile_of(
+    x, runs, run, start, numel, KIND: tl.constexpr, ALIGNED: tl.constexpr, IN_RUNS: tl.constexpr, TILE: tl.constexpr
+):
+    """Return the run, from this one on, in which a tile begins, where that lies, and whether it ends there, too."""
+    if IN_RUNS:
+        run = later_run(x, runs, run, start)
+        source = there(tl.load(x + run), KIND, ALIGNED) + start
+        whole = tl.load(x + runs + run + 1) >= start + TILE
+    else:
+        source = x + start
+        whole = numel - start >= TILE
+    return run, source, whole
+
+
+@triton.jit
 def read_tile(table, runs, run, i, end, KIND: tl.constexpr):
     """Elements of consecutive coordinates, of which the first lies in this run; zeros from ``end`` on."""
     found = tl.zeros(i.shape, KIND)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_sparse.ops.addresses import vector_of
 from lightning_sparse.ops.triton.launch import PROGRAMS, TILE, Share, launch
-from lightning_sparse.ops.triton.runs import later_run, lying, read_tile, run_of, there
+from lightning_sparse.ops.triton.runs import lying, read_tile, run_of, tile_of
 
 
 @triton.jit(do_not_specialize=["numel", "per", "runs"])
@@ -30,21 +30,15 @@ def _parts(
         run = run_of(x, runs, pid * per * TILE)
     for tile in range(pid * per, tl.minimum((pid + 1) * per, tl.cdiv(numel, TILE))):
         start = tile * TILE
-        i = start + tl.arange(0, TILE)
-        if IN_RUNS:
-            run = later_run(x, runs, run, start)
-            source = there(tl.load(x + run), KIND, ALIGNED)
-            whole = tl.load(x + runs + run + 1) >= start + TILE
-        else:
-            source = x
-            whole = start + TILE <= numel
+        i = tl.arange(0, TILE)
+        run, source, whole = tile_of(x, runs, run, start, numel, KIND, ALIGNED, IN_RUNS, TILE)
         if whole:  # without a mask: 128 bits at once
             value = tl.load(source + i)
         else:
             if IN_RUNS:
-                value = read_tile(x, runs, run, i, tl.minimum(start + TILE, numel), KIND)
+                value = read_tile(x, runs, run, start + i, tl.minimum(start + TILE, numel), KIND)
             else:
-                value = tl.load(source + i, mask=i < numel, other=0.0)
+                value = tl.load(source + i, mask=i < numel - start, other=0.0)
         wide = value.to(tl.float64)
         total += wide * wide
     tl.store(parts + pid, tl.sum(total))
