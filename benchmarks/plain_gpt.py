@@ -149,7 +149,7 @@ def train(
             ]
             made = drive_ranks(exchanged)
             states[number] = [
-                settle_group(state, one, one.skipped, memory) for state, one in zip(before, made, strict=True)
+                settle_group(state, one, bool(one.skipped), memory) for state, one in zip(before, made, strict=True)
             ]
             divisor = spread_divisor(made[0].update.indices, made[0].divisor, len(rows[0]))
             moves = (rows[0] / divisor * (rate * diversity.factor(RANKS))).split([p.numel() for p in group])

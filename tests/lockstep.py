@@ -128,7 +128,7 @@ class Ranks:
         exchange = self._watched(self.exchange)
         parts: dict[str, Any] = {"memory": self.memory, "sparsifier": self.sparsifier, "exchange": exchange}
         proposed = yield from exchange_group(grad, self.states[rank], ctx, **parts)
-        state = settle_group(self.states[rank], proposed, proposed.skipped, self.memory)
+        state = settle_group(self.states[rank], proposed, bool(proposed.skipped), self.memory)
         return grad, state, proposed, self._seen.pop(rank)
 
     def _watched(self, exchange: Exchange) -> Any:

@@ -12,7 +12,10 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_sparse.core.messages import Message
-from lightning_sparse.engine.network import TorchCollective, send
+from lightning_sparse.core.step import Context, GroupState
+from lightning_sparse.engine.metrics import Statistics
+from lightning_sparse.engine.network import TorchCollective, drive, send
+from lightning_sparse.engine.pipeline import exchange_group, settle_group
 
 
 class Mirror:
@@ -48,6 +51,15 @@ class Mirror:
 
     def send_recv(self, x: Tensor, to: int | None, source: int | None) -> Tensor:
         return x[:0] if source is None else self._look_at(x).clone()
+
+
+def step_that_counts(
+    grad: Tensor, state: GroupState, ctx: Context, parts: dict[str, Any], mirror: Mirror
+) -> tuple[GroupState, Statistics]:
+    """A step of a group after which the host knows that it counts and how many coordinates it has sent, unasked."""
+    proposed = drive(exchange_group(grad, state, ctx, **parts), mirror)
+    state = settle_group(state, proposed, False, parts["memory"])
+    return state._replace(told=int(ctx.density * grad.numel())), proposed.statistics
 
 
 class MirroredRanks(TorchCollective):

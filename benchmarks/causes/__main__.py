@@ -182,7 +182,7 @@ class Simulation:
             grad = gradients[rank]
             ctx = Context(number, self.variant.density, rank, self.run.ranks)
             made = yield from exchange_group(grad, self.states[rank], ctx, exchange=self.exchange, **self.parts)
-            self.states[rank] = settle_group(self.states[rank], made, made.skipped, self.parts["memory"])
+            self.states[rank] = settle_group(self.states[rank], made, bool(made.skipped), self.parts["memory"])
             return made
 
         longer = self._factor(gradients, number)

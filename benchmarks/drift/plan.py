@@ -30,6 +30,8 @@ RATES = {"muon": (4.0, 8.0, 16.0, 32.0), "lion": (0.5, 1.0, 2.0)}
 HIGHER_RATES = {"adafactor": (16.0, 32.0, 64.0), "sgd": (200.0, 400.0, 800.0)}
 OTHER_RATES = dict.fromkeys(OTHERS, (4.0, 8.0, 16.0)) | HIGHER_RATES
 LONG_RATES = {"muon": (4.0, 8.0, 16.0), "lion": (0.25, 0.5, 1.0)}
+JOINT = "-joint"
+"""End of names where gradients are clipped by the norm of their mean, at the rates of those that each rank clips."""
 WIDEST = 8
 """Factors of two that a grid may grow by."""
 KNOWN = {
@@ -84,6 +86,9 @@ def _entries() -> Iterator[Entry]:
     for optimizer, names in long.items():
         for name in names:
             yield Entry("lstm-3000-wide", f"{optimizer}-{name}", (), ())
+    for optimizer in OPTIMIZERS:
+        for name in ("dense", RULES[optimizer][0]):
+            yield Entry("lstm-600", f"{optimizer}-{name}{JOINT}", ())
     yield from short("muon", ("average-sparse",))
     for optimizer in OPTIMIZERS:
         scored = tuple(name.replace("gain", "drift") for name in RULES[optimizer])
@@ -129,10 +134,11 @@ def entry_of(task: str, method: str) -> Entry:
 def searched(entry: Entry, results: Results) -> Search:
     """Follow the search as far as results go."""
     if not entry.rates:
-        other = searched(entry_of(WIDE[entry.task], entry.method), results)
+        like = entry_of(WIDE.get(entry.task, entry.task), entry.method.removesuffix(JOINT))
+        other = searched(like, results)
         if other.best is None:
             return Search([], other.missing, None)
-        run = replace(other.best, task=entry.task)
+        run = replace(other.best, task=entry.task, method=entry.method)
         return Search([run], [], run) if results.of(run) else Search([run], [run], None)
     rates = sorted(entry.rates)
     while True:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from benchmarks.drift.plan import (
     ENTRIES,
     FRESH,
+    JOINT,
     KNOWN,
     OPTIMIZERS,
     OTHER_ENTRIES,
@@ -108,7 +109,7 @@ def judged(results: Results) -> Iterator[Judged]:
     for optimizer in OPTIMIZERS:
         names = dict.fromkeys(e.method for e in ENTRIES if e.task in SHORT and e.optimizer == optimizer)
         for method in names:
-            if ALL[method].make.__name__ == "Drift":
+            if ALL[method].make.__name__ == "Drift" and not method.endswith(JOINT):
                 yield _both(method, optimizer, every)
     for entry in ENTRIES:
         if entry.task not in SHORT and not entry.method.endswith("dense"):
@@ -162,7 +163,8 @@ def rows(entries: Sequence[Entry], results: Results) -> list[list[str]]:
 
 def _row(one: Cell, found: dict[str, Cell]) -> list[str]:
     task, optimizer = one.entry.task, one.entry.optimizer
-    dense, today = found[f"{optimizer}-dense"], found.get(f"{optimizer}-today")
+    joint = JOINT if one.entry.method.endswith(JOINT) else ""
+    dense, today = found[f"{optimizer}-dense{joint}"], None if joint else found.get(f"{optimizer}-today")
     title, rate = ALL[one.entry.method].title, "" if one.best is None else f"{one.best.rate:g}"
     if not one.ends:
         return [title, rate, *[""] * 7]

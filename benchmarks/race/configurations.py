@@ -100,6 +100,8 @@ DRIFTS: dict[str, dict[str, Any]] = {
     "steps-agreed": {**STEPS, "decay": "agreed"},
     "average-sparse": {"embeddings": "second_moment"},
     "steps-sparse": {**STEPS, "embeddings": "second_moment"},
+    "average-gain-joint": {"clipping": "joint"},
+    "steps-gain-joint": {**STEPS, "clipping": "joint"},
     "average-warm": {"warm_up": 150},
     "steps-warm": {**STEPS, "warm_up": 150},
 }
@@ -121,6 +123,8 @@ def _of_optimizers() -> Iterator[tuple[str, Configuration]]:
         own, title = {"optimizer": optimizer}, optimizer.capitalize()
         yield f"{optimizer}-dense", Configuration(Averaged, own, title=f"{title}, dense (DDP)")
         yield f"{optimizer}-today", Configuration(Today, own, title=f"{title}, today")
+        joint = Configuration(Averaged, own | {"clipping": "joint"}, title=f"{title}, dense (DDP), clipped jointly")
+        yield f"{optimizer}-dense-joint", joint
         for name, settings in DRIFTS.items():
             if optimizer == "muon" or not name.endswith("sparse"):
                 yield f"{optimizer}-{name}", Configuration(Drift, own | settings, title=f"{title}, drift: {name}")

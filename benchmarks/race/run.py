@@ -21,7 +21,7 @@ from benchmarks.race.flat import Flat
 from benchmarks.race.methods.base import Method, Place, Rate
 from benchmarks.race.replay import Batches, Replay, Step, graphs
 from benchmarks.race.tasks import TASKS, Loaded, Task
-from lightning_sparse.core.messages import Steps
+from lightning_sparse.core.messages import AllReduce, Steps
 from lightning_sparse.engine.network import drive_ranks
 
 EVERY = 200
@@ -84,10 +84,23 @@ class Rank:
         self.flat.zero_()
         loss = loss_of(self.model, x, y)
         loss.backward()
-        if self.clip is not None:
+        if self.method.clips_jointly:
+            yield from self._clip_jointly()
+        elif self.clip is not None:
             nn.utils.clip_grad_norm_(self.flat.both, self.clip)
         yield from self.method.step(rate, step)
         return loss.detach()
+
+    def _clip_jointly(self) -> Steps[None]:
+        """Clip by the norm of the mean gradient, whose messages are not counted: the library estimates it by 16 KB."""
+        assert self.clip is not None
+        squares = []
+        for p in self.flat.both:
+            mean = (yield AllReduce(p.grad.clone())) / self.method.at.ranks
+            squares.append(mean.double().square().sum())
+        limit = min(1.0, self.clip / (float(torch.stack(squares).sum().sqrt()) + 1e-6))
+        for p in self.flat.both:
+            p.grad.mul_(limit)
 
     def validate(self) -> float:
         """Loss of the parameters that all ranks agree on, on what is not trained on."""

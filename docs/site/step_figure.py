@@ -43,7 +43,7 @@ def run(sparsifier: Sparsifier) -> tuple[Tensor, list[set[int]], list[set[int]],
 
     def step(rank: int, row: Tensor, state: Any) -> Any:
         proposed = yield from exchange_group(row, state, places[rank], exchange=exchange, **parts)
-        return memory.residual(settle_group(state, proposed, proposed.skipped, memory).memory)
+        return memory.residual(settle_group(state, proposed, bool(proposed.skipped), memory).memory)
 
     selections = [one for one, _ in drive_ranks([select(rank, state) for rank, state in enumerate(begin())])]
     picked = [{j for j in one.indices[: int(one.count)].tolist() if j < NUMEL} for one in selections]

@@ -125,7 +125,7 @@ def _run(
     def run(grad: Tensor, state: GroupState, ctx: Context) -> Steps[tuple[GroupState, Proposed]]:
         parts: dict[str, Any] = {"memory": memory, "sparsifier": sparsifier, "exchange": exchange}
         proposed = yield from exchange_group(grad, state, ctx, **parts)
-        return settle_group(state, proposed, proposed.skipped, memory), proposed
+        return settle_group(state, proposed, bool(proposed.skipped), memory), proposed
 
     states: list[GroupState] = []
     alike, counted = None, 0

@@ -58,6 +58,13 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+class Runs(list[Tensor]):
+    """Vectors that stay where they lie: a table of their addresses is made once, and not by each part of a step."""
+
+    table: tuple[int, Any] | None = None
+    """Where the first one lies, and what :func:`.addresses.run_table` has made, on the stream of the step."""
+
+
 class Gradient:
     """The gradient of a group on this rank, processed in place.
 
@@ -81,7 +88,7 @@ class Gradient:
         rooms: dict[torch.dtype, Tensor] | None = None,
         pieces: Sequence[Tensor] | None = None,
     ) -> None:
-        self.runs = list(runs)
+        self.runs = Runs(runs)
         self.pieces = self.runs if pieces is None else pieces
         """Their coordinates, cut alike wherever DDP has laid them: sums formed piece by piece have the same bits."""
         self.dtype, self.device = self.runs[0].dtype, self.runs[0].device

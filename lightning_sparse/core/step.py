@@ -55,13 +55,12 @@ class Context(NamedTuple):
     rank: int
     world_size: int
     counts: Tensor | None = None
-    """(n,) int64: number of coordinates that each rank selected in the previous step, or None before the first one; -1
-    each, if only the device knows that all steps so far were skipped."""
+    """(n,) int64: number of coordinates that each rank selected in the previous step, or None before the first one."""
     union: Tensor | None = None
     """() int64: number of distinct coordinates that the ranks selected in the previous step, also those beyond
-    :attr:`Selection.limit`; None or -1 like ``counts``."""
+    :attr:`Selection.limit`; None like ``counts``."""
     told: int | None = None
-    """The same number, if the host was told what only the device knew; then it is told in every step."""
+    """The same number, if the host was told what only the device knew."""
     model_numel: int | None = None
     """Number of coordinates of all sparsified groups together; None if only this group is known."""
     parameters: Sequence[tuple[slice, Tensor]] | None = None

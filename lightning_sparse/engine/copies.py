@@ -1,7 +1,7 @@
 """Weights that drift apart between ranks: those that all agree on are the model, for everybody but the training step.
 
 The agreed weights are what ``state_dict()`` of a model returns, and what its parameters hold within :meth:`agreed` and
-when the engine is closed. Somebody else may write to weights: sums of their bits tell.
+when the engine is closed. Somebody else may write to weights: fingerprints tell.
 """
 
 from __future__ import annotations
@@ -18,15 +18,12 @@ from torch.nn import Module
 from lightning_sparse.core.layout import flattened, own, shaped
 from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.regrouping import Groups
+from lightning_sparse.ops.fingerprint import fingerprint, same
 
 WITHIN = (
     "A backward or a step was taken within engine.agreed(), where parameters hold the weights that all ranks agree on. "
     "Train outside of it, on each rank's own."
 )
-
-
-SIGNS = 1021
-"""Random factors of weights in a sum; a prime, so that rows of matrices have different ones."""
 
 
 class Copies:
@@ -41,17 +38,16 @@ class Copies:
         self._adopted = -1
         self._found: dict[str, GroupReducer] = {}
         self._model: Callable[[], Module | None] = lambda: None
-        self._sums: dict[str, Tensor] = {}
-        """() of the bits of each parameter, when the engine has written to it last."""
+        self._fingerprints: dict[str, Tensor] = {}
+        """Fingerprints of each parameter, when the engine has written to it last."""
         self.aside: dict[str, Tensor] = {}
         """Flat weights of this rank, of the parameters that hold those that all agree on."""
         self._shown: dict[str, Tensor] = {}
-        """Sums of these parameters."""
+        """Fingerprints of these parameters."""
         self._given: weakref.WeakValueDictionary[str, Tensor] = weakref.WeakValueDictionary()
         """Agreed weights that somebody has, by name: parameters that modules share are one tensor there, too."""
         self._given_at = -1, -1
         self._hooks: list[Any] = []
-        self._signs: dict[torch.device, Tensor] = {}
         self.shown = False
         """True while parameters hold the agreed weights."""
         self._moves = self._closed = False
@@ -65,7 +61,10 @@ class Copies:
             self._adopted = groups.adoptions
             self._found = {name: group for group in groups.groups if group.drifts for name in group.spans}
             # What somebody has written to before groups changed is still to be noticed.
-            self._sums = {name: self._sums[name] if name in self._sums else self._sum(name) for name in self._found}
+            self._fingerprints = {
+                name: self._fingerprints[name] if name in self._fingerprints else self._fingerprint(name)
+                for name in self._found
+            }
             if self._found and not self._hooks and (model := self._model()) is not None:
                 self._put_hooks(model)
         return self._found
@@ -85,27 +84,18 @@ class Copies:
     def note(self) -> None:
         """Take the weights as they are for those that the engine has written."""
         self._moves = False
-        self._sums = {name: self._sum(name) for name in self._drifting}
+        self._fingerprints = {name: self._fingerprint(name) for name in self._drifting}
 
-    def _sum(self, name: str) -> Tensor:
-        """Return (3,) float64: a sum of bits, which sees any change of one weight, and one with signs, for the rest."""
-        flat = flattened(self._groups.parameters[name])
-        bits = torch.int32 if flat.element_size() != 2 else torch.int16
-        words = flat.view(bits).sum(dtype=bits)  # wrapping around: a wider sum takes a hundred times as long
-        if flat.device not in self._signs:
-            generator = torch.Generator().manual_seed(0)
-            self._signs[flat.device] = torch.randn(SIGNS, generator=generator, device="cpu").to(flat.device)
-        whole = len(flat) - len(flat) % SIGNS
-        rows, rest, signs = flat[:whole].view(-1, SIGNS), flat[whole:], self._signs[flat.device].to(flat.dtype)
-        return torch.stack([words.double(), (rows @ signs).sum().double(), (rest @ signs[: len(rest)]).double()])
+    def _fingerprint(self, name: str) -> Tensor:
+        return fingerprint(flattened(self._groups.parameters[name]))
 
     def changed(self) -> list[str]:
         """Return the parameters that somebody else has written to; waits for the device."""
         if not self._drifting or self.shown or self._moves:
             return []
-        before, now = self._sums, {name: self._sum(name) for name in self._drifting}
-        differ = torch.stack([_differ(now[name], before[name]) for name in now]).tolist()
-        return [name for name, one in zip(now, differ, strict=True) if one]
+        before, now = self._fingerprints, {name: self._fingerprint(name) for name in self._drifting}
+        alike = torch.stack([same(now[name], before[name]) for name in now]).tolist()
+        return [name for name, one in zip(now, alike, strict=True) if not one]
 
     def check_apart(self) -> None:
         """Raise where parameters do not hold this rank's own weights.
@@ -146,7 +136,7 @@ class Copies:
                 flat = flattened(self._groups.parameters[name])
                 self.aside[name] = flat.clone()
                 flat.copy_(self.common(name))
-                self._shown[name] = self._sum(name)
+                self._shown[name] = self._fingerprint(name)
 
     @torch.no_grad()
     def back(self) -> None:
@@ -156,7 +146,7 @@ class Copies:
         aside, self.aside, self.shown = self.aside, {}, False
         shown, self._shown = self._shown, {}
         for name, mine in aside.items():
-            if not bool(_differ(self._sum(name), shown[name])):
+            if bool(same(self._fingerprint(name), shown[name])):
                 flattened(self._groups.parameters[name]).copy_(mine)
 
     @torch.no_grad()
@@ -183,7 +173,7 @@ class Copies:
         """Return a copy of the agreed weights for a state dict; None: a parameter holds what it should."""
         if name not in self._drifting or self.shown:
             return None
-        if not self._moves and bool(_differ(self._sum(name), self._sums[name])):
+        if not self._moves and not bool(same(self._fingerprint(name), self._fingerprints[name])):
             return None
         agreed = self.of(name)
         if torch.equal(agreed, own(self._groups.parameters[name])):  # so that what is written there counts
@@ -213,10 +203,6 @@ class Copies:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-
-
-def _differ(one: Tensor, other: Tensor) -> Tensor:
-    return ((one != other) & ~(one.isnan() & other.isnan())).any()
 
 
 _known: weakref.WeakValueDictionary[int, Copies] = weakref.WeakValueDictionary()

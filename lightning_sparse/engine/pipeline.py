@@ -30,7 +30,7 @@ from lightning_sparse.methods.exchanges import Dense, Exchange
 from lightning_sparse.methods.grouping import Group
 from lightning_sparse.methods.memory import Drift, Memory
 from lightning_sparse.methods.sparsifiers import Everything, Sparsifier
-from lightning_sparse.ops import all_finite, choose, on_device, static_shapes
+from lightning_sparse.ops import all_finite, on_device, static_shapes
 from lightning_sparse.ops.on_cuda import on_cuda
 from lightning_sparse.ops.reference import as_gradient
 
@@ -100,7 +100,7 @@ def reduce_group(
         A coroutine that ends with the next state and statistics.
     """
     proposed = yield from exchange_group(grad, state, ctx, memory=memory, sparsifier=sparsifier, exchange=exchange)
-    return settle_group(state, proposed, proposed.skipped, memory), proposed.statistics
+    return settle_group(state, proposed, bool(proposed.skipped), memory), proposed.statistics
 
 
 def exchange_group(
@@ -229,7 +229,7 @@ def rehearse(
             grad = Gradient([half.clone() for half in given.tensor_split(2)] if in_runs else [given])
             one = exchange_group(grad, state, small._replace(step=step), **parts, exchange=exchange, scale=scale)
             proposed, _ = drive_mirrored(one, ctx.world_size)
-            state = settle_group(state, proposed, proposed.skipped, memory)
+            state = settle_group(state, proposed, False, memory)
 
     def attempt() -> None:
         with suppress(Exception):  # kernels of parts that take no small steps are compiled in their first real one
@@ -244,39 +244,28 @@ def sends_everything(sparsifier: Sparsifier, density: float, numel: int) -> bool
 
 
 def settle_group(
-    state: GroupState, proposed: Proposed, skipped: Tensor | bool, memory: Memory, unused: Sequence[slice] = ()
+    state: GroupState, proposed: Proposed, skipped: bool, memory: Memory, unused: Sequence[slice] = ()
 ) -> GroupState:
     """Return the state after a step: what was sent leaves the memory, in place, unless the step is skipped.
 
     Args:
         state: the step began with it.
         proposed: the group's exchange.
-        skipped: () whether the step counts for nothing, equal on all ranks; a bool where the host knows it.
+        skipped: whether the step counts for nothing, equal on all ranks.
         memory: of the group.
         unused: coordinates of parameters that no rank used, as they were given to :func:`exchange_group`.
     """
-    after = proposed.after
-    on_device = skipped if isinstance(skipped, Tensor) and static_shapes(skipped.device) else None
-    skips = on_device is None and bool(skipped)
     kept = _kept(memory, state, unused) if unused else ()
-    if skips:
+    if skipped:
         memory.skip_(state.memory)
     else:
-        memory.settle_(state.memory, proposed.update, proposed.rounding, on_device)
+        memory.settle_(state.memory, proposed.update, proposed.rounding)
     for place, content in kept:
         place.copy_(content)
-    if skips:
+    if skipped:
         forget_overflow_(state, memory, len(proposed.statistics.counts))
         return state
-    if on_device is None or after is state:
-        return after
-    counts, union = state.counts, state.union
-    if counts is None and after.counts is not None and after.union is not None:
-        counts, union = torch.full_like(after.counts, -1), torch.full_like(after.union, -1)
-    old = GroupState(None, state.selector, counts, union)
-    new = GroupState(None, after.selector, after.counts, after.union)
-    chosen: GroupState = choose(on_device, old, new)
-    return chosen._replace(memory=state.memory, candidates=state.candidates)
+    return proposed.after
 
 
 def forget_overflow_(state: GroupState, memory: Memory, world_size: int) -> None:
@@ -467,9 +456,8 @@ class GroupReducer:
 
     @property
     def sent(self) -> bool:
-        """True if nothing is remembered, or a valid step went by since the group was formed; waits for the device."""
-        stepped = self.state.counts is not None and bool((self.state.counts >= 0).all())
-        return stepped or not self.remembers
+        """True if nothing is remembered, or a valid step went by since the group was formed."""
+        return self.state.counts is not None or not self.remembers
 
     @property
     def ran(self) -> bool:

@@ -19,7 +19,7 @@ the host must not wait for a number; here a number takes a tenth of the time of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -46,13 +46,13 @@ from lightning_sparse.ops.reference import (
 
 __all__ = [
     "Span", "Weights", "compiled", "static_shapes", "zeros",
-    "accumulate_", "weigh_", "advance_", "subtract_at_", "all_finite", "divisors",
+    "accumulate_", "weigh_", "part_", "advance_", "subtract_at_", "all_finite", "divisors",
     "above", "tail", "top_k", "top_k_of_blocks", "top_k_and_stripe",
     "moments", "mean_and_maximum", "summed",
     "leaders", "reaching_leaders", "ranked_leaders", "pick_leaders",
-    "distinct", "add_up", "take", "put_", "pad", "choose",
+    "distinct", "add_up", "take", "put_", "pad",
     # of single numbers
-    "Flag", "Number", "known", "at_most", "tensor", "whole", "functions", "divisor", "either", "lesser", "greater",
+    "Flag", "Number", "known", "at_most", "tensor", "functions", "divisor", "either", "lesser", "greater",
     # on the CPU only
     "unite", "under", "put_in_runs_",
     # not on the CPU
@@ -139,6 +139,42 @@ def weigh_(
     found, finite = host.weigh(acc, second, score, runs, by, candidates.bound)
     in_place = isinstance(score, InRuns) or score.data_ptr() == runs[0].data_ptr()
     candidates.note(score, [] if in_place else runs, found, finite)
+    return torch.tensor(finite, device="cpu")
+
+
+def part_(
+    away: Tensor,
+    score: Tensor | None,
+    agreed: Tensor,
+    pushed: Tensor | None,
+    runs: Sequence[Tensor],
+    candidates: Candidates | None,
+) -> Tensor:
+    """Form the drift of :class:`.Drift`, ``away = agreed - own``, and ``score = away * pushed``.
+
+    On the CPU, one pass does this, and collects candidates of the score, or of the drift where there is none.
+
+    Args:
+        away: (numel,) float32 or float64, overwritten.
+        score: the same; None: none.
+        agreed: the same, weights.
+        pushed: the same, sums of gradients; None: none.
+        runs: in which a rank's own weights lie, of the same dtype, or bfloat16 or float16.
+        candidates: of the group; None: collect none.
+
+    Returns:
+        () bool: whether all of the drift is finite. If not, the others are not defined.
+
+    Example:
+        >>> agreed, away = torch.tensor([1.0, 2.0]), torch.empty(2)
+        >>> part_(away, None, agreed, None, [torch.tensor([0.5, 4.0])], None), away
+        (tensor(True), tensor([ 0.5000, -2.0000]))
+    """
+    if static_shapes(agreed.device):
+        return reference.part_(away, score, agreed, pushed, runs)
+    candidates = candidates or Candidates()
+    found, finite = host.part(away, score, agreed, pushed, runs, candidates.bound)
+    candidates.note(away if score is None else score, [], found, finite)
     return torch.tensor(finite, device="cpu")
 
 
@@ -308,9 +344,20 @@ def add_up(parts: Sequence[tuple[Tensor, Tensor]], padding: int) -> tuple[Tensor
     """
     if static_shapes(parts[0][0].device):
         return reference.add_up(parts, padding)
+    if (library := compiled(parts[0][1].device, parts[0][1].dtype)) is not None:
+        slots = max(indices.numel() for indices, _ in parts)
+        rows = [_row(*part, slots) for part in parts]
+        if made := library.add_pairs(torch.stack(rows), slots, padding, 1):
+            return *made, torch.tensor(made[0].numel(), device="cpu")
     spare = torch.full((1,), padding, device="cpu"), parts[0][1].new_zeros(1)  # the reference needs a slot
     union, totals, count = reference.add_up([*parts, spare], padding)
     return union[:count], totals[:count], count
+
+
+def _row(indices: Tensor, values: Tensor, slots: int) -> Tensor:
+    """Return what :meth:`.Native.add_pairs` takes of a sparse vector."""
+    words = [indices.new_full((1,), indices.numel()).int(), pad(indices, slots, 0).int()]
+    return torch.cat([*words, pad(values, slots, 0).contiguous().view(torch.int32)])
 
 
 def take(x: Tensor, indices: Tensor) -> Tensor:
@@ -326,15 +373,14 @@ def put_(x: Tensor, indices: Tensor, values: Tensor | float) -> None:
         x.index_fill_(0, indices, values)
 
 
-def subtract_at_(x: Tensor, indices: Tensor, values: Tensor | None, skipped: Tensor | None = None) -> None:
-    """``x[indices] -= values``, unless a flag is set; the host does not wait for a flag on a device.
+def subtract_at_(x: Tensor, indices: Tensor, values: Tensor | None) -> None:
+    """``x[indices] -= values``.
 
     Args:
         x: a float32 or float64 vector.
         indices: int64; where a coordinate is repeated, so is its value, which counts once. Where shapes are static,
             equal ones are neighbours, and the padding index is that of the last slot of x, which stays zero.
         values: of x's dtype; None: set what x has there to zero.
-        skipped: () bool, the flag; None: it is not set.
 
     Example:
         >>> x = torch.tensor([1.0, 2.0, 3.0])
@@ -342,43 +388,9 @@ def subtract_at_(x: Tensor, indices: Tensor, values: Tensor | None, skipped: Ten
         (None, tensor([0.0000, 2.0000, 2.5000]))
     """
     if static_shapes(x.device):
-        on_device.subtract_at_(x, indices, values, skipped)
-    elif skipped is None or not skipped:
+        on_device.subtract_at_(x, indices, values)
+    else:
         put_(x, indices, 0.0 if values is None else take(x, indices) - values)
-
-
-def choose(flag: Tensor, yes: Any, no: Any) -> Any:
-    """``yes if flag else no`` for (named) tuples of tensors of equal shapes; what is no tensor is taken from ``no``.
-
-    On the CPU whole objects are chosen and shapes need not be equal. Elsewhere numbers that differ become () tensors.
-    """
-    if not static_shapes(flag.device):
-        return yes if flag else no
-    yes, no = (_in_tensors(one, other, flag.device) for one, other in ((yes, no), (no, yes)))
-    pairs: list[tuple[Tensor, Tensor]] = []
-    _with_each(yes, no, lambda *pair: pairs.append(pair))
-    chosen = iter(on_device.choose(flag, pairs))
-    return _with_each(yes, no, lambda *_: next(chosen))
-
-
-def _in_tensors(one: Any, other: Any, device: torch.device) -> Any:
-    """Return (named) tuples with () float64 tensors in place of numbers that others have not, or have as tensors."""
-    if isinstance(one, float) and (isinstance(other, Tensor) or one != other):
-        return torch.full((), one, dtype=torch.float64, device=device)
-    if not isinstance(one, tuple) or not isinstance(other, tuple):
-        return one
-    parts = [_in_tensors(a, b, device) for a, b in zip(one, other, strict=True)]
-    return type(one)(*parts) if hasattr(one, "_fields") else tuple(parts)
-
-
-def _with_each(yes: Any, no: Any, form: Callable[[Tensor, Tensor], Any]) -> Any:
-    """Return ``no`` with what is formed of each two tensors of both."""
-    if isinstance(no, Tensor) and isinstance(yes, Tensor):
-        return form(yes, no)
-    if isinstance(no, tuple) and isinstance(yes, tuple):
-        parts = [_with_each(a, b, form) for a, b in zip(yes, no, strict=True)]
-        return type(no)(*parts) if hasattr(no, "_fields") else tuple(parts)
-    return no
 
 
 def _on_host(span: Span | None, x: Tensor) -> tuple[int, int]:
@@ -478,11 +490,6 @@ def tensor(x: Number, dtype: torch.dtype = torch.float64) -> Tensor:
 def functions(x: Number) -> Any:
     """Return the module with functions of x: torch for tensors, math for numbers. They share names such as ``log``."""
     return torch if isinstance(x, Tensor) else math
-
-
-def whole(x: Number) -> Number:
-    """Return the integer at or below a number, int64 or Python's."""
-    return torch.floor(x).long() if isinstance(x, Tensor) else math.floor(x)
 
 
 def divisor(x: Number) -> Number:

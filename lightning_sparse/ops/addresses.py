@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_sparse.core.layout import Runs
 from lightning_sparse.ops.on_cuda import on_cuda
 from lightning_sparse.ops.triton.launch import TILE
 
@@ -74,6 +75,9 @@ def run_table(runs: Sequence[Tensor | int]) -> RunTable:
     Args:
         runs: at least one; an int is the length of one that is not there, with an address of 0.
     """
+    if isinstance(runs, Runs) and runs.table is not None and runs.table[0] == runs[0].data_ptr():
+        known: RunTable = runs.table[1]
+        return known
     here = [run for run in runs if isinstance(run, Tensor)]
     like, size = here[0], here[0].element_size()
     starts = np.cumsum([0, *(run if isinstance(run, int) else run.numel() for run in runs)], dtype=np.int64)
@@ -87,7 +91,10 @@ def run_table(runs: Sequence[Tensor | int]) -> RunTable:
         aligned = not bool((rows[: len(runs)] % 16).any())
         return RunTable(_on_device(rows, like), len(runs), like.dtype, int(starts[-1]), aligned)
 
-    return _kept(_RUN_TABLES, what, rows, MOST_RUN_TABLES, make)
+    made = _kept(_RUN_TABLES, what, rows, MOST_RUN_TABLES, make)
+    if isinstance(runs, Runs):
+        runs.table = here[0].data_ptr(), made
+    return made
 
 
 def _kept(known: dict[Any, tuple[Rows, T]], what: Any, rows: Rows, most: int, make: Callable[[], T]) -> T:

@@ -326,6 +326,22 @@ def weigh(
     return _collected(score, finite, runs if clear else (), bound)
 
 
+def part(
+    away: Tensor, score: Tensor | None, agreed: Tensor, pushed: Tensor | None, runs: Sequence[Tensor], bound: float
+) -> tuple[Found | None, bool]:
+    """Form what :func:`.ops.part_` says, in one pass.
+
+    Returns:
+        As :func:`accumulate`, but what of the score reaches the bound, or of the drift where there is none.
+    """
+    formed = [away, *(x for x in (score, pushed) if x is not None)]
+    if compiled := compiled_on(agreed, *formed, *runs):
+        written(away, *([] if score is None else [score]))
+        return compiled.part(away, score, agreed, pushed, runs, bound, agreed.numel() // Candidates.ROOM)
+    finite = bool(reference.part_(away, score, agreed, pushed, runs))
+    return _collected(away if score is None else score, finite, (), bound)
+
+
 def _collected(x: Tensor | InRuns, finite: bool, cleared: Sequence[Tensor], bound: float) -> tuple[Found | None, bool]:
     """Set vectors to zero, and return what :func:`accumulate` does of a vector that operations of torch have formed."""
     for run in cleared:

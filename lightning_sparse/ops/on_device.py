@@ -26,8 +26,6 @@ MOST_NUMEL = (1 << 31) - (1 << 13)
 """Longest vector: indices of a tile behind the end must fit into 31 bits."""
 MOST_COUNTED = (1 << 30) - 1
 """Longest vector where kernels count twice its coordinates in 31 bits."""
-MOST_CHOSEN = 512
-"""Longest tensor that is chosen between."""
 GRADIENTS = torch.float32, torch.bfloat16, torch.float16
 """Dtypes of gradients that kernels write to."""
 FEW = 4099
@@ -250,11 +248,10 @@ def _striped(x: Tensor | InRuns, spare: Tensor) -> list[tuple[Any, ...]]:
     return [(_like(x), 9, torch.full_like(spare, 5), 1, 3, 20)]
 
 
-def _subtracted(x: Tensor, indices: Tensor, values: Tensor | None, skipped: Tensor | None) -> list[tuple[Any, ...]]:
+def _subtracted(x: Tensor, indices: Tensor, values: Tensor | None) -> list[tuple[Any, ...]]:
     vector = x.new_tensor([1.5, -2.0, 3.25, 0.0, 5.0, 0.0])
     taken = None if values is None else x.new_tensor([0.5, 3.0, 3.0, 7.0, 0.0])
-    flags = [None] if skipped is None else [torch.full_like(skipped, flag) for flag in (False, True)]
-    return [(vector, indices.new_tensor([0, 2, 2, 5, 5]), taken, flag) for flag in flags]
+    return [(vector, indices.new_tensor([0, 2, 2, 5, 5]), taken)]
 
 
 def _picked(x: Tensor | InRuns, k: int) -> list[tuple[Any, ...]]:
@@ -288,9 +285,14 @@ NORM = Twins("norm", _kernel("sums", "norm"), _norm_in_torch, _whole, rtol=1e-5)
 # ---- Ops.
 
 
+def _listed(runs: Sequence[Tensor]) -> list[Tensor]:
+    """Return runs as a list: the one that is given, since it may know where its table is."""
+    return runs if isinstance(runs, list) else list(runs)
+
+
 def accumulate_(acc: Tensor, runs: Sequence[Tensor], decay: float, candidates: Candidates | None) -> Tensor:
     """Do the work of :func:`lightning_sparse.ops.accumulate_`; a kernel takes candidates."""
-    runs = list(runs)
+    runs = _listed(runs)
     if candidates is not None:
         best = ACCUMULATE.best((acc, *runs), (acc, runs), runs[0].dtype, len(runs) > 1)
         if best is ACCUMULATE.kernel:
@@ -307,7 +309,7 @@ def weigh_(
     candidates: Candidates | None,
 ) -> Tensor:
     """Do the work of :func:`lightning_sparse.ops.weigh_`; a kernel takes candidates."""
-    runs = list(runs)
+    runs = _listed(runs)
     if candidates is not None:
         vectors = acc, second, *(() if isinstance(score, InRuns) else (score,)), *runs
         best = WEIGH.best(vectors, (acc, runs, by), runs[0].dtype, by.eps, len(runs) > 1)
@@ -339,7 +341,7 @@ def hand_over_(
         (u,) what the gradient got, without the scale; (u,) what its dtype has lost of it, None: nothing; and () bool,
         whether the average is not finite.
     """
-    runs, dtype = list(runs), runs[0].dtype
+    runs, dtype = _listed(runs), runs[0].dtype
     scale = None if scale is None else scale.to(average.device, torch.float32)
     best: Any = HAND_OVER.plain
     if indices is not None and dtype in GRADIENTS and average.dtype == torch.float32:
@@ -381,48 +383,28 @@ def _noted(best: Any, twins: Twins, candidates: Candidates | None, x: Tensor | I
 
 def norm(runs: Sequence[Tensor]) -> Tensor:
     """Return the () float64 Euclidean norm of a vector in runs; a kernel adds up in the same order in any of them."""
-    runs = list(runs)
+    runs = _listed(runs)
     numel = sum(run.numel() for run in runs)
     found: Tensor = NORM.best(runs, (runs,), runs[0].dtype, len(runs) > 1, numel=numel)(runs)
     return found
 
 
-def subtract_at_(x: Tensor, indices: Tensor, values: Tensor | None, skipped: Tensor | None) -> None:
+def subtract_at_(x: Tensor, indices: Tensor, values: Tensor | None) -> None:
     """Do the work of :func:`lightning_sparse.ops.subtract_at_`; coordinates may be int32, too.
 
-    Values at the padding index count for nothing, and where the flag is set, values may be NaN.
+    Values at the padding index count for nothing.
 
     Example:
         >>> x = torch.tensor([5.0, 6.0, 7.0, 0.0])
-        >>> subtract_at_(x, torch.tensor([0, 2, 3]), torch.tensor([1.0, 2.0, 9.0]), None)
-        >>> subtract_at_(x, torch.tensor([0, 2, 3]), None, torch.tensor(True))
+        >>> subtract_at_(x, torch.tensor([0, 2, 3]), torch.tensor([1.0, 2.0, 9.0]))
         >>> x
         tensor([4., 6., 5., 0.])
     """
-    given, best = (x, indices, values, skipped), SUBTRACT.plain
+    given, best = (x, indices, values), SUBTRACT.plain
     if 0 < indices.numel() < 1 << 31 and (values is None or values.dtype == x.dtype):
         vectors = [x, indices] if values is None else [x, indices, values]
-        best = SUBTRACT.best(vectors, given, x.dtype, indices.dtype, values is None, skipped is None)
+        best = SUBTRACT.best(vectors, given, x.dtype, indices.dtype, values is None)
     best(*given)
-
-
-def need(plain: Callable[..., Any], state: Sequence[Tensor], union: Tensor | None, *facts: float) -> Any:
-    """Do the work of :func:`.union_top_k._followed`, which is ``plain``."""
-    kernel, what = _kernel("numbers", "follow"), ("need", state[0].device, union is None, *facts[3:])
-    attempt = partial(_rehearse_need, (kernel, plain), state, union, facts[3:])
-    works = on_cuda.takes(state[0]) and on_cuda.tried(what, attempt)
-    return (kernel if works else plain)(state, union, *facts)
-
-
-def _rehearse_need(
-    forms: Sequence[Callable[..., Any]], state: Sequence[Tensor], union: Tensor | None, facts: Sequence[float]
-) -> None:
-    given = [torch.full_like(x, by) for x, by in zip(state, (0.5, 40.0, 0.25, 0.125, 63.0), strict=True)]
-    for named in (30, 50, -1):
-        before = None if union is None else torch.full_like(union, named)
-        made = [form(given, before, 40, 1, 3, *facts) for form in forms]
-        found, expected = ({str(i): x for i, x in enumerate((*after, own))} for after, own in made)
-        compare(found, expected, what="need", union=named)
 
 
 def packed(acc: Tensor, second: Tensor | None, lanes: Lanes, rehearse: Callable[[Any], None]) -> Any:
@@ -441,22 +423,3 @@ def packed(acc: Tensor, second: Tensor | None, lanes: Lanes, rehearse: Callable[
     make = _kernel("packed", "Packed")
     what = "packed", acc.device, lanes.low, lanes.wide
     return make() if on_cuda.tried(what, lambda: rehearse(make())) else None
-
-
-def choose(flag: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """Choose one tensor of each pair, the first ones if the flag is set; in one launch where all are short."""
-    if on_cuda.takes(flag) and pairs and all(_alike(*pair) for pair in pairs):
-        first, second = zip(*pairs, strict=True)
-        out = tuple(torch.empty_like(x) for x in second)
-        what = choose, tuple((x.dtype, x.numel()) for x in out)
-        kernel = _kernel("dense", "choose")
-        if on_cuda.tried(what, lambda: kernel(flag, first, second, out)):
-            kernel(flag, first, second, out)
-            return list(out)
-    return [torch.where(flag, yes, no) for yes, no in pairs]
-
-
-def _alike(yes: Tensor, no: Tensor) -> bool:
-    """Return whether a kernel can choose between two tensors."""
-    alike = yes.shape == no.shape and yes.dtype == no.dtype and yes.device == no.device
-    return alike and yes.is_contiguous() and no.is_contiguous() and 0 < no.numel() <= MOST_CHOSEN

@@ -90,6 +90,15 @@ def weigh_(acc: Tensor, second: Tensor, score: Tensor | InRuns, runs: Sequence[T
     return reduce(torch.logical_and, finite)
 
 
+def part_(away: Tensor, score: Tensor | None, agreed: Tensor, pushed: Tensor | None, runs: Sequence[Tensor]) -> Tensor:
+    """Do the work of :func:`lightning_sparse.ops.part_`, and collect nothing."""
+    for run, of_agreed, out in pieces(runs, [agreed, away]):
+        torch.sub(of_agreed, run, out=out)
+    if score is not None and pushed is not None:
+        torch.mul(away, pushed, out=score)
+    return all_finite(away)
+
+
 def advance_(vectors: Sequence[Tensor], values: Sequence[Tensor], judged: Sequence[Tensor] = ()) -> Tensor:
     """Replace vectors by values at the coordinates where all values are finite.
 
@@ -242,16 +251,28 @@ def excess(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         Of ``z = |x| - threshold`` over the x with ``x != 0`` and ``|x| >= threshold``: their number, ``sum z`` and
         ``sum z ** 2``, each () float64, summed in float64.
     """
-    magnitudes = x.abs()
-    count = (magnitudes >= threshold.clamp(min=torch.finfo(x.dtype).tiny)).sum()
-    beyond = (magnitudes.double() - threshold).clamp_(min=0)
-    return count.double(), beyond.sum(), beyond.dot(beyond)
+    found, least = [], threshold.clamp(min=torch.finfo(x.dtype).tiny)
+    for part in torch.split(x, at_once(x.device)):
+        magnitudes = part.abs()
+        beyond = (magnitudes.double() - threshold).clamp_(min=0)
+        found.append(((magnitudes >= least).sum().double(), beyond.sum(), beyond.dot(beyond)))
+    number, total, squares = (_in_all(parts) for parts in zip(*found, strict=True))
+    return number, total, squares
+
+
+def _in_all(parts: Sequence[Tensor]) -> Tensor:
+    """Return the sum of () numbers: whole vectors in a wider dtype take many times as long as their parts."""
+    return parts[0] if len(parts) == 1 else torch.stack(list(parts)).sum()
 
 
 def log_sum(x: Tensor) -> Tensor:
     """Sum of ``ln |x|`` over the x that are not zero."""
-    magnitudes = x.abs()
-    return torch.where(magnitudes < torch.finfo(x.dtype).tiny, 1, magnitudes).log().sum(dtype=torch.float64)
+    found = []
+    for part in torch.split(x, at_once(x.device)):
+        magnitudes = part.abs()
+        counted = torch.where(magnitudes < torch.finfo(x.dtype).tiny, 1, magnitudes)
+        found.append(counted.log().sum(dtype=torch.float64))
+    return _in_all(found)
 
 
 def distinct(indices: Tensor, padding: int) -> tuple[Tensor, Tensor]:
@@ -349,14 +370,13 @@ def sums_at(union: Tensor, indices: Tensor, parts: Sequence[Tensor], padding: in
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of (numel,) finite values, () float64 each."""
-    wide = _wide(x)
-    return wide.mean().double(), wide.std(correction=min(1, x.numel() - 1)).double()
-
-
-def _wide(x: Tensor) -> Tensor:
-    """Return a copy in float64 on the CPU; on a device there may be no room for one."""
-    return x if static_shapes(x.device) else x.double()
+    """Mean and standard deviation of (numel,) finite values, () float64 each; on the CPU of sums in float64."""
+    if static_shapes(x.device):
+        return x.mean().double(), x.std(correction=min(1, x.numel() - 1)).double()
+    parts = torch.split(x, at_once(x.device))
+    mean = _in_all([part.sum(dtype=torch.float64) for part in parts]) / x.numel()
+    squares = _in_all([(part.double() - mean).square().sum() for part in parts])
+    return mean, (squares / max(1, x.numel() - 1)).sqrt()
 
 
 def norm(x: Tensor) -> Tensor:
@@ -366,9 +386,12 @@ def norm(x: Tensor) -> Tensor:
 
 def mean_and_maximum(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and maximum of magnitudes of (numel,) finite values, () float64 each; sums of rows are added in float64."""
-    wide, whole = _wide(x), x.numel() // ROW * ROW
-    rows = torch.linalg.vector_norm(wide[:whole].view(-1, ROW), 1, dim=1)
-    total = rows.double().sum() + torch.linalg.vector_norm(wide[whole:], 1).double()
+    if static_shapes(x.device):
+        whole = x.numel() // ROW * ROW
+        rows = torch.linalg.vector_norm(x[:whole].view(-1, ROW), 1, dim=1)
+        total = rows.double().sum() + torch.linalg.vector_norm(x[whole:], 1).double()
+    else:
+        total = _in_all([part.double().abs().sum() for part in torch.split(x, at_once(x.device))])
     low, high = torch.aminmax(x)
     largest = torch.maximum(-low, high).double()
     return torch.minimum(total / x.numel(), largest), largest  # also where the sum overflows
@@ -396,11 +419,9 @@ def scatter_(x: Tensor, indices: Tensor | None, values: Tensor, skipped: Tensor)
     x.index_copy_(0, places, torch.where(no_pick, value, values))
 
 
-def subtract_at_(x: Tensor, indices: Tensor, values: Tensor | None, skipped: Tensor | None) -> None:
+def subtract_at_(x: Tensor, indices: Tensor, values: Tensor | None) -> None:
     """Let values leave a vector with a spare slot, see :func:`.ops.subtract_at_`."""
     indices = indices.long()
-    if skipped is not None:
-        indices = indices.masked_fill(skipped, x.numel() - 1)
     if values is None:
         x.index_fill_(0, indices, 0.0)
         return

@@ -12,7 +12,7 @@ from lightning_sparse.core.step import Context
 from lightning_sparse.density import check_density
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.network import drive_mirrored
-from lightning_sparse.engine.pipeline import init_group, reduce_group
+from lightning_sparse.engine.pipeline import exchange_group, init_group
 from lightning_sparse.exchanges import Exchange
 from lightning_sparse.memories import Memory, NoMemory
 from lightning_sparse.sparsifiers import Sparsifier
@@ -85,7 +85,7 @@ def count_bytes(
     def messages_of(rank: int) -> list[Message]:
         ctx = Context(0, density, rank, world_size)
         state = init_group(numel, dtype, META, ctx, **methods)
-        steps = reduce_group(grad, state, ctx, exchange=chosen.exchange_in_use, **methods)
+        steps = exchange_group(grad, state, ctx, exchange=chosen.exchange_in_use, **methods)
         return drive_mirrored(steps, world_size)[1]
 
     ranks = [messages_of(0)]

@@ -52,7 +52,7 @@ def steps(case: Case, exchange: str, memory: ls.memories.Memory, dtype: torch.dt
                 scale=scale,
             )
             made = drive(steps, Mirror(rank, 4, CUDA))
-            state = settle_group(state, made, made.skipped, memory)
+            state = settle_group(state, made, False, memory)._replace(told=NUMEL // 20)
             assert {grad.device, made.skipped.device, made.statistics.union.device, state.counts.device} == {CUDA}
 
 
@@ -115,7 +115,7 @@ def test_groups_that_travel_together_stay_on_the_device() -> None:
         made = drive_together(steps, Mirror(1, 4, CUDA))
         skipped = any_set([each.proposed.skipped for each in made], CUDA, host_knows=False)
         for (one, _), each in zip(groups, made, strict=True):
-            one.settle(each, skipped)
+            one.settle(each, False, 50)
             assert one.state.memory is not None
         assert {skipped.device, *(by.device for _, by in made[0].average.divisors().values())} == {CUDA}
 
@@ -126,7 +126,7 @@ def test_steps_of_adam_stay_on_the_device(dtype: torch.dtype, scaled: bool) -> N
     with fake_cuda():
         one, pieces = group("a", 1000, dtype, memory=ls.memories.SecondMoment())
         made = drive(one.exchange_steps(Context(0, 0.05, 1, 4), pieces), Mirror(1, 4, CUDA))
-        one.settle(made, made.proposed.skipped)
+        one.settle(made, False, 50)
         parameters = {name: nn.Parameter(torch.zeros(500, dtype=dtype, device=CUDA)) for name in one.spans}
         optimizer = torch.optim.AdamW(parameters.values())
         for name, parameter in parameters.items():

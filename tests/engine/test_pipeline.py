@@ -81,7 +81,7 @@ def test_a_step_is_skipped_in_the_units_of_a_scaled_loss_and_residuals_are_not()
         grad = torch.tensor([3.0, 1.0]) * scale
         made = drive(exchange_group(grad, state, ctx, scale=torch.tensor(scale), **parts), TorchCollective())
         assert not made.skipped
-        state = settle_group(state, made, made.skipped, ls.memories.Residual())
+        state = settle_group(state, made, bool(made.skipped), ls.memories.Residual())
         assert grad.tolist() == expected
     assert ls.memories.Residual().residual(state.memory).tolist() == [0.0, 3.0]
     # 2e38 fits into float32, and so does the average; four times as much does not.
@@ -138,6 +138,6 @@ def test_what_a_narrow_gradient_of_a_scaled_loss_rounds_off_stays(dtype: torch.d
     offered = grad.float() / scale  # smaller values than a narrow dtype holds: the scale is there for them
     made = drive(exchange_group(grad, state, ctx, scale=torch.tensor(scale), **parts), TorchCollective())
     assert not made.skipped
-    settle_group(state, made, made.skipped, parts["memory"])
+    settle_group(state, made, bool(made.skipped), parts["memory"])
     left = state.memory.residual[:4]
     torch.testing.assert_close(left.double() + grad.double() / scale, offered.double(), rtol=1e-6, atol=1e-12)

@@ -19,13 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.core.step import Context, GroupState
-from lightning_sparse.engine.network import drive
-from lightning_sparse.engine.pipeline import init_group, reduce_group, tensors_in
+from lightning_sparse.engine.pipeline import init_group, tensors_in
 from tests.gpu.checks import Check, Clock, Numbers, SkipError, require, synchronize
 from tests.gpu.models import Transformer
 from tests.gpu.processes import one_rank
 from tests.gpu.timing import seconds_of
-from tests.mirror import Mirror
+from tests.mirror import Mirror, step_that_counts
 from tests.static_path import static_path
 
 NUMEL = {"cuda": 25 * 2**20 // 4, "cpu": 5_000}
@@ -61,7 +60,7 @@ class OneStep:
     def after(self, state: GroupState) -> GroupState:
         self.grad.copy_(self.gradient)
         parts: dict[str, Any] = {"memory": self.memory, "sparsifier": self.sparsifier, "exchange": self.exchange}
-        return drive(reduce_group(self.grad, state, self.ctx, **parts), Mirror(1, RANKS))[0]
+        return step_that_counts(self.grad, state, self.ctx, parts, Mirror(1, RANKS))[0]
 
     def __call__(self) -> None:
         found = self.after(self.state)

@@ -13,13 +13,12 @@ import torch
 
 import lightning_sparse as ls
 from lightning_sparse.core.step import Context
-from lightning_sparse.engine.network import drive
-from lightning_sparse.engine.pipeline import init_group, reduce_group
+from lightning_sparse.engine.pipeline import init_group
 from tests.contract.cases import MEMORIES, PAIR_NAMES, PAIRS, Case, fit
 from tests.gpu.checks import Check, Clock, Numbers, SkipError, require, sweep
 from tests.gpu.one_training import Training
 from tests.gpu.processes import one_rank
-from tests.mirror import Mirror
+from tests.mirror import Mirror, step_that_counts
 
 NUMEL, RANKS = 10_007, 4
 
@@ -103,7 +102,7 @@ def steps(
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first step may load kernels
         try:
-            state, _ = drive(reduce_group(grad, state, ctx._replace(step=step), **parts), Mirror(1, RANKS))
+            state, _ = step_that_counts(grad, state, ctx._replace(step=step), parts, Mirror(1, RANKS))
         finally:
             if device.type == "cuda":
                 torch.cuda.set_sync_debug_mode("default")

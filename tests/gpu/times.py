@@ -23,15 +23,14 @@ from torch.profiler import ProfilerActivity, profile
 
 import lightning_sparse as ls
 from lightning_sparse.core.step import Context
-from lightning_sparse.engine.network import drive
-from lightning_sparse.engine.pipeline import init_group, reduce_group
+from lightning_sparse.engine.pipeline import init_group
 from lightning_sparse.methods.memory import MEMORIES
 from tests.gpu.checks import Check, Clock, Numbers, synchronize
 from tests.gpu.machine import copy_rate, require_memory
 from tests.gpu.models import Transformer
 from tests.gpu.processes import one_rank
 from tests.gpu.timing import host_seconds_of, seconds_of
-from tests.mirror import Mirror, mirrored_ranks
+from tests.mirror import Mirror, mirrored_ranks, step_that_counts
 
 SIZES = {"cuda": {"25M": 25_000_000, "144M": 144_000_000, "1000M": 1_000_000_000}, "cpu": {"20k": 20_000}}
 SPARSIFIERS = ["union_top_k", "shared_top_k", "striped_top_k", "top_k", "exdyna", "micro", "dgc", "sidco_e"]
@@ -119,7 +118,7 @@ def local_step(
             state[0].candidates.on_device.bound.fill_(math.inf)
         parts = {"memory": memory, "sparsifier": sparsifier, "exchange": exchange}
         # The average of one step is the gradient of the next, so that no time is spent on making another.
-        state[0], _ = drive(reduce_group(grad, state[0], ctx._replace(step=step[0]), **parts), comm)
+        state[0], _ = step_that_counts(grad, state[0], ctx._replace(step=step[0]), parts, comm)
         step[0] += 1
 
     return take

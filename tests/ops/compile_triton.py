@@ -125,8 +125,6 @@ def kernels(what: list[str]) -> Iterator[tuple[str, Any, dict[str, Any], dict[st
         for in_runs in (False, True):
             given = {"any_flag": "*i1"} | ({"x": "*i64"} if in_runs else {})
             yield f"tell_and_fill_{in_runs}", triton_dense._fill_if, both | without(lies("fp32", in_runs)), given, 8
-        parts: dict[str, Any] = dict.fromkeys(("yes", "no", "out"), ("*fp64", "*i64"))
-        yield "choose", triton_dense._choose, {"SIZE": 8}, parts | {"sizes": ("i32", "i32")}, 4
     if "select" in what:
         yield "empty", triton_select._empty, tile, {"words": "i32"}, 8
     for in_runs in (False, True) if "select" in what else ():
@@ -171,14 +169,8 @@ def kernels(what: list[str]) -> Iterator[tuple[str, Any, dict[str, Any], dict[st
             constants = picks | {"NARROW": narrow, "SCALED": narrow} | without(lies(kind, in_runs))
             yield f"hand_over_{narrow}_{in_runs}", triton_values._hand_over, constants, types, 4
     if "settle" in what:
-        for decided in (False, True):
-            constants = picks | {"EMPTY": decided, "DECIDED": decided}
-            yield f"subtract_{decided}", triton_values._subtract_at, constants, {}, 4
-    if "need" in what:
-        constants = {"MOST": 1.0, "MARGIN": 0.05, "WINDOW": 64}
-        for known in (False, True):
-            types = {"spare": "*i64"}
-            yield f"follow_{known}", triton_numbers._follow, constants | {"KNOWN": known}, types, 1
+        for empty in (False, True):
+            yield f"subtract_{empty}", triton_values._subtract_at, picks | {"EMPTY": empty}, {}, 4
     if "sums" in what:
         for kind, in_runs in product(("fp32", "bf16"), (False, True)):
             types = {"x": "*i64" if in_runs else f"*{kind}"}

@@ -105,7 +105,7 @@ def walk(
             for group, proposed in enumerate(ends):
                 before = states[group][rank]
                 absorbed = [x.clone() for x in _remembered(memory, before)]
-                state = states[group][rank] = settle_group(before, proposed, skipped, memory)
+                state = states[group][rank] = settle_group(before, proposed, bool(skipped), memory)
                 if step == SKIPPED:  # it settles nothing
                     assert all(map(torch.equal, _remembered(memory, state), absorbed))
                     assert all(map(torch.equal, tensors_in(state.selector), tensors_in(before.selector)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import product
 
 import pytest
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from lightning_sparse.ops import on_device
 from tests.ops.interpreted import in_triton, interpret
-from tests.ops.test_no_host_sync import no_waiting
 from tests.ops.test_variants import bits, values
 
 interpret()
@@ -32,24 +30,20 @@ def sent(dtype: torch.dtype, places: torch.dtype) -> tuple[Tensor, Tensor, Tenso
 
 
 @pytest.mark.parametrize(
-    ("dtype", "places", "emptied", "skipped"),
-    list(product((torch.float32, torch.float64), (torch.int32, torch.int64), (False, True), (None, False, True))),
+    ("dtype", "places", "emptied"),
+    list(product((torch.float32, torch.float64), (torch.int32, torch.int64), (False, True))),
 )
-def test_values_leave_unless_the_step_is_skipped(
-    dtype: torch.dtype, places: torch.dtype, emptied: bool, skipped: bool | None
-) -> None:
+def test_values_leave_once(dtype: torch.dtype, places: torch.dtype, emptied: bool) -> None:
     x, indices, taken = sent(dtype, places)
     expected = x.clone()
     for place, value in dict(zip(indices.tolist(), taken, strict=True)).items():
-        if not skipped and place < NUMEL:
+        if place < NUMEL:
             expected[place] = 0 if emptied else x[place] - value
-    if skipped:
-        taken[::3] = math.nan
-    given, flag = None if emptied else taken, None if skipped is None else torch.tensor(skipped)
+    given = None if emptied else taken
     of_torch, of_triton = x.clone(), x.clone()
-    on_device.subtract_at_(of_torch, indices, given, flag)
+    on_device.subtract_at_(of_torch, indices, given)
     with in_triton() as chosen:
-        on_device.subtract_at_(of_triton, indices, given, flag)
+        on_device.subtract_at_(of_triton, indices, given)
         assert chosen.trouble is None
         assert len(chosen._tried) == 1
         assert not chosen.refused
@@ -61,25 +55,17 @@ def test_nothing_leaves_where_nothing_was_sent() -> None:
     x[-1] = 0
     before = x.clone()
     with in_triton() as chosen:
-        on_device.subtract_at_(x, torch.arange(0), x[:0], None)
+        on_device.subtract_at_(x, torch.arange(0), x[:0])
         assert not chosen._tried
     assert torch.equal(x, before)
-
-
-def test_the_host_does_not_wait_for_the_flag() -> None:
-    x, values, flag = torch.empty(100, device="meta"), torch.empty(9, device="meta"), torch.empty((), device="meta")
-    indices, skipped = torch.empty(9, dtype=torch.int64, device="meta"), flag.bool()
-    with no_waiting():
-        for given, decides in product((None, values), (None, skipped)):
-            on_device.subtract_at_(x, indices, given, decides)
 
 
 def test_a_kernel_that_computes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     x, indices, taken = sent(torch.float32, torch.int64)
     expected = x.clone()
-    on_device.subtract_at_(expected, indices, taken, None)
+    on_device.subtract_at_(expected, indices, taken)
     monkeypatch.setattr("lightning_sparse.ops.triton.values.subtract_at_", lambda *_: None)
     with in_triton() as chosen, pytest.warns(UserWarning, match="compute something else"):
-        on_device.subtract_at_(x, indices, taken, None)
+        on_device.subtract_at_(x, indices, taken)
         assert len(chosen.refused) == 1
     assert torch.equal(x, expected)

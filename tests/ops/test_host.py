@@ -178,28 +178,3 @@ def test_all_finite_finds_a_single_bad_value_anywhere(numel: int, dtype: torch.d
 
 def test_all_finite_is_true_of_nothing() -> None:
     assert bool(ops.all_finite(torch.empty(0)))
-
-
-@pytest.mark.parametrize("static", [False, True])
-def test_choose_goes_through_tuples(static: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "static_shapes", lambda device: static)
-    yes = (torch.tensor([1, 2]), (torch.tensor(3.0), None))
-    no = (torch.tensor([7, 8]), (torch.tensor(9.0), None))
-    for flag, expected in ((True, yes), (False, no)):
-        chosen = ops.choose(torch.tensor(flag), yes, no)
-        assert chosen[0].tolist() == expected[0].tolist()
-        assert chosen[1][0].tolist() == expected[1][0].tolist()
-        assert chosen[1][1] is None
-
-
-def test_choose_keeps_named_tuples() -> None:
-    from lightning_sparse.core.step import Selection  # any of the nouns
-
-    yes, no = (Selection(torch.tensor([i]), torch.tensor(1)) for i in (4, 5))
-    for static in (False, True):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ops, "static_shapes", lambda device, static=static: static)
-            chosen = ops.choose(torch.tensor(True), yes, no)
-        assert type(chosen) is Selection
-        assert chosen.indices.tolist() == [4]
-        assert chosen.threshold is None

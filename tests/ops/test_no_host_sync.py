@@ -1,4 +1,4 @@
-"""On a device, a step of a group never makes the host wait.
+"""On a device, a step of a group never makes the host wait, until all groups have been exchanged.
 
 The step runs on meta tensors: they have shapes but no content, so that whatever needs content (``.item()``, ``bool()``,
 ``nonzero``, a boolean index, a copy to the host) raises, on a machine without any device. They take the same path as
@@ -21,11 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_sparse as ls
 from lightning_sparse.core.step import Context
-from lightning_sparse.engine.network import drive
-from lightning_sparse.engine.pipeline import init_group, reduce_group
+from lightning_sparse.engine.pipeline import init_group
 from tests.contract.cases import CASES, MEMORIES, PAIRS, Case, fit, kinds
 from tests.covering import covering, in_one_test
-from tests.mirror import Mirror
+from tests.mirror import Mirror, step_that_counts
 
 DEVICE = torch.device("meta")
 NUMEL = 10_007  # shared by 4 ranks with a remainder of 3
@@ -86,7 +85,7 @@ def steps(
     for step in range(count):
         grad = torch.zeros(NUMEL, dtype=dtype, device=DEVICE)
         with no_waiting():
-            state, statistics = drive(reduce_group(grad, state, ctx._replace(step=step), **parts), Mirror(rank))
+            state, statistics = step_that_counts(grad, state, ctx._replace(step=step), parts, Mirror(rank))
         assert grad.device == statistics.union.device == statistics.counts.device == DEVICE
 
 
@@ -170,17 +169,6 @@ def test_what_needs_no_waiting_passes() -> None:
         assert (x.shape, torch.arange(3).tolist()) == ((2,), [0, 1, 2])
 
 
-@pytest.mark.parametrize("densities", [(0.1, 0.1, 0.1), (1.0, 0.1, 0.1, 0.2), (0.1, 1.0, 0.1, 0.1)])
-def test_numbers_of_the_host_and_of_the_device_meet_without_a_wait(densities: tuple[float, ...]) -> None:
-    parts: dict[str, Any] = {"memory": ls.memories.Residual(), "sparsifier": ls.sparsifiers.UnionTopK()}
-    state = init_group(NUMEL, torch.float32, DEVICE, Context(0, densities[0], 0, 4), **parts)
-    for step, density in enumerate(densities):
-        grad, ctx = torch.empty(NUMEL, device=DEVICE), Context(step, density, 0, 4)
-        with no_waiting():
-            one = reduce_group(grad, state, ctx, exchange=ls.exchanges.EXCHANGES.resolve("packed_union"), **parts)
-            state, _ = drive(one, Mirror(0, 4))
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @in_one_test("case, exchange", PAIRS)
@@ -194,6 +182,6 @@ def test_cuda_itself_sees_no_synchronisation(case: Case, exchange: str) -> None:
         grad = torch.randn(NUMEL, device=device)
         torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first step may load kernels
         try:
-            state, _ = drive(reduce_group(grad, state, ctx._replace(step=step), **parts), Mirror(1))
+            state, _ = step_that_counts(grad, state, ctx._replace(step=step), parts, Mirror(1))
         finally:
             torch.cuda.set_sync_debug_mode("default")

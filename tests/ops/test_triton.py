@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_sparse.core.step import Candidates, Context, Selection
 from lightning_sparse.methods.exchanges import packed_union
-from lightning_sparse.ops import choose, host, on_device, pad, reference
+from lightning_sparse.ops import host, on_device, pad, reference
 from lightning_sparse.ops.form import Form, Lanes
 from tests.covering import covering, in_turns
 from tests.ops.interpreted import in_triton, interpret
@@ -222,21 +222,6 @@ def test_doubles_are_left_to_torch() -> None:
     with in_triton() as chosen:
         assert float(on_device.norm([torch.full((9,), 3.0, dtype=torch.float64)])) == pytest.approx(9)
         assert not chosen._tried
-
-
-@pytest.mark.parametrize("flag", [False, True])
-def test_flags_decide_on_the_device(flag: bool) -> None:
-    decides = torch.tensor(flag)
-    with in_triton() as chosen:
-        yes = (torch.tensor(3), (torch.tensor(2.5, dtype=torch.float64), None), torch.tensor([True, False]))
-        no = (torch.tensor(4), (torch.tensor(9.5, dtype=torch.float64), "kept"), torch.tensor([False, False]))
-        chosen_ones = choose(decides, yes, no)
-        picked = yes if flag else no
-        assert chosen_ones[1][1] == "kept"
-        assert [x.tolist() for x in (chosen_ones[0], chosen_ones[1][0], chosen_ones[2])] == [
-            x.tolist() for x in (picked[0], picked[1][0], picked[2])
-        ]
-        assert chosen.trouble is None
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is n
 PLAIN = ["form", "weigh"]
 EVERYTHING = [
     *PLAIN, "form_bf16", "second", "adam", "momentum", "flags", "select", "union", "packed",
-    "settle", "need", "sums",
+    "settle", "sums",
 ]  # fmt: skip
 
 

@@ -90,6 +90,37 @@ def test_one_pass_accumulates_clears_and_collects(
                 assert bits(found[1]) == bits(magnitudes[places]), kernel
 
 
+@in_one_test("numel, kind, dtype, pushes", cells(KINDS, GRADIENTS, [False, True]))
+def test_one_pass_forms_drifts_and_collects(
+    numel: int, kind: str, dtype: torch.dtype, pushes: bool, each_kernel: Callable[[], Iterator[str]]
+) -> None:
+    wide = torch.promote_types(dtype, torch.float32)
+    agreed, own = values(numel, "normal", 1).to(wide), values(numel, kind, 2).to(dtype)
+    pushed = values(numel, "wide", 3).to(wide) if pushes else None
+    drift = agreed - own.to(wide)
+    scores = drift if pushed is None else drift * pushed
+    spoilt, magnitudes = not bool(drift.isfinite().all()), scores.abs()
+    cuts = [numel // 3, numel // 3 + 5, numel // 2 + 70] if kind != "ties" else []
+    for bound in (0.0, float(magnitudes.nan_to_num().quantile(0.95)) if numel < LARGE else 2.0, float("inf")):
+        places = (magnitudes >= torch.tensor(bound, dtype=wide)).nonzero().flatten()
+        for kernel in each_kernel():
+            away, score = torch.full_like(agreed, 7), torch.full_like(agreed, 7) if pushes else None
+            runs = [run for run in torch.tensor_split(own, cuts) if len(run)]
+            found, finite = host.part(away, score, agreed, pushed, runs, bound)
+            assert finite != spoilt, kernel
+            if spoilt:
+                assert found is None, kernel
+                continue
+            assert bits(away) == bits(drift), kernel
+            assert score is None or bits(score) == bits(scores), kernel
+            if len(places) > numel // Candidates.ROOM:
+                assert found is None, kernel
+            else:
+                assert found is not None, kernel
+                assert np.array_equal(found[0], places), kernel
+                assert bits(found[1]) == bits(magnitudes[places]), kernel
+
+
 @in_one_test("numel, kind", cells(KINDS))
 def test_what_reaches_a_bound_is_found_in_order(
     numel: int, kind: str, each_kernel: Callable[[], Iterator[str]]
@@ -124,7 +155,8 @@ def test_sums_are_those_in_double_precision(numel: int, kind: str) -> None:
     # Torch has logarithms in float32.
     assert sums == pytest.approx([float(e) for e in (*first, *second)], rel=1e-6, abs=1e-12 * float(exact.max()))
     expected = exact.mean(), exact.max(), x.double().mean(), x.double().var(correction=min(1, numel - 1)).sqrt()
-    torch.testing.assert_close((*ops.mean_and_maximum(x), *ops.moments(x)), expected, rtol=1e-12, atol=1e-12)
+    least = 1e-12 * float(exact.mean())  # means of both signs cancel
+    torch.testing.assert_close((*ops.mean_and_maximum(x), *ops.moments(x)), expected, rtol=1e-11, atol=least)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -371,13 +403,12 @@ def test_large_numbers_in_a_run_that_is_not_aligned_are_finite(each_kernel: Call
 )
 @hypothesis.given(
     numel=st.integers(1, 40), picks=st.lists(st.integers(0, 39), max_size=60), whole=st.booleans(),
-    skipped=st.sampled_from([None, False, True]), dtype=st.sampled_from([torch.float32, torch.float64]),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
 )  # fmt: skip
 def test_what_was_sent_is_taken_out_once(
     numel: int,
     picks: list[int],
     whole: bool,
-    skipped: bool | None,
     dtype: torch.dtype,
     each_kernel: Callable[[], Iterator[str]],
 ) -> None:
@@ -386,15 +417,14 @@ def test_what_was_sent_is_taken_out_once(
     indices = torch.tensor([pick for pick in picks if pick < numel], dtype=torch.int64)
     given = None if whole else sent[indices]
     expected = before.clone()
-    for place in {*indices.tolist()} if not skipped else ():
+    for place in {*indices.tolist()}:
         expected[place] = 0 if whole else before[place] - sent[place]
-    flag = None if skipped is None else torch.tensor(skipped)
     for kernel in each_kernel():
         x = before.clone()
-        ops.subtract_at_(x, indices, given, flag)
+        ops.subtract_at_(x, indices, given)
         assert bits(x) == bits(expected), kernel
     padded, more = torch.cat([indices, indices.new_full((3,), numel)]), torch.tensor([1.0, -2.0, 3.0], dtype=dtype)
     with static_path():
         x = before.clone()
-        ops.subtract_at_(x, padded, None if given is None else torch.cat([given, more]), flag)
+        ops.subtract_at_(x, padded, None if given is None else torch.cat([given, more]))
     assert bits(x) == bits(expected)

@@ -47,6 +47,8 @@ class Method(ABC):
     """Whether norms are those of averages, as in DDP, and not of each rank's gradients."""
     local: ClassVar[bool] = False
     """Whether ranks train alone for several steps."""
+    clips_jointly: bool = False
+    """Whether each rank clips its gradients by the norm of their mean, as the library does, and not by its own."""
     waits: bool = False
     """Whether its steps make the host wait for a device, so that no CUDA graph can repeat them."""
 

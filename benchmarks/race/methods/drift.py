@@ -50,9 +50,9 @@ class DriftMemory(Feedback):
         return Absorbed(drift, all_finite(drift[:-1]), score)
 
     def settle_(  # type: ignore[override]
-        self, state: DriftState, update: Update, rounding: Tensor | None = None, skipped: Tensor | None = None
+        self, state: DriftState, update: Update, rounding: Tensor | None = None
     ) -> None:
-        super().settle_(state, update, rounding, skipped)
+        super().settle_(state, update, rounding)
         state.gradients[slice(None) if update.indices is None else update.indices] = 0.0
 
 
@@ -78,6 +78,7 @@ class Drift(Optimized):
         decay: who decays weights: `ranks`, in their steps, or `agreed` for p and copies alike, with nothing to send.
         density: of the average.
         warm_up: steps in which the density falls from 1 to that.
+        clipping: see :class:`~benchmarks.race.methods.optimizers.Optimized`.
     """
 
     kept: ClassVar[tuple[str, ...]] = ("groups", "agreed", "factor", "sums")
@@ -95,8 +96,9 @@ class Drift(Optimized):
         decay: str = "ranks",
         density: float = 0.01,
         warm_up: int = 0,
+        clipping: str = "rank",
     ) -> None:
-        super().__init__(flat, at, optimizer, embeddings, density, warm_up)
+        super().__init__(flat, at, optimizer, embeddings, density, warm_up, clipping)
         self.gain, self.measures = score == "gain", factor == "measured"
         self.by_steps, self.decays_agreed = longer == "steps", decay == "agreed"
         self.part = Part(self.served, flat, at, DriftMemory(self.gain), self.density)

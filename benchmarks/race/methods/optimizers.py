@@ -48,6 +48,7 @@ class Optimized(Method):
         embeddings: what Muon leaves: `dense`, or `second_moment` as the library serves AdamW.
         density: of what is sparse.
         warm_up: steps in which the density falls from 1 to that.
+        clipping: `rank`, or `joint` by one factor for all ranks, see :attr:`Method.clips_jointly`.
     """
 
     kept: ClassVar[tuple[str, ...]] = ("groups",)
@@ -60,8 +61,10 @@ class Optimized(Method):
         embeddings: str = "dense",
         density: float = 0.01,
         warm_up: int = 0,
+        clipping: str = "rank",
     ) -> None:
         super().__init__(flat, at)
+        self.clips_jointly = clipping == "joint"
         self.density = ls.Warmup(WARM, density, warm_up) if warm_up else as_schedule(density)
         names = [name for name in flat.names if optimizer != "muon" or not name.startswith(OUTER)]
         others = [name for name in flat.names if name not in names]
@@ -135,7 +138,7 @@ class Part:
         """Replace what a rank has by the average; what was sent leaves the memory."""
         ctx = self._ctx._replace(step=step, density=self._density(step))
         proposed = yield from exchange_group(given, self.group, ctx, exchange=self._exchange, **self._by)
-        self.group = settle_group(self.group, proposed, proposed.skipped, self._by["memory"])
+        self.group = settle_group(self.group, proposed, bool(proposed.skipped), self._by["memory"])
         return proposed
 
 

@@ -17,7 +17,7 @@ from benchmarks.race.methods.blocks import Turned
 from lightning_sparse.core.messages import Steps
 from lightning_sparse.core.step import Agreement, Candidates, Context, GroupState, Selection
 from lightning_sparse.engine.average import spread_divisor
-from lightning_sparse.engine.diversity import FEW, Diversity, squares_of
+from lightning_sparse.engine.diversity import Diversity, squares_of
 from lightning_sparse.engine.pipeline import exchange_group, init_group, settle_group
 from lightning_sparse.methods.density import count
 from lightning_sparse.methods.exchanges import as_exchange
@@ -41,6 +41,7 @@ class Exchanged(Method):
 
     kept: ClassVar[tuple[str, ...]] = ("groups",)
     renewed: ClassVar[tuple[str, ...]] = ("_states",)
+    waits = True
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class Exchanged(Method):
             proposed = yield from self.matrices.watch(
                 exchange_group(own, state, ctx, exchange=self.exchange, **self.parts)
             )
-            self._states[number] = settle_group(state, proposed, proposed.skipped, self.parts["memory"])
+            self._states[number] = settle_group(state, proposed, bool(proposed.skipped), self.parts["memory"])
             grad[place] = own
             known = proposed.divisor is not None
             if proposed.divisor is not None:
@@ -184,7 +185,7 @@ class Ours(Exchanged):
         union = Chunked() if chunked else ls.sparsifiers.UnionTopK()
         sparsifier = ls.sparsifiers.MeanTopK() if voted else union
         super().__init__(flat, at, sparsifier, ls.memories.SecondMoment(at.betas[1]), density, whole, parts)
-        self.keeps, self.waits = keeps, chunked or (self.compares and at.ranks > FEW)
+        self.keeps = keeps
         self.optimizer = None if whole else self.adamw(flat.vectors)
         self.bases = [Turned(shape, seed) for seed, shape in enumerate(flat.shapes)] if turned else []
         self.late, self.ahead = late, ahead

@@ -45,7 +45,7 @@ class GatherPairs(Exchange):
         values = values_at(acc, selection.indices, ctx)
         longest, rows = yield from gather_rows(selection, values, padding)
         library = None if ctx.disjoint else compiled(acc.device, acc.dtype)
-        if library is not None and (made := library.average_pairs(rows, longest, padding)) is not None:
+        if library is not None and (made := library.add_pairs(rows, longest, padding, ctx.world_size)):
             size = torch.tensor(made[0].numel(), device="cpu")
             return Update(*made, selection.indices, None, rows[:, 0].long(), size)
         picks = read_picks(rows, longest, selection, values, padding)

@@ -76,17 +76,13 @@ class Memory(Settings, ABC):
         """
 
     @abstractmethod
-    def settle_(
-        self, state: Any, update: Update, rounding: Tensor | None = None, skipped: Tensor | None = None
-    ) -> None:
+    def settle_(self, state: Any, update: Update, rounding: Tensor | None = None) -> None:
         """Remove sent values from the residual, in place, when the step counts.
 
         Args:
             state: this group's state, which has absorbed the gradient.
             update: the result of the exchange.
             rounding: (u,) error of casting the average to the gradient's dtype, at the update's coordinates.
-            skipped: () bool on a device, where the host does not know it: True if the step is skipped. Then it does as
-                :meth:`skip_`, and values may be NaN. None: the step counts.
         """
 
     def skip_(self, state: Any) -> None:  # most have absorbed all of the gradient at once
@@ -209,9 +205,7 @@ class NoMemory(Memory):
         state[-1:].zero_()
         return Absorbed(state, all_finite(state[:-1]))
 
-    def settle_(
-        self, state: Tensor, update: Update, rounding: Tensor | None = None, skipped: Tensor | None = None
-    ) -> None:
+    def settle_(self, state: Tensor, update: Update, rounding: Tensor | None = None) -> None:
         """Do nothing."""
 
     def vectors(self, state: Tensor) -> dict[str, Tensor]:
@@ -240,16 +234,14 @@ class Feedback(Memory):
         """Make a zero vector of ``numel + 1`` slots for each field of :attr:`state_class`."""
         return self.state_class(*(zeros(numel + 1, device, dtype) for _ in fields(self.state_class)))
 
-    def settle_(
-        self, state: FeedbackState, update: Update, rounding: Tensor | None = None, skipped: Tensor | None = None
-    ) -> None:
+    def settle_(self, state: FeedbackState, update: Update, rounding: Tensor | None = None) -> None:
         """Remove sent values from the residual.
 
         Each rank keeps the rounding error of the mean. Over n ranks, that is the rounding error of the sum.
         """
-        take_out_(state.residual, update, skipped)
+        take_out_(state.residual, update)
         if rounding is not None:
-            put_back_(state.residual, update, rounding, skipped)
+            put_back_(state.residual, update, rounding)
 
     def vectors(self, state: FeedbackState) -> dict[str, Tensor]:
         """Return the vectors of :attr:`FeedbackState.remembered` that are not None."""
@@ -272,11 +264,11 @@ class CountedFeedback(Feedback):
     """Error feedback with moments whose bias correction, as in Adam, follows the number of steps that counted."""
 
     def settle_(  # type: ignore[override]
-        self, state: CountedState, update: Update, rounding: Tensor | None = None, skipped: Tensor | None = None
+        self, state: CountedState, update: Update, rounding: Tensor | None = None
     ) -> None:
         """Remove sent values from the residual and count the step."""
-        super().settle_(state, update, rounding, skipped)
-        state.steps.add_(1 if skipped is None else ~skipped)
+        super().settle_(state, update, rounding)
+        state.steps.add_(1)
 
     def counters(self, state: CountedState) -> dict[str, Tensor]:
         """Return the number of steps."""
@@ -288,18 +280,16 @@ def pieces(x: Gradient) -> Iterator[tuple[slice, Tensor]]:
     return x.cut(PIECE if static_shapes(x.device) else HOST_PIECE)
 
 
-def take_out_(acc: Tensor, update: Update, skipped: Tensor | None = None) -> None:
+def take_out_(acc: Tensor, update: Update) -> None:
     """Subtract sent values; a coordinate keeps the rounding error of its message. See :meth:`Memory.settle_`."""
     if update.sent is not None:
-        subtract_at_(acc, update.sent, update.sent_values, skipped)
+        subtract_at_(acc, update.sent, update.sent_values)
     elif update.sent_values is not None:
-        acc[:-1].sub_(update.sent_values if skipped is None else update.sent_values.masked_fill(skipped, 0))
-    elif skipped is None:
-        acc.zero_()
+        acc[:-1].sub_(update.sent_values)
     else:
-        acc.masked_fill_(~skipped, 0.0)
+        acc.zero_()
 
 
-def put_back_(acc: Tensor, update: Update, rounding: Tensor, skipped: Tensor | None = None) -> None:
+def put_back_(acc: Tensor, update: Update, rounding: Tensor) -> None:
     """Add the error of casting the average; see :meth:`Memory.settle_`."""
-    take_out_(acc, update._replace(sent=update.indices, sent_values=rounding.neg()), skipped)
+    take_out_(acc, update._replace(sent=update.indices, sent_values=rounding.neg()))

@@ -13,7 +13,7 @@ from lightning_sparse.core.checks import check_flag, expect
 from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.step import Absorbed, Context, Update
 from lightning_sparse.methods.memory.base import MEMORIES, Memory, NoMemory, take_out_
-from lightning_sparse.ops import put_, put_in_runs_, static_shapes, subtract_at_, take, zeros
+from lightning_sparse.ops import part_, put_, put_in_runs_, static_shapes, subtract_at_, take, zeros
 
 FORGETS = 0.95
 """What is left, in each step, of the sums that the factor is measured by."""
@@ -158,19 +158,19 @@ class Drift(Memory):
 
     def absorb_(self, state: DriftState, grad: Gradient, ctx: Context) -> Absorbed:
         """Set ``acc = p - x``, given the weights of this rank in the place of a gradient."""
-        work = state.work
-        work.copy = grad
-        work.away = self._with_a_spare_slot(state)
+        work, pushed = state.work, state.pushed
+        work.copy, work.away = grad, _room(state.agreed)
         work.factor = 1.0 if self.longer == "steps" else self.factor(state, ctx.world_size)
-        work.steps, total = work.steps + 1, work.away.sum()
-        if state.pushed is not None:
-            work.totals = torch.stack([total, state.pushed.sum()]).double() if work.steps <= LOOKED_AT else None
-        score = None if state.pushed is None else torch.mul(work.away[:-1], state.pushed[:-1])
-        return Absorbed(work.away, total.isfinite(), score)  # a sum takes a third of the time of a maximum
+        work.steps, away = work.steps + 1, work.away[:-1]
+        score = None if pushed is None else _room(away)
+        sums = None if pushed is None else pushed[:-1]
+        work.away[-1:].zero_()
+        finite = part_(away, score, state.agreed[:-1], sums, grad.runs, ctx.candidates)
+        if pushed is not None:
+            work.totals = torch.stack([away.sum(), pushed.sum()]).double() if work.steps <= LOOKED_AT else None
+        return Absorbed(work.away, finite, score)
 
-    def settle_(
-        self, state: DriftState, update: Update, rounding: Tensor | None = None, skipped: Tensor | None = None
-    ) -> None:
+    def settle_(self, state: DriftState, update: Update, rounding: Tensor | None = None) -> None:
         """Move p where averages arrived, and the copy with it, but for what this rank has not sent."""
         work, agreed, indices = state.work, state.agreed, update.indices
         away, work.away = work.away, None
@@ -180,23 +180,18 @@ class Drift(Memory):
         before = take(agreed, indices)
         if self.longer == "averages":
             once = _first_ones(indices, agreed.numel() - 1)
-            squares = torch.stack([_square(take(away, indices), once), _square(update.values, once)])
-            state.squares[:2] = squares if skipped is None else squares.masked_fill(skipped, 0.0)
-        take_out_(away, update, skipped)
+            state.squares[:2] = torch.stack([_square(take(away, indices), once), _square(update.values, once)])
+        take_out_(away, update)
         after = torch.sub(before, update.values, alpha=work.factor)
-        if skipped is not None:
-            after = torch.where(skipped, before, after)
         put_(agreed, indices, after)
         agreed[-1:].zero_()
-        _put(self.copy(state), indices, after.sub_(take(away, indices)), skipped)
+        _put(self.copy(state), indices, after.sub_(take(away, indices)))
         if state.pushed is None:
             return
         if update.sent is not None:
-            subtract_at_(state.pushed, update.sent, None, skipped)
-        elif skipped is None:
-            state.pushed.zero_()
+            subtract_at_(state.pushed, update.sent, None)
         else:
-            state.pushed.masked_fill_(~skipped, 0.0)
+            state.pushed.zero_()
 
     def skip_(self, state: DriftState) -> None:
         """Leave copies where they have moved to, and p as it was; what is not finite goes back to p."""
@@ -238,13 +233,9 @@ class Drift(Memory):
 
     def away(self, state: DriftState) -> Tensor:
         """Return (numel,) ``p - x``."""
-        return self._with_a_spare_slot(state)[:-1]
-
-    def _with_a_spare_slot(self, state: DriftState) -> Tensor:
-        away = torch.empty_like(state.agreed)
+        away = torch.empty_like(state.agreed[:-1])
         for span, run in self.copy(state):
             torch.sub(state.agreed[span], run, out=away[span])
-        away[-1:].zero_()
         return away
 
     def for_dense(self) -> Memory:
@@ -254,6 +245,11 @@ class Drift(Memory):
     def for_whole(self) -> Memory:
         """Return none, likewise."""
         return NoMemory()
+
+
+def _room(like: Tensor) -> Tensor:
+    """Return a vector to be written to; on the CPU in large pages, which takes less time."""
+    return torch.empty_like(like) if static_shapes(like.device) else zeros(like.numel(), like.device, like.dtype)
 
 
 def _square(x: Tensor, once: Tensor) -> Tensor:
@@ -268,14 +264,12 @@ def _first_ones(indices: Tensor, padding: int) -> Tensor:
     return first & (indices != padding)
 
 
-def _put(copy: Gradient, indices: Tensor, values: Tensor, skipped: Tensor | None) -> None:
-    """Write weights at some coordinates, unless a flag is set."""
+def _put(copy: Gradient, indices: Tensor, values: Tensor) -> None:
+    """Write weights at some coordinates."""
     values = values.to(copy.dtype)
     if not static_shapes(copy.device):
         put_in_runs_(copy.runs, indices, values)
         return
     [flat] = copy.runs  # one more slot for the padding index
     longer = torch.cat([flat, flat.new_zeros(1)])
-    if skipped is not None:
-        values = torch.where(skipped, longer[indices], values)
     flat.copy_(longer.index_copy_(0, indices, values)[:-1])

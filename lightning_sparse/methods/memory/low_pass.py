@@ -68,13 +68,13 @@ class LowPass(Feedback):
         return Absorbed(state.acc, torch.stack(finite).all())
 
     def settle_(  # type: ignore[override]
-        self, state: LowPassState, update: Update, rounding: Tensor | None = None, skipped: Tensor | None = None
+        self, state: LowPassState, update: Update, rounding: Tensor | None = None
     ) -> None:
         """Set ``residual = (1 - beta) residual + beta (acc - sent)``; the error of a cast counts as not sent."""
-        super().settle_(FeedbackState(state.acc), update, None, skipped)
+        super().settle_(FeedbackState(state.acc), update)
         follows = torch.lerp(state.residual, state.acc, self.beta)
         if rounding is not None:
-            put_back_(follows, update, self.beta * rounding, skipped)
+            put_back_(follows, update, self.beta * rounding)
         state.residual.copy_(follows)
 
     def skip_(self, state: LowPassState) -> None:

@@ -85,10 +85,10 @@ class MomentumCorrection(Feedback):
         return Absorbed(state.residual, torch.stack(finite).all())
 
     def settle_(  # type: ignore[override]
-        self, state: MomentumState, update: Update, rounding: Tensor | None = None, skipped: Tensor | None = None
+        self, state: MomentumState, update: Update, rounding: Tensor | None = None
     ) -> None:
         """Remove sent values from the residual and, with masking, clear their momentum."""
-        super().settle_(state, update, rounding, skipped)
+        super().settle_(state, update, rounding)
         if not self.masking or update.sent is None:
             return
         momentum, numel = state.momentum, state.momentum.numel() - 1
@@ -99,8 +99,6 @@ class MomentumCorrection(Feedback):
                 cleared &= _marked(update.indices, momentum)[update.sent]
         if update.sent.numel() >= numel:
             cleared &= ~_marked(update.sent, momentum)[:numel].all()
-        if skipped is not None:
-            cleared &= ~skipped
         momentum.index_copy_(0, update.sent, momentum[update.sent].masked_fill_(cleared, 0))
 
 

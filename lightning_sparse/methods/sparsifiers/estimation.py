@@ -149,7 +149,7 @@ def follow(threshold: Tensor, counts: Tensor | None, k: int, beta: float, gamma:
 
     Args:
         threshold: () float64 of the previous step.
-        counts: (n,) of the previous step; None or -1 before the first one, which leaves the threshold as it is.
+        counts: (n,) of the previous step; None before the first one, which leaves the threshold as it is.
         k: target for all ranks together.
         beta: width of the band, above 1.
         gamma: gain per step, in (0, 1).
@@ -160,8 +160,7 @@ def follow(threshold: Tensor, counts: Tensor | None, k: int, beta: float, gamma:
     # The released code writes 0.909 for the lower edge. torch.where makes float32 of two Python numbers, hence the
     # products.
     inside = torch.where(ratio > round(1 / beta, 3), threshold * (1 + gamma / 4), threshold * (1 - gamma))
-    moved = torch.where(ratio > beta, threshold * (1 + gamma), inside)
-    return torch.where(ratio < 0, threshold, moved)
+    return torch.where(ratio > beta, threshold * (1 + gamma), inside)
 
 
 def initial_threshold(density: float, numel: int, device: torch.device, method: str) -> Tensor:

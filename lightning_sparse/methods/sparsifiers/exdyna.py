@@ -189,7 +189,7 @@ class ExDyna(Sparsifier):
         mean = mean.floor() if self.variant == "published" else mean
         expected = torch.floor(move * size * (total / numel))
         before = torch.arange(-1, 2, device=load.device)  # move of the pair before, in units of ``move``
-        left = (load[:-1, None] - before * expected) / mean  # no move for 0/0, which is NaN, and for -1/-1
+        left = (load[:-1, None] - before * expected) / mean  # no move for 0/0, which is NaN
         right = load[1:, None] / mean
         given, taken = (
             blocks[:-1, None] - before * move - move >= least,

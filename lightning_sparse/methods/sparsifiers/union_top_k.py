@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -14,17 +13,7 @@ from lightning_sparse.core.checks import expect, is_number
 from lightning_sparse.core.step import Agreement, Context, Selection
 from lightning_sparse.methods.density import count
 from lightning_sparse.methods.sparsifiers.base import SPARSIFIERS, Sparsifier
-from lightning_sparse.ops import (
-    Number,
-    divisor,
-    either,
-    greater,
-    lesser,
-    on_device,
-    static_shapes,
-    top_k_and_stripe,
-    whole,
-)
+from lightning_sparse.ops import static_shapes, top_k_and_stripe
 
 WINDOW = 64
 """Steps of the window over which the largest need for spare indices is taken; it counts for one more window."""
@@ -33,20 +22,17 @@ MARGIN = 0.05
 
 
 class FillState(NamedTuple):
-    """State that decides the number of spare indices; equal on all ranks. Needs are shares of k, in [0, 1].
+    """State that decides the number of spare indices; equal on all ranks. Needs are shares of k, in [0, 1]."""
 
-    Python's numbers; () float64 tensors from the first step on whose union only a device knew.
-    """
-
-    fill: Number
+    fill: float
     """Spare indices of all ranks together in the latest step, as a share of k."""
-    wanted: Number
+    wanted: float
     """k of the latest step."""
-    now: Number
+    now: float
     """Largest need in this window of steps."""
-    before: Number
+    before: float
     """Largest need in the window before."""
-    age: Number
+    age: float
     """Steps in this window so far."""
 
 
@@ -67,8 +53,7 @@ class UnionTopK(Sparsifier):
     in a step, c is doubled after it. None of this needs messages. Fractions of an index go to the ranks in turns.
 
     A rank selects ``ceil(k/n) + ceil(c k/n)`` coordinates, at most ``2 ceil(k/n)``. On CUDA the host is told the union
-    of a step together with whether it counts. Where it is not told, as in :func:`~lightning_sparse.simulate`, messages
-    always have the length of the latter.
+    of a step together with whether it counts.
 
     At a density of 0.001 this trains better than all published methods of equal traffic, with momentum SGD and 8 ranks;
     at 0.01, on text, too (``docs/reports/equal-bytes.md``):
@@ -141,50 +126,34 @@ class UnionTopK(Sparsifier):
             The next state; this rank's number of spare indices, a () int64 tensor on a device; and a share of k that
             spare indices of all ranks do not exceed.
         """
-        n, facts, union = ctx.world_size, (self._most, MARGIN, WINDOW), ctx.union
-        known = ctx.told
-        if union is not None and not static_shapes(union.device):
-            known = int(union)
-        if (union is None or known is not None) and not isinstance(state.fill, Tensor):
-            after, own = _followed(state, known, k, turn, n, *facts)
-            own = torch.full((), own, dtype=torch.int64, device=device) if static_shapes(device) else own
-            first = union is None and static_shapes(device)  # nobody knows yet whether the host will be told
-            return FillState(*map(float, after)), own, self._most if first else after[0]
-        zero = torch.zeros((), dtype=torch.float64, device=device)
-        state = FillState(*(x if isinstance(x, Tensor) else torch.full_like(zero, x) for x in state))
-        after, own = on_device.need(_followed, state, union, k, turn, n, *facts)
-        return FillState(*after), own, self._most
+        n, known = ctx.world_size, ctx.told
+        if known is None and ctx.union is not None:
+            known = int(ctx.union)  # waits for a device, where nobody has told the host
+        after, own = _followed(state, known, k, turn, n, self._most)
+        if static_shapes(device):
+            return after, torch.full((), own, dtype=torch.int64, device=device), after.fill
+        return after, own, after.fill
 
 
-def _followed(
-    state: Sequence[Number], union: Number | None, k: int, turn: int, n: int, most: float, margin: float, window: int
-) -> tuple[Sequence[Number], Number]:
+def _followed(state: FillState, union: int | None, k: int, turn: int, n: int, most: float) -> tuple[FillState, int]:
     """Follow the need, in numbers; see :meth:`UnionTopK.select`.
 
     Args:
-        state: the five of :class:`FillState`.
-        union: coordinates that were named in the step before, at most 0 where only the device knows that there was
-            none; None: there was none.
+        state: of the step before.
+        union: coordinates that were named in it; None: there was none.
         k: coordinates that are wanted.
         turn: which stripe is this rank's.
         n: number of ranks; a single one has no overlap.
         most: largest fill.
-        margin: added to the need, as a share of k.
-        window: steps after which a need begins to be forgotten.
 
     Returns:
-        The next five numbers, and how many spare indices this rank makes.
+        The next numbers, and how many spare indices this rank makes.
     """
-    fill, wanted, now, before, age = state
-    after = fill, fill * 0 + k, now, before, age
-    if union is not None:
-        age, surplus = age + 1, (union - wanted) / divisor(wanted)
-        now = greater(now, lesser(either(surplus < 0, 2 * fill, fill - surplus), 1.0))
-        full, counts = age >= window, union > 0
-        before = either(full, now, before)
-        fill = lesser(greater(before, now) + margin + 1 / k, most)
-        moved = fill, after[1], either(full, 0.0, now), before, either(full, 0.0, age)
-        after = tuple(either(counts, new, old) for new, old in zip(moved, state, strict=True))
-    share = after[0] * (n > 1) * k + n - 1 - turn
-    # By a tensor: torch multiplies by the reciprocal of a number on CUDA, and kernels divide.
-    return after, whole(share / (torch.full_like(share, n) if isinstance(share, Tensor) else n))
+    fill, wanted, now, before, age = map(float, state)  # states from files may hold tensors
+    if union is not None and union > 0:
+        surplus, age = (union - wanted) / wanted, age + 1
+        now = max(now, min(2 * fill if surplus < 0 else fill - surplus, 1.0))
+        before = now if age >= WINDOW else before
+        fill = min(max(before, now) + MARGIN + 1 / k, most)
+        now, age = (0.0, 0.0) if age >= WINDOW else (now, age)
+    return FillState(fill, float(k), now, before, age), int(((n > 1) * fill * k + n - 1 - turn) / n)

@@ -213,3 +213,57 @@ EXPORT int64_t ls_form(float *acc, float *second, float *score, void *const *run
     return form_runs(acc, NULL, NULL, runs, ends, count, kind, 1, by, bound, indices, magnitudes, room, finite);
   return form_runs(acc, second, score, runs, ends, count, kind, clear, by, bound, indices, magnitudes, room, finite);
 }
+
+// How far 64 weights have drifted from those that ranks agree on, and with gradients the product with these.
+INLINE uint64_t part_strip(float *restrict away, float *restrict score, const float *restrict agreed,
+                           const float *restrict own, const float *restrict pushed, uint32_t level, int32_t *finite) {
+  uint32_t largest = 0;
+  for (int j = 0; j < STRIP; j++) {
+    float drift = agreed[j] - own[j];
+    uint32_t m = bits_of(drift) & MAGNITUDE;
+    largest = m > largest ? m : largest;
+    away[j] = drift;
+    if (pushed) score[j] = drift * pushed[j];
+  }
+  *finite &= largest < INFINITE;
+  return reach(pushed ? score : away, level);
+}
+
+INLINE int64_t part(float *away, float *score, const float *agreed, const void *own, int kind, const float *pushed,
+                    int64_t n, float bound, int64_t first, int32_t *indices, float *magnitudes, int64_t found,
+                    int64_t room, int32_t *finite) {
+  float wide[STRIP], in[3][STRIP], out[2][STRIP];
+  uint32_t level = level_of(bound);
+  marked m = {.count = 0};
+  for (int64_t start = 0; start < n; start += BLOCK) {
+    int64_t size = n - start < BLOCK ? n - start : BLOCK, at = start, rest = size % STRIP;
+    for (; at < start + size - rest; at += STRIP)
+      mark(&m, at, part_strip(away + at, pushed ? score + at : NULL, agreed + at, widened(own, kind, at, STRIP, wide),
+                              pushed ? pushed + at : NULL, level, finite));
+    found = collect_marked(pushed ? score : away, &m, first, indices, magnitudes, found, room);
+    if (rest) {
+      size_t bytes = 4 * (size_t)rest;
+      memset(in, 0, sizeof in);
+      memcpy(in[0], widened(own, kind, at, rest, wide), bytes), memcpy(in[1], agreed + at, bytes);
+      if (pushed) memcpy(in[2], pushed + at, bytes);
+      uint64_t hits = part_strip(out[0], out[1], in[1], in[0], pushed ? in[2] : NULL, level, finite);
+      mark(&m, 0, hits & ((1ull << rest) - 1));
+      memcpy(away + at, out[0], bytes);
+      if (pushed) memcpy(score + at, out[1], bytes);
+      found = collect_marked(pushed ? out[1] : out[0], &m, first + at, indices, magnitudes, found, room);
+    }
+  }
+  return found;
+}
+
+// A rank's weights lie in runs, of which each ends at a coordinate. Without gradients there is no score.
+EXPORT int64_t ls_part(float *away, float *score, const float *agreed, const float *pushed, void *const *runs,
+                       const int64_t *ends, int64_t count, int kind, float bound, int32_t *indices, float *magnitudes,
+                       int64_t room, int32_t *finite) {
+  int64_t found = 0, at = 0;
+  *finite = 1;
+  for (int64_t run = 0; run < count; at = ends[run++])
+    found = part(away + at, pushed ? score + at : NULL, agreed + at, runs[run], kind, pushed ? pushed + at : NULL,
+                 ends[run] - at, bound, at, indices, magnitudes, found, room, finite);
+  return found;
+}

@@ -9,6 +9,7 @@ import ctypes
 import threading
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,13 +31,15 @@ ARGUMENTS = {
 FUNCTIONS = {
     "ls_form": "l: ppp ppl i ip f pp l p",
     "ls_above": "l: pl f pp l",
+    "ls_part": "l: pppp pp l i f pp l p",
+    "ls_fingerprint": "l: pl pl",
     "ls_largest": "l: ppl ll ll l pppp",
     "ls_tell": "i: pppp i f p pp",
     "ls_round": "l: ppl pppl ll fiii f pppp",
     "ls_unite": "l: pppp l ll l pppp pp",
     "ls_meet": "l: p ll p i ll ppppppp",
     "ls_reader": "l:",
-    "ls_average_pairs": "l: plp ll pppp",
+    "ls_add_pairs": "l: plp ll f pppp",
     "ls_table": "l:",
     "ls_sketch": "i: pppl pl pl p",
 }
@@ -169,13 +172,14 @@ class Native:
             union[:size], levels[:size], numbers[1], tops, trouble != 0, rows[:, 0].long(), different, named
         )  # fmt: skip
 
-    def average_pairs(self, rows: Tensor, slots: int, padding: int) -> tuple[Tensor, Tensor] | None:
-        """The mean of sparse vectors over ranks, summed from zero in their order; None where one does not ascend.
+    def add_pairs(self, rows: Tensor, slots: int, padding: int, divisor: int) -> tuple[Tensor, Tensor] | None:
+        """The sum of sparse vectors from zero in their order, divided by a number; None where one does not ascend.
 
         Args:
             rows: (n, 1 + 2 * slots) int32, contiguous in words: a count, coordinates, bits of values.
             slots: see there.
             padding: coordinates from here on do not count.
+            divisor: see there.
         """
         n, counts = len(rows), rows[:, 0].tolist()
         if not all(0 <= count <= slots for count in counts):
@@ -183,12 +187,12 @@ class Native:
         places = [rows.data_ptr() + 4 * (rank * rows.stride(0) + 1) for rank in range(n)]
         room = sum(counts) + 1
         union = torch.empty(room, dtype=torch.int64, device="cpu")
-        means = torch.empty(room, dtype=torch.float32, device="cpu")
-        found = self._library.ls_average_pairs(
-            (ctypes.c_void_p * n)(*places), slots, (ctypes.c_int64 * n)(*counts), n, padding,
-            self._table(), address("at", n, torch.int64), at(union), at(means),
+        sums = torch.empty(room, dtype=torch.float32, device="cpu")
+        found = self._library.ls_add_pairs(
+            (ctypes.c_void_p * n)(*places), slots, (ctypes.c_int64 * n)(*counts), n, padding, divisor,
+            self._table(), address("at", n, torch.int64), at(union), at(sums),
         )  # fmt: skip
-        return None if found < 0 else (union[:found], means[:found])
+        return None if found < 0 else (union[:found], sums[:found])
 
     def _table(self) -> int:
         """Where a table lies: zero whenever nobody works with it."""
@@ -258,8 +262,7 @@ class Native:
         """
         indices, magnitudes = _scratch(room)
         finite = ctypes.c_int32()
-        starts = (ctypes.c_void_p * len(runs))(*map(at, runs))
-        ends = (ctypes.c_int64 * len(runs))(*accumulate(run.numel() for run in runs))
+        starts, ends = _lie(runs)
         count = self._library.ls_form(
             *map(at, formed), starts, ends, len(runs), KINDS[runs[0].dtype], clear, (ctypes.c_float * 4)(*weights),
             bound, at(indices), at(magnitudes), room, ctypes.byref(finite),
@@ -267,6 +270,48 @@ class Native:
         if not finite.value:
             return None, False
         return None if count > room else (indices[:count].clone(), magnitudes[:count].clone()), True
+
+    def part(
+        self,
+        away: Tensor,
+        score: Tensor | None,
+        agreed: Tensor,
+        pushed: Tensor | None,
+        runs: Sequence[Tensor],
+        bound: float,
+        room: int,
+    ) -> Collected:
+        """Form what :func:`~lightning_sparse.ops.part_` says, and collect what reaches a bound, as :meth:`form` does.
+
+        Args:
+            away: see there, as the next three.
+            score: see there.
+            agreed: see there.
+            pushed: see there.
+            runs: at least one.
+            bound: magnitude of the score, or of the drift where there is none.
+            room: for so many that reach it.
+        """
+        indices, magnitudes = _scratch(room)
+        finite = ctypes.c_int32()
+        starts, ends = _lie(runs)
+        count = self._library.ls_part(
+            at(away), at(score), at(agreed), at(pushed), starts, ends, len(runs), KINDS[runs[0].dtype],
+            bound, at(indices), at(magnitudes), room, ctypes.byref(finite),
+        )  # fmt: skip
+        if not finite.value:
+            return None, False
+        return None if count > room else (indices[:count].clone(), magnitudes[:count].clone()), True
+
+    def fingerprint(self, x: Tensor, factors: Tensor) -> int:
+        """Return a number that is another one where a contiguous vector has other bits.
+
+        Args:
+            x: of any dtype.
+            factors: int32 numbers that are not 0; the number of them is best a prime.
+        """
+        found: int = self._library.ls_fingerprint(at(x), x.nbytes, at(factors), len(factors))
+        return found
 
     def above(self, x: Tensor, bound: float) -> Found:
         """Return the coordinates of a vector that reach a bound."""
@@ -289,8 +334,7 @@ class Native:
             own: (rows,) the same, one for each row.
         """
         count, width = len(pieces), out.numel()
-        starts = (ctypes.c_void_p * count)(*map(at, pieces))
-        ends = (ctypes.c_int64 * count)(*accumulate(piece.numel() for piece in pieces))
+        starts, ends = _lie(pieces)
         kinds = (ctypes.c_int32 * count)(*(KINDS[piece.dtype] for piece in pieces))
         shifts = shared.numel() - width + 1
         self._library.ls_sketch(starts, ends, kinds, count, at(shared), shifts, at(own), width, at(out))
@@ -330,6 +374,12 @@ def _refuse_outside(outside: bool, x: Tensor) -> None:
 
 def _layout(form: Form) -> ctypes.Array[ctypes.c_int64]:
     return (ctypes.c_int64 * len(form.offsets))(*form.offsets)
+
+
+def _lie(runs: Sequence[Tensor]) -> tuple[Any, Any]:
+    """Return where runs of a vector lie, and where each ends in it."""
+    starts = (ctypes.c_void_p * len(runs))(*map(at, runs))
+    return starts, (ctypes.c_int64 * len(runs))(*accumulate(run.numel() for run in runs))
 
 
 def _limit(limit: int | None) -> int:

@@ -224,10 +224,10 @@ EXPORT int64_t ls_meet(const int32_t *words, int64_t n, int64_t stride, const fo
 // Bytes for what is known of a rank while its message is read.
 EXPORT int64_t ls_reader(void) { return (int64_t)sizeof(speaker); }
 
-// The means of n vectors, given at coordinates that ascend, below padding, `slots` words before their values: sums from zero
-// in the order of the vectors, divided by n. -1 where some do not ascend.
-EXPORT int64_t ls_average_pairs(const int32_t *const *places, int64_t slots, const int64_t *lengths, int64_t n,
-                                int64_t padding, table *t, int64_t *at, int64_t *united, float *means) {
+// The sums of n vectors, given at coordinates that ascend, below padding, `slots` words before their values: from zero in
+// the order of the vectors, and then divided. -1 where some do not ascend.
+EXPORT int64_t ls_add_pairs(const int32_t *const *places, int64_t slots, const int64_t *lengths, int64_t n,
+                            int64_t padding, float divisor, table *t, int64_t *at, int64_t *united, float *sums) {
   int64_t found = 0;
   memset(at, 0, 8 * (size_t)n);
   for (int64_t start = 0; start < padding; start += OFFSETS) {
@@ -240,7 +240,7 @@ EXPORT int64_t ls_average_pairs(const int32_t *const *places, int64_t slots, con
       }
       at[r] = i;
     }
-    found = sums_in(t, start, found, united, means, (float)n);
+    found = sums_in(t, start, found, united, sums, divisor);
   }
   for (int64_t r = 0; r < n; r++)
     for (int64_t i = at[r]; i < lengths[r]; i++)

@@ -150,23 +150,6 @@ def tell_and_fill_(x: Tensor | RunTable, flags: Tensor, value: float) -> Tensor:
 
 
 @triton.jit
-def _choose(flag, yes, no, out, sizes, SIZE: tl.constexpr):
-    chosen = tl.load(flag) != 0
-    i = tl.arange(0, SIZE)
-    for part in tl.static_range(len(yes)):
-        inside = i < sizes[part]
-        first = tl.load(yes[part] + i, mask=inside & chosen, other=0)
-        second = tl.load(no[part] + i, mask=inside & (chosen == 0), other=0)
-        tl.store(out[part] + i, tl.where(chosen, first, second), mask=inside)
-
-
-def choose(flag: Tensor, yes: tuple[Tensor, ...], no: tuple[Tensor, ...], out: tuple[Tensor, ...]) -> None:
-    """``out[i] = yes[i] if flag else no[i]`` for short tensors, of equal shapes and dtypes for each i, at once."""
-    size = triton.next_power_of_2(max((x.numel() for x in out), default=1))
-    launch(_choose, 1, flag, yes, no, out, tuple(x.numel() for x in out), SIZE=size, warps=4)
-
-
-@triton.jit
 def _score(x, second, least, damping):
     """``x / sqrt(sqrt(second + (damping x)^2) + least)``, each operation rounded by itself."""
     waited = x * damping

@@ -1,16 +1,8 @@
-"""Single numbers that steps follow on the device, in one launch of one program each.
-
-The length of gradients: :func:`.length.measure` says what is computed. And the need of UnionTopK for spare picks, whose
-numbers :class:`~lightning_sparse.methods.sparsifiers.UnionTopK` explains: its tensor operations give the same, bit for
-bit.
-"""
+"""The length of gradients, which steps follow on the device: :func:`.length.measure` says what is computed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -74,61 +66,3 @@ def measure(
         _measure, 1, lengths, norm, units, numel, beta2_float, beta2 - beta2_float, warps=1,
         KEEP=keep, LONG=long, FAR=far, ACTS=acts,
     )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["k", "turn", "n"])
-def _follow(
-    state, union, after, spare, k, turn, n,
-    KNOWN: tl.constexpr, MOST: tl.constexpr, MARGIN: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
-    fill = tl.load(state[0])
-    wanted = tl.load(state[1])
-    now = tl.load(state[2])
-    before = tl.load(state[3])
-    age = tl.load(state[4])
-    share = k.to(tl.float64)
-    most = _number(MOST)
-    zero = _number(0.0)
-    one = _number(1.0)
-    if KNOWN:
-        named = tl.load(union)
-        surplus = (named.to(tl.float64) - wanted) / wanted
-        need = tl.where(surplus < 0, 2 * fill, fill - surplus)
-        now_ = tl.maximum(now, tl.minimum(tl.maximum(need, zero), one))
-        full = age + 1 >= WINDOW
-        before_ = tl.where(full, now_, before)
-        fill_ = tl.minimum(tl.maximum(before_, now_) + _number(MARGIN) + one / share, most)
-        known = named > 0
-        fill = tl.where(known, fill_, fill)
-        wanted = tl.where(known, share, wanted)
-        now = tl.where(known, tl.where(full, zero, now_), now)
-        before = tl.where(known, before_, before)
-        age = tl.where(known, tl.where(full, zero, age + 1), age)
-    else:
-        wanted = share
-    tl.store(after, fill)
-    tl.store(after + 1, wanted)
-    tl.store(after + 2, now)
-    tl.store(after + 3, before)
-    tl.store(after + 4, age)
-    whole = (tl.where(n > 1, fill, zero) * share + n.to(tl.float64) - 1.0 - turn.to(tl.float64)) / n.to(tl.float64)
-    tl.store(spare, tl.floor(whole).to(tl.int64))
-
-
-def follow(
-    state: Sequence[Tensor],
-    union: Tensor | None,
-    k: int,
-    turn: int,
-    n: int,
-    most: float,
-    margin: float,
-    window: int,
-) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Do the work of :func:`.union_top_k._followed` for () float64 numbers and a () int64 union, in one launch."""
-    after, spare = state[0].new_empty(5), state[0].new_empty((), dtype=torch.int64)
-    launch(
-        _follow, 1, tuple(state), after if union is None else union, after, spare, k, turn, n,
-        KNOWN=union is not None, MOST=most, MARGIN=margin, WINDOW=window, warps=1,
-    )  # fmt: skip
-    return after.unbind(), spare

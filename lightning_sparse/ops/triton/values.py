@@ -73,13 +73,11 @@ def hand_over_(
 
 @triton.jit(do_not_specialize=["slots", "numel"])
 def _subtract_at(
-    x, indices, values, skipped, slots, numel,
-    EMPTY: tl.constexpr, DECIDED: tl.constexpr, PICKS: tl.constexpr,
+    x, indices, values, slots, numel,
+    EMPTY: tl.constexpr, PICKS: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0) * PICKS + tl.arange(0, PICKS)
     live = slot < slots
-    if not DECIDED:
-        live &= tl.load(skipped) == 0
     place = tl.load(indices + slot, mask=live, other=0)
     live &= place < numel
     if EMPTY:
@@ -92,11 +90,10 @@ def _subtract_at(
         tl.store(x + place, left - value, mask=live)
 
 
-def subtract_at_(x: Tensor, indices: Tensor, values: Tensor | None, skipped: Tensor | None) -> None:
+def subtract_at_(x: Tensor, indices: Tensor, values: Tensor | None) -> None:
     """Do the work of :func:`.on_device.subtract_at_`, which says it in words."""
     slots = indices.numel()
     launch(
-        _subtract_at, -(-slots // PICKS), x, indices, x if values is None else values,
-        x if skipped is None else skipped, slots, x.numel() - 1, EMPTY=values is None, DECIDED=skipped is None,
-        PICKS=PICKS, warps=4,
+        _subtract_at, -(-slots // PICKS), x, indices, x if values is None else values, slots, x.numel() - 1,
+        EMPTY=values is None, PICKS=PICKS, warps=4,
     )  # fmt: skip

@@ -211,8 +211,6 @@ def test_too_many_never_lower_the_threshold_and_too_few_never_raise_it(
 def test_before_the_first_counts_the_threshold_stays() -> None:
     threshold = torch.tensor(0.25, dtype=torch.float64)
     assert follow(threshold, None, 10, 1.1, 0.005) is threshold
-    # Where only the device knows that no step has counted yet.
-    assert torch.equal(follow(threshold, torch.tensor([-1, -1]), 10, 1.1, 0.005), threshold)
 
 
 def test_a_rank_that_found_nothing_is_given_one_coordinate_that_rotates() -> None:
