@@ -104,6 +104,7 @@ def wanted() -> Iterator[Run]:
     yield from (Run(name, 8, 1000, rate) for rate in (2.0, 4.0) for name in (DENSE, LIBRARY, mean))
     yield from (Run(f"{LIBRARY}, density {density}", 8, 1000, 4.0) for density in (0.02, 0.1))
     yield from (Run(name, 8, 1000, 4.0, 1) for name in (DENSE, LIBRARY, mean))
+    yield from (Run(name, 8, 2000) for name in (DENSE, LIBRARY, mean))
     yield Run(f"{DENSE}, beta1 0", 8, 1000)
     yield from (Run(name, 2, 1000) for name in first)
     yield from (Run(name, 8, 1000, seed=1) for name in (*first, *rest))
@@ -236,11 +237,11 @@ def report(found: dict[Run, dict[str, Any]]) -> str:
         rows += [
             f"\n{ranks} ranks",
             "",
-            "| variant | rate | density | seeds | loss | behind dense |",
-            "| --- " * 6 + "|",
+            "| variant | steps | rate | density | seeds | loss | behind dense |",
+            "| --- " * 7 + "|",
         ]
-        for name, rate in dict.fromkeys((run.name, run.rate) for run in found if run.ranks == ranks):
-            runs = [run for run in found if (run.name, run.ranks, run.rate) == (name, ranks, rate)]
+        for one in dict.fromkeys(run._replace(seed=0) for run in found if run.ranks == ranks):
+            runs = [run for run in found if run._replace(seed=0) == one]
             ends = [found[run]["curve"][-1][1] for run in runs]
             pairs = [
                 end - found[dense]["curve"][-1][1]
@@ -249,7 +250,9 @@ def report(found: dict[Run, dict[str, Any]]) -> str:
             ]
             behind = f"{sum(pairs) / len(pairs):+.3f}" if pairs else ""
             density = found[runs[0]]["density"]
-            rows.append(f"| {name} | {rate:g} | {density:.4g} | {len(runs)} | {sum(ends) / len(ends):.3f} | {behind} |")
+            mean = f"{sum(ends) / len(ends):.3f}"
+            cells = one.name, str(one.steps), f"{one.rate:g}", f"{density:.4g}", str(len(runs)), mean, behind
+            rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
