@@ -106,10 +106,10 @@ class MeanTopK(UnionTopK):
     def _select(self, acc: Tensor, state: FillState, ctx: Context, stripe: Stripe) -> Steps[Selected]:
         numel, n = acc.numel(), ctx.world_size
         k, turn = count(ctx.density, numel), (ctx.rank - ctx.step) % n
-        after, spare, wanted = self._follow(state, ctx, k, turn, acc.device)
+        after, spare = self._follow(state, ctx, k, turn, acc.device)
         own = math.ceil(OWN * k)
         share, slots = (own + turn) // n, -(-own // n)
-        room = int((wanted * k + n - 1) / n)
+        room = int((after.fill * k + n - 1) / n)
         # All that is read of the accumulator is read before the message: other groups work meanwhile.
         first = top_k(acc, share, ctx.candidates) if share else torch.empty(0, dtype=torch.int64, device=acc.device)
         values = stripe.by_owner(acc)

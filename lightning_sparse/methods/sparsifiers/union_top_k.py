@@ -110,29 +110,24 @@ class UnionTopK(Sparsifier):
         """Select the k/n largest, and spare ones of the own stripe."""
         numel, n = acc.numel(), ctx.world_size
         k, turn = count(ctx.density, numel), (ctx.rank - ctx.step) % n
-        after, own, wanted = self._follow(state, ctx, k, turn, acc.device)
+        after, own = self._follow(state, ctx, k, turn, acc.device)
         share, slots = (k + turn) // n, -(-k // n)  # over n ranks the shares add up to k
         # Spare indices go round in the opposite order of the shares; a single rank has no overlap.
-        room = 0 if n == 1 else int((wanted * k + n - 1) / n)
+        room = 0 if n == 1 else int((after.fill * k + n - 1) / n)
         indices, spares, picks = top_k_and_stripe(acc, share, own, turn, n, ctx.candidates, slots + room)
         return Selection(indices, picks, aligned=True, limit=k, spare=spares), after
 
-    def _follow(
-        self, state: FillState, ctx: Context, k: int, turn: int, device: torch.device
-    ) -> tuple[FillState, Any, float]:
+    def _follow(self, state: FillState, ctx: Context, k: int, turn: int, device: torch.device) -> tuple[FillState, Any]:
         """Update the need from the previous step.
 
         Returns:
-            The next state; this rank's number of spare indices, a () int64 tensor on a device; and a share of k that
-            spare indices of all ranks do not exceed.
+            The next state, and this rank's number of spare indices, a () int64 tensor on a device.
         """
         n, known = ctx.world_size, ctx.told
         if known is None and ctx.union is not None:
             known = int(ctx.union)  # waits for a device, where nobody has told the host
         after, own = _followed(state, known, k, turn, n, self._most)
-        if static_shapes(device):
-            return after, torch.full((), own, dtype=torch.int64, device=device), after.fill
-        return after, own, after.fill
+        return after, torch.full((), own, dtype=torch.int64, device=device) if static_shapes(device) else own
 
 
 def _followed(state: FillState, union: int | None, k: int, turn: int, n: int, most: float) -> tuple[FillState, int]:

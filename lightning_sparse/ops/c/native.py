@@ -267,9 +267,7 @@ class Native:
             *map(at, formed), starts, ends, len(runs), KINDS[runs[0].dtype], clear, (ctypes.c_float * 4)(*weights),
             bound, at(indices), at(magnitudes), room, ctypes.byref(finite),
         )  # fmt: skip
-        if not finite.value:
-            return None, False
-        return None if count > room else (indices[:count].clone(), magnitudes[:count].clone()), True
+        return _collected(count, room) if finite.value else None, bool(finite.value)
 
     def part(
         self,
@@ -299,9 +297,7 @@ class Native:
             at(away), at(score), at(agreed), at(pushed), starts, ends, len(runs), KINDS[runs[0].dtype],
             bound, at(indices), at(magnitudes), room, ctypes.byref(finite),
         )  # fmt: skip
-        if not finite.value:
-            return None, False
-        return None if count > room else (indices[:count].clone(), magnitudes[:count].clone()), True
+        return _collected(count, room) if finite.value else None, bool(finite.value)
 
     def fingerprint(self, x: Tensor, factors: Tensor) -> int:
         """Return a number that is another one where a contiguous vector has other bits.
@@ -397,6 +393,12 @@ def _scratch(room: int) -> Found:
     """Buffers of this thread for coordinates and magnitudes."""
     size = room + SLACK
     return space("indices", size, torch.int32)[:size], space("magnitudes", size, torch.float32)[:size]
+
+
+def _collected(count: int, room: int) -> Found | None:
+    """Return a copy of what a pass has put into the buffers; None if there was more than there was room for."""
+    indices, magnitudes = _scratch(room)
+    return None if count > room else (indices[:count].clone(), magnitudes[:count].clone())
 
 
 _chosen, description = choose()
