@@ -13,7 +13,7 @@ from lightning_sparse.tools.compare.tasks import record, text
 from tests.covering import by_default
 
 RANKS, DENSITY = 4, 0.01
-LEARNING = {"union_top_k", "union_top_k+momentum", "union_top_k+early"}
+LEARNING = {"union_top_k", "union_top_k+momentum", "union_top_k+early", "mean_top_k"}
 """How many spare picks are needed is seen in the first 64 steps, and depends on how much the ranks agree."""
 NOT_EXACT = {"dgc", "redsync", "gaussian_k", "sidco_e", "sidco_gp", "sidco_p"}
 """How much they pick is not known beforehand: 0.90 to 1.09 of the bytes here, up to 0.88 and 1.15 elsewhere."""
@@ -41,7 +41,7 @@ def sent_by_micro(gradients: list[Tensor]) -> float:
     return sent(gradients, micro, DENSITY)
 
 
-AS_UNION_TOPK = [method for method in METHODS if method.name in LEARNING - {"union_top_k"}]
+AS_UNION_TOPK = [method for method in METHODS if method.name in LEARNING - {"union_top_k", "mean_top_k"}]
 
 
 @pytest.mark.parametrize(
