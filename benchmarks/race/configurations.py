@@ -67,6 +67,8 @@ CONFIGURATIONS: dict[str, Configuration] = {
     "distro": Configuration(DeMo, {"k": 4, "decay": 0.995, "signs": True}, title="DisTrO, k 4, 1 bit", asks=OWN),
     "top_k": Configuration(TopK, {"density": 0.01}, title="Top-k 0.01, residual", asks=ANY),
     "ours": Configuration(Ours, {"density": 0.01}, title="ours, 0.01", asks=ADAMW),
+    "ours-2": Configuration(Ours, {"density": 0.02}, title="ours, 0.02", asks=ADAMW),
+    "ours-4": Configuration(Ours, {"density": 0.04}, title="ours, 0.04", asks=ADAMW),
     "root": _by_root({"density": 0.01}, "ours, 0.01"),
     "ours-50": _by_root({"density": 0.02}, "ours, 0.02"),
     "mean": _by_root({"density": 0.008, "voted": True}, "ours, MeanTopK, 0.008"),

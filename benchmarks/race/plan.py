@@ -77,21 +77,17 @@ def _entries() -> Iterator[Entry]:
     for method in ("dense", "ours"):
         yield Entry("lstm-600-2", method, 8, 3)
         yield Entry("gpt-300-2", method, 2, 3)
-    for n in (8, 32):
-        for method in (
-            "dense",
-            "ours",
-            "root",
-            "ours-50",
-            "mean",
-            "powersgd-1",
-            "diloco-30",
-            "sparseloco-30",
-            "demo",
-        ):
+    many = ("dense", "ours", "powersgd-1", "diloco-30", "sparseloco-30", "demo")
+    more = {
+        "lstm-600-8": ("ours-2", "root", "ours-50", "mean"),
+        "gpt-300-8": ("root",),
+        "lstm-600-32": ("ours-2", "ours-4"),
+        "gpt-300-32": (),
+    }
+    for task, others in more.items():
+        for method in (*many, *others):
             lstm, gpt = short.get(method, short["ours"])
-            yield Entry(f"lstm-600-{n}", method, 2 * lstm, 2)
-            yield Entry(f"gpt-300-{n}", method, gpt, 2)
+            yield Entry(task, method, 2 * lstm if task.startswith("lstm") else gpt, 2)
     for method in ("dense", "ours", "ours-1000", "averaging-10", "diloco-30", "demo"):
         yield Entry("shakespeare-2000", method, 1, 3, outer=False)
     for method in ("dense", "ours", "root", "ours-300", "turned-300", "averaging-10"):
