@@ -18,7 +18,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +27,10 @@ from torch import Tensor, nn
 import lightning_sparse as ls
 from benchmarks.adam import loss_of
 from benchmarks.causes.rule import Rule, Variant
+from benchmarks.causes.tables import DENSE, Run, behind, csv_tables
 from benchmarks.race.flat import Flat
 from benchmarks.race.results import FOLDER, commit
-from benchmarks.race.tasks import SHAKESPEARE, TASKS, Loaded, Task
+from benchmarks.race.tasks import TASKS, Loaded, Task
 from lightning_sparse.core.step import Context
 from lightning_sparse.engine.average import spread_divisor
 from lightning_sparse.engine.diversity import Diversity
@@ -37,9 +39,10 @@ from lightning_sparse.engine.pipeline import exchange_group, init_group, settle_
 from lightning_sparse.methods.exchanges import as_exchange
 
 OWN = FOLDER / "causes" / "causes.jsonl"
-DENSE, LIBRARY, ROOT, EXACT = "dense", "library", "sqrt(n)", "exact factor"
-"""Dense training; the library; the same with steps that are longer by sqrt(n), as they were before the factor was
-measured; and by the root of the mean of the ranks' squared norms over that of the mean, known exactly in every step."""
+TABLES = FOLDER / "reports"
+LIBRARY, ROOT, EXACT = "library", "sqrt(n)", "exact factor"
+"""The library; the same with steps that are longer by sqrt(n), as they were before the factor was measured; and by the
+root of the mean of the ranks' squared norms over that of the mean, known exactly in every step."""
 BY_LIBRARY: dict[str, Variant] = {
     name + more: variant
     for name in (LIBRARY, ROOT, EXACT)
@@ -78,23 +81,6 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
-class Run(NamedTuple):
-    """A training."""
-
-    name: str
-    """A variant, or `dense`, or `dense, beta1 0`."""
-    ranks: int
-    steps: int
-    rate: float = 1.0
-    seed: int = 0
-    task: str = SHAKESPEARE.name
-    """That of nanoGPT's script, or one of words."""
-
-    @property
-    def variant(self) -> Variant:
-        return VARIANTS.get(self.name, Variant())
-
-
 def wanted() -> Iterator[Run]:
     """What decides first, first."""
     first = (DENSE, LIBRARY, ROOT, "density 1", "density 0.1", "the best coordinates, second moments of the mean")
@@ -127,7 +113,7 @@ class Simulation:
     """
 
     def __init__(self, run: Run, loaded: Loaded) -> None:
-        self.run, self.loaded, self.variant = run, loaded, run.variant
+        self.run, self.loaded, self.variant = run, loaded, VARIANTS.get(run.name, Variant())
         self.task: Task = replace(TASKS[run.task], steps=run.steps, ranks=run.ranks)
         torch.manual_seed(run.seed)
         self.model = loaded.model()
@@ -252,16 +238,11 @@ def report(found: dict[Run, dict[str, Any]]) -> str:
         ]
         for one in dict.fromkeys(run._replace(seed=0) for run in found if (run.task, run.ranks) == (task, ranks)):
             runs = [run for run in found if run._replace(seed=0) == one]
-            ends = [found[run]["curve"][-1][1] for run in runs]
-            pairs = [
-                end - found[dense]["curve"][-1][1]
-                for run, end in zip(runs, ends, strict=True)
-                if (dense := run._replace(name=DENSE)) in found
-            ]
-            behind = f"{sum(pairs) / len(pairs):+.3f}" if pairs else ""
+            pairs = [end for run in runs if (end := behind(found, run)) is not None]
+            distance = f"{fmean(pairs):+.3f}" if pairs else ""
             density = found[runs[0]]["density"]
-            mean = f"{sum(ends) / len(ends):.3f}"
-            cells = one.name, str(one.steps), f"{one.rate:g}", f"{density:.4g}", str(len(runs)), mean, behind
+            mean = f"{fmean(found[run]['curve'][-1][1] for run in runs):.3f}"
+            cells = one.name, str(one.steps), f"{one.rate:g}", f"{density:.4g}", str(len(runs)), mean, distance
             rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
@@ -272,10 +253,13 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path("data"), help="folder of the texts (default: data)")
     parser.add_argument("--results", type=Path, default=OWN, help="file of the results")
     parser.add_argument("--before", nargs="+", help="variants that are trained before all others")
-    parser.add_argument("--report", action="store_true", help="print tables, and train nothing")
+    parser.add_argument("--report", action="store_true", help="print and write tables, and train nothing")
     chosen = parser.parse_args()
     if chosen.report:
-        print(report(known(chosen.results)))
+        found = known(chosen.results)
+        print(report(found))
+        for name, text in csv_tables(found).items():
+            (TABLES / name).write_text(text)
         return
     torch.set_num_threads(1)
     deadline = time.time() + 60 * chosen.minutes
