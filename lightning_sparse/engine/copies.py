@@ -7,7 +7,7 @@ when the engine is closed. Somebody else may write to weights: fingerprints tell
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -81,10 +81,15 @@ class Copies:
         """Note that an optimizer is about to move weights: until :meth:`note`, nobody else does."""
         self._moves = True
 
-    def note(self) -> None:
-        """Take the weights as they are for those that the engine has written."""
+    def note(self, names: Set[str] | None = None) -> None:
+        """Take the weights as they are for those that the engine has written.
+
+        Args:
+            names: of those that it has moved; None: all. What others hold, somebody may have written.
+        """
         self._moves = False
-        self._fingerprints = {name: self._fingerprint(name) for name in self._drifting}
+        moved = self._drifting if names is None else self._drifting.keys() & names
+        self._fingerprints |= {name: self._fingerprint(name) for name in moved}
 
     def _fingerprint(self, name: str) -> Tensor:
         return fingerprint(flattened(self._groups.parameters[name]))

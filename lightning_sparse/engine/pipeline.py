@@ -5,7 +5,8 @@ Everything between ranks is a message that a coroutine yields; :mod:`drivers <li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
+import zlib
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -114,6 +115,7 @@ def exchange_group(
     scale: Tensor | None = None,
     unused: Sequence[slice] = (),
     flush: bool = False,
+    anew: bool = False,
     changing: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Steps[Proposed]:
     """Absorb a group's gradient and exchange; :func:`settle_group` follows if the step counts.
@@ -131,6 +133,7 @@ def exchange_group(
         scale: () factor that the loss was multiplied by; what is remembered is free of it, the average has it again.
         unused: coordinates of parameters that no rank used: nothing of them is absorbed or sent.
         flush: send everything, whatever the density is.
+        anew: gradients are of other parameters than those before.
         changing: is entered while what is remembered changes; no message is sent meanwhile.
 
     Returns:
@@ -150,6 +153,8 @@ def exchange_group(
     given = grad if scale is None else grad.unscaled(scale)
     with changing():
         kept = _kept(memory, state, unused) if unused else ()
+        if anew:
+            memory.measure_anew_(state.memory)
         absorbed = memory.absorb_(state.memory, given, ctx)
         for place, content in kept:
             place.copy_(content)
@@ -400,6 +405,12 @@ class GroupReducer:
         """Of the gradients, where second moments travel."""
         self.unused: set[str] = set()
         """Parameters that no rank used in the latest step."""
+        self.turn = first.step
+        """Exchanges of the group that counted: ranks take turns by it, however many others there are in between."""
+        self.measured = 0.0
+        """Of which parameters lengths are known, see :func:`composition`; 0: of none."""
+        self._composed: tuple[Set[str], float] | None = None
+        """The same of a step that left some parameters out, and these."""
         self.bounds = bounds_of(self.spans, self.device)
         self._like = torch.empty((), dtype=self.wide, device=self.device)
         self._copies: Gradient | None = None
@@ -469,6 +480,12 @@ class GroupReducer:
         if self.memory.vectors(self.state.memory):
             self.memory.carry_(self.state.memory, self.spans[name], old.memory, old.state.memory, old.spans[name])
         self.diversity = Diversity.of([self.diversity.counters(), old.diversity.counters()])
+        self.measured = max(self.measured, old.measured)
+
+    def counters(self) -> dict[str, float]:
+        """Return the numbers that a state keeps of the group, beside those of its memory."""
+        followed = self.diversity.counters() | {"measured": self.measured} if self.memory.needs_second else {}
+        return {"turn": float(self.turn), **followed}
 
     @property
     def memory_bytes(self) -> int:
@@ -498,7 +515,9 @@ class GroupReducer:
         Returns:
             A coroutine that ends with what the step would settle.
         """
+        anew = self._other_parameters(unused)
         self.unused = set(unused)
+        ctx = ctx._replace(step=self.turn)
         grad = given = Gradient.of([piece for name in self.spans if (piece := pieces[name]).numel()], self._rooms)
         if static_shapes(self.device) and not self._reads(given.runs):
             grad = Gradient([given.flat()])
@@ -527,6 +546,7 @@ class GroupReducer:
             scale=scale,
             unused=spans,
             flush=flush,
+            anew=anew,
             changing=partial(changing, used),
         )
         if not (self.memory.needs_second and self.diversity.asks(ctx.world_size)):
@@ -546,6 +566,15 @@ class GroupReducer:
             given.spread_(grad.runs[0])
         average = self.average(proposed.update.indices, proposed.handed, proposed.divisor)
         return Exchanged(proposed, spans, average, squares)
+
+    def _other_parameters(self, unused: Set[str]) -> bool:
+        """Return whether a step has gradients of other parameters than those whose lengths are known."""
+        if not self.memory.needs_second:
+            return False
+        if self._composed is None or self._composed[0] != unused:
+            self._composed = frozenset(unused), composition(self.spans.keys() - unused)
+        before, self.measured = self.measured, self._composed[1]
+        return before not in (0.0, self.measured)
 
     def _reads(self, runs: Sequence[Tensor]) -> bool:
         """Return whether kernels take a gradient in runs on a device; else one vector takes fewer operations."""
@@ -572,6 +601,7 @@ class GroupReducer:
             union: coordinates that ranks have selected, where only the device knew.
         """
         self.statistics = made.proposed.statistics
+        self.turn += not skipped
         place = None if self.drift is None else self.drift.copy(self.state.memory)
         kept = [] if place is None else [(place[span], place[span].clone()) for span in made.unused]
         self.state = settle_group(self.state, made.proposed, skipped, self.memory, made.unused)
@@ -586,6 +616,11 @@ class GroupReducer:
     def residual_norm(self) -> float:
         """Return the Euclidean norm of this rank's residual; waits for the device."""
         return norm_of(self.residual)
+
+
+def composition(names: Collection[str]) -> float:
+    """Return a number above 0 that tells a set of parameters from others."""
+    return 1.0 + zlib.crc32("\n".join(sorted(names)).encode())
 
 
 class Exchanged(NamedTuple):

@@ -75,6 +75,8 @@ class Groups:
         self.parameters, self.comm, self.device = parameters, comm, device
         self.share, self.within = share, share.within
         """What this rank exchanges of each gradient, and the ranks that exchange the rest."""
+        self.networks = [comm] if share.within.world_size == 1 else [share.within, comm]
+        """The ranks that exchange the rest, if there are any, and those that exchange the same: they reach all."""
         self._number = 0
         """Number of the step that is running, or of the next one."""
 
@@ -145,12 +147,12 @@ class Groups:
             for_good: of groups in which nothing waits, forget what else is remembered where the new ones have no use
                 for it.
         """
-        groups = []
+        groups, parts = [], self.uniform(plan, self.memories)
         with self.on_stream.between_steps():
-            for group in self.uniform(plan, self.memories):
-                before = {p.name: self.group_of[p.name] for p in group.parameters}
-                flush = any(old.waits if for_good else old.remembers for old in before.values())
-                groups.append((self.form(group, flush), before))
+            kept = self._kept_anywhere([p.name for part in parts if part.dense for p in part.parameters], for_good)
+            for part in parts:
+                before = {p.name: self.group_of[p.name] for p in part.parameters}
+                groups.append((self.form(part, not kept.isdisjoint(before)), before))
             if any(old.drifts and not running.drifts for running, before in groups for old in before.values()):
                 self.meet_weights()
             for running, before in groups:
@@ -160,6 +162,21 @@ class Groups:
                     running.state = running.state._replace(memory=None)
         self.adopt([running for running, _ in groups], self.record.counts)
         self.direct = direct
+
+    def _kept_anywhere(self, names: Sequence[str], for_good: bool) -> Set[str]:
+        """Return the parameters of which a group that becomes dense must keep what any rank remembers; collective."""
+        able = [name for name in names if (one := self.group_of[name]).memory.vectors(one.state.memory)]
+        if not able:  # so on all ranks
+            return set()
+        holds = {name: one.waits if for_good else one.remembers for name in able if (one := self.group_of[name])}
+        return self.anywhere({name for name in able if holds[name]})
+
+    def anywhere(self, names: Set[str]) -> set[str]:
+        """Return the names that any rank gives; collective."""
+        found = set(names)
+        for network in reversed(self.networks):
+            found = found.union(*network.all_gather_object(found, self.device))
+        return found
 
     @staticmethod
     def uniform(plan: Sequence[Group], memories: Mapping[str, Memory]) -> list[Group]:

@@ -151,8 +151,6 @@ class Stepper(Groups):
         share: Share | None = None,
     ) -> None:
         super().__init__(parameters, settings, comm, device, share or Share())
-        self.networks = [comm] if share is None else [self.within, comm]
-        """The ranks that exchange the rest, if there are any, and those that exchange the same: they reach all."""
         self._looking = refuse_sparse_gradients(parameters, self.failing_together)
         self.flush_asked = False
         """True if everything is sent in the next step."""
@@ -749,7 +747,7 @@ class Stepper(Groups):
             for group in groups:
                 if group.drift:
                     group.drift.begin_(group.state.memory, group.weights(self.parameters))
-            self.copies.note()
+            self.copies.note(moving.names)
             return
         begin, result = Stamp.now(self.device), list[bool]()
         started: tuple[Started, Going[list[OfGroup]]] | None = None
@@ -776,7 +774,7 @@ class Stepper(Groups):
                     for number, (group, one) in enumerate(zip(groups, made, strict=True)):
                         group.settle(one, skipped, named.get(number))
                     self.record.count(skipped)
-                self.copies.note()
+                self.copies.note(moving.names)
 
         self._carry_out(announce, rest)
         self._note_what_waits(moving.names, moving.flush, result[0])
@@ -922,8 +920,9 @@ class Stepper(Groups):
 
     def _move_finitely(self, names: Collection[str]) -> bool:
         """Return whether gradients are finite by which this rank's own weights move: no average will tell."""
-        grads = [p.grad for n in names if self.group_of[n].drifts and (p := self.parameters[n]).grad is not None]
-        return not grads or bool(torch.stack([grad.sum() for grad in grads if grad is not None]).isfinite().all())
+        grads = (self.parameters[name].grad for name in names if self.group_of[name].drifts)
+        found = [all_finite(flattened(own(grad))) for grad in grads if grad is not None]
+        return not found or bool(torch.stack(found).all())
 
     def _lay_out(self, used: Collection[str]) -> None:
         """Let parameters have gradients that lie in memory as they do; zeros, where only another rank has one."""

@@ -195,6 +195,7 @@ class OptimizerBinding(MemoryChoice):
         """Note an optimizer that steps for the first time, and cut groups by what it holds."""
         self._stepper.record.hold(ids_of(optimizer))
         if optimizer not in [known() for known in self._found]:
+            self._replace(optimizer)
             self._found.append(ref(optimizer))
         self._stepper.split(held)
 
@@ -404,6 +405,7 @@ class OptimizerBinding(MemoryChoice):
         if (steps := max((self._alone or {}).values(), default=0)) and sys.exc_info()[0] is None:
             self._once(rank_zero_warn, ALONE.format("1 step" if steps == 1 else f"{steps} steps"), kind="alone")
         self._adam.close()
+        self._drift.close()
         if self in in_life():  # it is closed for the first time
             local = set(map(id, self._stepper.local([*self._parameters.values()])))
             LeftOver({name: p for name, p in self._parameters.items() if id(p) in local})

@@ -72,6 +72,8 @@ class MemoryChoice:
         """Those that :meth:`show` was given last, but for those that hold no parameter of the engine."""
         self._found: list[ref[Optimizer]] = []
         """Those that have stepped since then, in the order in which they came."""
+        self._replaced: WeakSet[Optimizer] = WeakSet()
+        """Those of which others have taken the place."""
         self._checked: WeakSet[Optimizer] = WeakSet()
         """Those that go with the memory."""
         self._read: tuple[int, list[Any]] = (0, [])
@@ -109,6 +111,17 @@ class MemoryChoice:
         self._shown, self._found = chosen, []  # those that step on are found again
         for optimizer in chosen:
             self._spends(stepping(optimizer))
+
+    def _replace(self, optimizer: Optimizer) -> None:
+        """Forget optimizers of which one that steps for the first time has taken the place: it holds all they hold.
+
+        They may live on for a while, on some ranks and not on others. One that steps again is known again, and stays.
+        """
+        if optimizer not in self._replaced:
+            mine, held = self._mine.keys(), ids_of(optimizer)
+            found = [one for known in self._found if (one := known()) is not None]
+            self._replaced |= {one for one in found if (ids_of(one) & mine) <= held}
+            self._found = [ref(one) for one in found if one not in self._replaced]
 
     def begin_step(self) -> None:
         """Choose the memory by optimizers as they are now, and check those that are new.

@@ -10,6 +10,7 @@ from weakref import WeakSet, ref
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_sparse.core.layout import flat_as
 from lightning_sparse.engine.optimizers.kinds import ids_of, is_adam, is_called, is_in_parts, needs_closure, stepping
@@ -114,6 +115,8 @@ class DriftRule:
         self._stepper = stepper
         self._undo: list[Callable[[bool], None]] = []
         self._watched: WeakSet[Optimizer] = WeakSet()
+        self._hooks: list[RemovableHandle] = []
+        """On these."""
         self._loaded: Mapping[str, Mapping[str, Tensor]] = {}
         """What an optimizer of this rank kept of parameters when a state was saved, by name."""
 
@@ -176,9 +179,10 @@ class DriftRule:
         if optimizer not in self._watched:  # after a step that has failed, its rates are still longer
             self._watched.add(optimizer)
             rule = ref(self)
-            optimizer.register_state_dict_pre_hook(lambda _: None if (one := rule()) is None else one.after())
+            saving = optimizer.register_state_dict_pre_hook(lambda _: None if (one := rule()) is None else one.after())
             handle = optimizer.register_step_post_hook(lambda *_: None if (one := rule()) is None else one.after())
             optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+            self._hooks += saving, handle
         self._stepper.copies.begin_step()
         stepper, factors = self._stepper, dict[str, tuple[float, float]]()
         with stepper.record.changing():
@@ -219,6 +223,12 @@ class DriftRule:
         for key, factor in (("lr", rate), ("weight_decay", 1 / decay if decouples else 1.0)):
             if factor != 1.0 and key in settings:
                 self._undo.append(_scaled(settings, key, factor))
+
+    def close(self) -> None:
+        """Leave optimizers alone."""
+        self.after(failed=True)
+        for hook in self._hooks:
+            hook.remove()
 
     def after(self, failed: bool = False) -> None:
         """Give optimizers their rates again: a step has ended, or has failed; then rates may be others meanwhile."""

@@ -197,7 +197,8 @@ def outline(state: Mapping[str, Any]) -> str:
     }
     groups = [(group["name"], group["parameters"], group["numel"]) for group in state["groups"]]
     spans = sorted((name, list(span)) for name, span in state["spans"].items())
-    compared = sorted((name, [counted.get(key) for key in COMPARED]) for name, counted in state["counters"].items())
+    keys = (*COMPARED, "turn")
+    compared = sorted((name, [counted.get(key) for key in keys]) for name, counted in state["counters"].items())
     facts = state["step"], state["world_size"], checksum(state["settings"]), sizes, groups, spans, compared
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 

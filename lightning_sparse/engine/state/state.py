@@ -100,8 +100,7 @@ class EngineState:
         for group in reducer.groups:
             memory, kept = group.memory, group.state.memory
             counted = {key: float(counter) for key, counter in memory.counters(kept).items()}
-            if memory.needs_second:
-                counted.update(group.diversity.counters())
+            counted.update(group.counters())
             for name, span in group.spans.items():
                 vectors = memory.vectors(kept).items()
                 parameters[name] = {key: vector[span].to("cpu", copy=True) for key, vector in vectors}
@@ -154,8 +153,7 @@ class EngineState:
         except Exception as error:  # whatever a damaged state makes of a check
             note = Note("", reason(error, ValueError))
         # All ranks must form groups alike: averages of different memories are messages of different lengths.
-        for network in reversed(self._reducer.networks):
-            filled = filled.union(*network.all_gather_object(filled, self._device))
+        filled = self._reducer.anywhere(filled)
         try:
             plan = None if state is None else self._plan(state, filled)
         except Exception as error:  # whatever a damaged state makes of a memory
@@ -291,10 +289,13 @@ class EngineState:
                 elif bool(values.any()) and not (group.always_whole and key == "second"):  # which nobody reads
                     notes.append(f"The memory keeps no {key}: that of {name} is dropped.")
             memory.complete_(kept, span, remembered.keys())
+        known = [state["counters"].get(name, {}) for name in group.spans]
         for key, counter in memory.counters(kept).items():
-            counter.fill_(max(state["counters"].get(name, {}).get(key, 0.0) for name in group.spans))
+            counter.fill_(max(counted.get(key, 0.0) for counted in known))
+        group.turn = int(max(counted.get("turn", state["step"]) for counted in known))
+        group.measured = max(counted.get("measured", 0.0) for counted in known)
         if state["world_size"] == self._comm.world_size:  # means over other ranks tell nothing of these
-            group.diversity = Diversity.of(state["counters"].get(name, {}) for name in group.spans)
+            group.diversity = Diversity.of(known)
         return notes
 
 

@@ -85,6 +85,9 @@ class Memory(Settings, ABC):
             rounding: (u,) error of casting the average to the gradient's dtype, at the update's coordinates.
         """
 
+    def measure_anew_(self, state: Any) -> None:  # most follow no lengths
+        """Go on with gradients of other parameters, in place: how long those before were says nothing of them."""
+
     def skip_(self, state: Any) -> None:  # most have absorbed all of the gradient at once
         """Keep the finite part of the gradient when the step is skipped, in place of :meth:`settle_`."""
 

@@ -91,7 +91,8 @@ class SecondMoment(CountedFeedback):
 
     If the length of a rank's gradients changes, residual and second moment are multiplied to match it, and gradients
     far longer than those before are clipped, see :func:`~lightning_sparse.ops.length.measure`. Both factors are 1 while
-    gradients keep their length, and at density 1.
+    gradients keep their length, and at density 1. Lengths are followed anew where a group is exchanged without some of
+    its parameters, because nobody used them, and where they are used again.
 
     The engine applies these steps to sparsified parameters in place of ``torch.optim.Adam`` and ``AdamW``; the
     optimizer itself steps dense parameters. With such an optimizer, ``memory=None`` selects this memory, with the
@@ -173,6 +174,10 @@ class SecondMoment(CountedFeedback):
         """
         numel = sum(piece.numel() for piece in pieces)
         return measure(state.lengths, joint_norm(pieces), numel, self.beta2, density < 1)
+
+    def measure_anew_(self, state: SecondMomentState) -> None:
+        """Forget how long gradients were; what is remembered keeps its length."""
+        state.lengths[:3].zero_()
 
     def for_whole(self) -> Memory:
         """Return :class:`.Residual`: nobody would read the second moments."""

@@ -246,7 +246,7 @@ class Watchdog:
         # Weak: replaced groups must be freed at once, with their residuals.
         self._histories: WeakKeyDictionary[GroupReducer, GroupHistory] = WeakKeyDictionary()
         self._stepped: WeakSet[Optimizer] = WeakSet()
-        self._shown: Sequence[Optimizer] = ()
+        self._shown: list[weakref.ref[Optimizer]] = []
         self._fine: WeakSet[Optimizer] = WeakSet()
         """Optimizers that are suited to any sparsified parameters."""
         self._unheld: set[str] = set()
@@ -275,8 +275,9 @@ class Watchdog:
         if self._engine() is not engine:
             self._engine = weakref.ref(engine)
             engine._binding.watchers.append(self._before_optimizer)
-        if (optimizers := engine._optimizers) != self._shown:  # replaced ones step no more; others are recorded again
-            self._shown = optimizers
+        optimizers = engine._optimizers
+        if (shown := list(map(weakref.ref, optimizers))) != self._shown:  # replaced ones step no more; others are
+            self._shown = shown  # recorded again
             self._stepped.clear()
         for optimizer in {*optimizers, *self._stepped}:
             self._check_optimizer(optimizer, engine)
