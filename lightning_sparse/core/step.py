@@ -49,7 +49,7 @@ class Context(NamedTuple):
     """
 
     step: int
-    """Synchronised backward passes before this one."""
+    """Exchanges of this group before this one that counted; of a new group, those of the engine before it."""
     density: float
     """Target density of this group in this step, in (0, 1]."""
     rank: int

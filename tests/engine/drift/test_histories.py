@@ -692,6 +692,68 @@ def test_every_kind_of_write_is_noticed(two_ranks: Ranks, how: str) -> None:
     assert all(bool(found) for [found] in two_ranks(written, how))
 
 
+def with_long_gradients() -> tuple[int, int]:
+    """Steps that counted and that were skipped, with finite gradients whose sum is beyond float16."""
+    layer = nn.Linear(600, 600, bias=False).half()
+    ddp = DistributedDataParallel(layer)
+    engine = ls.attach(ddp, density=0.1, watch=None)
+    optimizer = Lion(layer.parameters(), lr=1e-3)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (0.5 * ddp.module.weight.sum(dtype=torch.float32) + 0 * ddp(torch.zeros(1, 600).half()).sum()).backward()
+        optimizer.step()
+    return engine.step, engine.skipped_steps
+
+
+def test_gradients_whose_sum_is_too_large_are_finite(two_ranks: Ranks) -> None:
+    assert two_ranks(with_long_gradients) == [(3, 0)] * 2
+
+
+def clamped_between() -> float:
+    """The largest agreed weight of what is clamped before another optimizer steps, as in a GAN."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(50, 50, bias=False), nn.Linear(50, 50, bias=False))
+    ddp = DistributedDataParallel(model)
+    ls.attach(ddp, density=0.05, watch=None)
+    optimizers = [Lion(layer.parameters(), lr=3e-3) for layer in model]
+    for step in range(6):
+        ddp.zero_grad()
+        loss = ddp(torch.randn(8, 50, generator=torch.Generator().manual_seed(2 * step + dist.get_rank())))
+        loss.square().mean().backward()
+        optimizers[0].step()
+        with torch.no_grad():
+            model[0].weight.clamp_(-0.02, 0.02)
+        optimizers[1].step()
+    ddp.zero_grad()
+    ddp(torch.ones(8, 50)).square().mean().backward()
+    return float(model.state_dict()["0.weight"].abs().max())
+
+
+def test_weights_that_are_clamped_before_another_optimizer_steps_are_averaged(two_ranks: Ranks) -> None:
+    for largest in two_ranks(quietly, clamped_between):
+        assert largest <= 0.02
+
+
+def attached_again() -> list[int]:
+    """Hooks that each engine has left on an optimizer."""
+    model, found = net(), []
+    optimizer = Lion(model.parameters(), lr=1e-3)
+    for step in range(3):
+        ddp = DistributedDataParallel(model)
+        engine = ls.attach(ddp, density=0.1, watch=None)
+        optimizer.zero_grad()
+        loss_of(ddp, batch(step, dist.get_rank())).backward()
+        optimizer.step()
+        engine.close()
+        found.append(len(optimizer._optimizer_step_post_hooks) + len(optimizer._optimizer_state_dict_pre_hooks))
+    return found
+
+
+def test_closed_engines_leave_no_hooks_on_optimizers(two_ranks: Ranks) -> None:
+    for found in two_ranks(quietly, attached_again):
+        assert found[0] == found[-1]
+
+
 class OwnedByRanks(Lion):
     """Sends rank 0's weights to all within its step, as distributed optimizers do."""
 

@@ -605,4 +605,4 @@ def freeze_and_thaw() -> list[dict[str, float]]:
 
 
 def test_what_is_counted_of_a_parameter_waits_while_it_is_frozen(two_ranks: Ranks) -> None:
-    assert two_ranks(freeze_and_thaw) == [[{"steps": 3.0}, {"steps": 3.0}, {"steps": 6.0}]] * 2
+    assert two_ranks(freeze_and_thaw) == [[{"steps": x, "turn": x} for x in (3.0, 3.0, 6.0)]] * 2
