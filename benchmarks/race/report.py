@@ -259,7 +259,7 @@ def bytes_by_ranks(results: Results) -> str:
                 row += [f"{sent / 1000:.2f}", f"1/{dense[n] / sent:.0f}"]
             else:
                 row += ["", ""]
-        rows.append(row)
+        rows += [row] if any(row[1:]) else []  # the bytes of the others were not counted
     return table(["method", *(head for n in counted.RANKS for head in (f"kB, n = {n}", "of dense"))], rows)
 
 
