@@ -969,6 +969,8 @@ class Stepper(Groups):
     def _count(self, skipped: bool) -> None:
         with self.record.changing():
             self.record.count(skipped)
+        if skipped:  # DDP averages gradients that are not finite, too
+            self.totals.add(0.0, self.direct_bytes)
 
     def _measure(self, spent: Sequence[tuple[Stamp, Stamp]], groups: Sequence[GroupReducer]) -> None:
         self.shared_bytes, self._said = self._said, 0.0

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 import lightning_sparse as ls
 from tests.covering import by_default
+from tests.ranks import Ranks
 from tests.streams import Streams
 from tests.trainers import EVERYTHING_SPARSE, flat
 
@@ -189,3 +190,20 @@ def test_an_engine_that_another_one_has_replaced_takes_nothing_away(streams: Str
         before = flat(again)
         run.optimizer.step()
         assert not torch.equal(flat(again), before)
+
+
+def dense_bytes(skips: set[int]) -> float:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20)))
+    engine = ls.attach(ddp, density=0.1, rules=EVERYTHING_SPARSE, watch=None)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for number in range(4):
+        optimizer.zero_grad()
+        (ddp(torch.randn(4, 20)).square().mean() * (float("nan") if number in skips else 1.0)).backward()
+        optimizer.step()
+    assert (engine.step, engine.skipped_steps) == (4 - len(skips), len(skips))
+    return engine.router.totals.dense_bytes
+
+
+def test_bytes_of_dense_training_are_those_of_all_steps(two_ranks: Ranks) -> None:
+    assert two_ranks(dense_bytes, {1, 2}) == two_ranks(dense_bytes, set())
