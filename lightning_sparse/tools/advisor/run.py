@@ -133,7 +133,9 @@ class Advice:
         if best.method in HALVED:
             sentence += f", with DDP's {best.method} hook ({best.over_dense:.2f} times {step})"
         elif best.method == EVERYTHING:
-            sentence += f", with grouping {best.grouping} ({best.over_dense:.2f} times {step})"
+            sentence += (
+                f"; sparsifier={EVERYTHING!r} with grouping={best.grouping!r} takes {best.over_dense:.2f} times {step}"
+            )
         fastest = min((p for p in rows if p.sparse), key=lambda p: p.step_seconds, default=None)
         if fastest is None:
             return sentence + "."
