@@ -90,7 +90,7 @@ def test_verdicts() -> None:
     hook = "stay dense, with DDP's bf16 hook (0.70 times dense DDP's 10 ms a step)"
     assert on_cuda.verdict() == f"2 ranks, measured: {hook}. {fastest}"
     in_groups = advice([predicted("top_k", 1.4), predicted("everything", 0.7, 1.0, "layer")])
-    groups = "stay dense, with grouping layer (0.70 times dense DDP's 10 ms a step)"
+    groups = "stay dense; sparsifier='everything' with grouping='layer' takes 0.70 times dense DDP's 10 ms a step"
     assert in_groups.verdict() == f"2 ranks, measured: {groups}. {fastest}"
     assert advice([predicted("fp16", 1.4)]).verdict() == "2 ranks, measured: stay dense."
 
