@@ -26,6 +26,7 @@ class GradientTransform(Memory):
     """The memory inside; a field of every subclass."""
 
     init = _inside("init")
+    measure_anew_ = _inside("measure_anew_")
     settle_ = _inside("settle_")
     skip_ = _inside("skip_")
     divisors = _inside("divisors")

@@ -777,3 +777,12 @@ def test_decay_needs_a_model_and_no_second_decay() -> None:
     with pytest.warns(UserWarning, match="MomentumCorrection sends velocities"):
         memory = ls.memories.WeightDecay(0.1, ls.memories.MomentumCorrection(0.9))
         check_pair(memory, torch.optim.SGD([parameter], 0.1, momentum=0.9))
+
+
+def test_transforms_leave_all_to_the_memory_inside() -> None:
+    """But for the gradient, what dense groups keep, and where gradients may lie: in one vector, which is changed."""
+    own = {"absorb_", "for_dense", "for_whole", "takes_runs"}
+    inside = ls.memories.SecondMoment(0.9)
+    outside = ls.memories.ClipByNorm(0.1, inside)
+    public = {name for name in dir(ls.memories.Memory) if not name.startswith("_")}
+    assert {name for name in public - own if getattr(outside, name) != getattr(inside, name)} == set()
