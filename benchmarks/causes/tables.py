@@ -75,7 +75,8 @@ def rates(found: Found) -> list[list[str]]:
             run = Run(name, 8, steps, rate, seed)
             own, end = loss(found, run), behind(found, run)
             cells.append("" if own is None else f"{own:.3f}" + (f" ({end:+.3f})" if end is not None else ""))
-        rows.append([shown(name), *cells])
+        exchanged = name == DENSE or shown(name) != name
+        rows.append([shown(name) if exchanged else f"{name}, formulas with sqrt(n)", *cells])
     return [heads, *sorted(rows, key=lambda row: (row[0] != DENSE, row[3] or "9", row[0]))]
 
 
