@@ -276,8 +276,9 @@ class Watchdog:
             self._engine = weakref.ref(engine)
             engine._binding.watchers.append(self._before_optimizer)
         optimizers = engine._optimizers
-        if (shown := list(map(weakref.ref, optimizers))) != self._shown:  # replaced ones step no more; others are
-            self._shown = shown  # recorded again
+        shown = list(map(weakref.ref, optimizers))
+        if shown != self._shown:  # replaced ones step no more; others are recorded again
+            self._shown = shown
             self._stepped.clear()
         for optimizer in {*optimizers, *self._stepped}:
             self._check_optimizer(optimizer, engine)
