@@ -141,8 +141,7 @@ def advise(
     for table in (overview(advice, rows=SHOWN), across(advice)):
         table.show()
     print("Assumptions:", *(f"- {sentence}" for sentence in advice.assumptions()), "", sep="\n")
-    for scenario in advice.scenarios:
-        print(advice.verdict(scenario), *advice.remarks(scenario), sep="\n")
+    print(advice)
     print(f"All predictions and a figure are in {folder}, and configurations to train with:")
     for scenario, path in zip(advice.scenarios, configs, strict=True):
         print(f"{path} ({scenario.label})")

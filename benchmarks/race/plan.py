@@ -74,7 +74,7 @@ def _entries() -> Iterator[Entry]:
     for method in ("ours", "parts"):
         yield Entry("lstm-600-nodes", method, 16, 5)
         yield Entry("gpt-300-nodes", method, 2, 3)
-    for method in ("dense", "ours"):
+    for method in ("dense", "ours", "root"):
         yield Entry("lstm-600-2", method, 8, 3)
         yield Entry("gpt-300-2", method, 2, 3)
     many = ("dense", "ours", "powersgd-1", "diloco-30", "sparseloco-30", "demo")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import itertools
 import json
 import sys
 import tempfile
@@ -71,9 +72,9 @@ LEFT_OUT = ("random_k",)
 """Sparsifiers that are tried only if named: fast ones that diverge at low densities (docs/reports/equal-bytes.md)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Advice:
-    """Predicted step times, and decisions by them.
+    """Predicted step times, and decisions by them; printed, it shows the decisions.
 
     Args:
         measured: the measurements.
@@ -82,6 +83,10 @@ class Advice:
 
     measured: Measured
     predictions: tuple[Prediction, ...]
+
+    def __repr__(self) -> str:
+        told = ((self.verdict(scenario), *self.remarks(scenario)) for scenario in self.scenarios)
+        return "\n".join(itertools.chain.from_iterable(told))
 
     @property
     def scenarios(self) -> list[Scenario]:

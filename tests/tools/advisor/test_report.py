@@ -95,6 +95,11 @@ def test_verdicts() -> None:
     assert advice([predicted("fp16", 1.4)]).verdict() == "2 ranks, measured: stay dense."
 
 
+def test_what_is_printed_are_decisions() -> None:
+    found = advice([predicted("top_k", 0.9)._replace(overlapped_seconds=7.5e-3), predicted("bf16", 0.7, scenario=THERE)])
+    assert str(found).splitlines() == [found.verdict(), *found.remarks(), found.verdict(THERE)]
+
+
 def test_step_times_by_name() -> None:
     found = advice([*MIXED, predicted("top_k", 1.4, scenario=THERE)])
     assert found.step_seconds("dense") == pytest.approx(10e-3)
