@@ -35,6 +35,7 @@ from lightning_sparse.engine.ahead import LOOK
 from lightning_sparse.engine.average import Average, place
 from lightning_sparse.engine.backward import BackwardEnd
 from lightning_sparse.engine.calls import BEGIN, EXCHANGE, HIDDEN, STEP, Call, Met, compare, digest_of
+from lightning_sparse.engine.meeting import look
 from lightning_sparse.engine.metrics import Stamp
 from lightning_sparse.engine.network import LISTEN, Going, LostRankError, TorchCollective, joined
 from lightning_sparse.engine.optimizers.kinds import ids_of
@@ -42,7 +43,7 @@ from lightning_sparse.engine.pipeline import Exchanged as OfGroup
 from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.record import Counts
 from lightning_sparse.engine.signals import SAVING, Hold
-from lightning_sparse.engine.step import Exchanged, Joined, Started, Stepper, Units, at_once, look
+from lightning_sparse.engine.step import Exchanged, Joined, Started, Stepper, Units, at_once
 from lightning_sparse.engine.stream import ExchangeStream
 
 INSTEAD = "overlap=False exchanges when the optimizer steps."
@@ -252,7 +253,7 @@ class Overlapped(Stepper):
             RuntimeError: on all ranks, if the optimizer has not stepped since the backward before.
         """
         if (waiting := self._waiting) is not None:
-            self.meet(BEGIN, (), True)
+            self.meeting.meet(BEGIN, (), True)
             _wait_for(waiting)  # the thread must not be within a message when groups are given back
             raise RuntimeError(SECOND)
         self._kept = False
@@ -273,11 +274,11 @@ class Overlapped(Stepper):
         flush, self.flush_asked = self.flush_asked, False
         self._waiting = waiting = Waiting(names, used, groups, units, flush)
         by = digest_of(sorted(units.rates.items())) if units.rates else 0
-        call = Call(BEGIN, digest_of(sorted(names)), self.backwards, self.steps, flush, self._digest, by)
+        call = Call(BEGIN, digest_of(sorted(names)), self.meeting.backwards, self.meeting.steps, flush, self.digest, by)
         words, ranks = call.words(True, [False] * len(self.parameters)), range(self.comm.world_size)
         waiting.announce = lambda comm: comm.announce(words, lambda rows: look(compare(rows, ranks)))
         if self._sender is None:  # looked at when the backward ends: the host must not wait for others before
-            waiting.announce(self._hosts)
+            waiting.announce(self.meeting.hosts)
 
     @torch.no_grad()
     def take(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
@@ -383,7 +384,7 @@ class Overlapped(Stepper):
         """
         if scale is not None or kind == EXCHANGE:
             with self.failing_together("in the exchange"):
-                self.meet(kind, names, True)
+                self.meeting.meet(kind, names, True)
                 raise RuntimeError(FOREIGN if kind == EXCHANGE else SCALED)
         return super().exchange(names, scale, kind)
 
@@ -402,7 +403,7 @@ class Overlapped(Stepper):
         def rest() -> None:
             """Go on to the end, see the base."""
             nonlocal joining
-            self._listen(self._hosts.hear)
+            self._listen(self.meeting.hosts.hear)
             if result:
                 return
             made = self._listen(lambda: _wait_for(waiting))
@@ -422,7 +423,7 @@ class Overlapped(Stepper):
         def announce() -> None:
             changed = self._changed(waiting)
             flags = [name in changed for name in self.parameters]
-            self._announce(HIDDEN, fresh, units.rates == waiting.units.rates, flags, met.append, units.rates)
+            self.meeting.announce(HIDDEN, fresh, units.rates == waiting.units.rates, flags, met.append, units.rates)
 
         self._carry_out(announce, rest)
         return result[0]

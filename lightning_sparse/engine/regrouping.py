@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import replace
 
 import torch
@@ -68,6 +68,8 @@ class Groups:
         """Within a flush, by parameter, the averages that optimizers step with; their gradients wait elsewhere."""
         self._flushing: Mapping[str, Average] = {}
         """The same, of what this rank exchanges, as far as no optimizer has stepped with it."""
+        self.flush_asked = False
+        """True if everything is sent in the next step."""
         self.grad_norm: Tensor | None = None
         """() norm of the mean gradient before clipping, in the latest step."""
         self.totals = Totals()
@@ -133,10 +135,14 @@ class Groups:
         self.adoptions += 1
         self._model_numel = sum(g.plan.numel for g in groups if not g.plan.dense) or None
         self._digest_of_plan = digest_of([group.plan for group in groups], sorted(self.memories.items(), key=repr))
-        self._digest = digest_of(self.settings, self._digest_of_plan)
-        self._digest_of_names = digest_of(self.settings, [(group.plan.name, list(group.spans)) for group in groups])
+        self._digest()
         self._reads_rates = self.settings.memory_in_use.reads_rates
         self.sparsified = {n for g in groups if g.sparsified and not g.always_whole for n in g.spans}
+
+    def _digest(self) -> None:
+        """Digest settings and groups, which ranks compare in each call."""
+        self.digest = digest_of(self.settings, self._digest_of_plan)
+        self.digest_of_names = digest_of(self.settings, [(group.plan.name, list(group.spans)) for group in self.groups])
 
     def regroup(self, plan: Sequence[Group], direct: bool = False, for_good: bool = False) -> None:
         """Go on with other groups of the same parameters, and what is remembered of these; between two steps.
@@ -203,10 +209,7 @@ class Groups:
     def adapt(self, memory: Memory) -> None:
         """Go on with a memory of the same kind that has other settings, in a step that has just begun."""
         self.settings = replace(self.settings, memory=memory)
-        self._digest = digest_of(self.settings, self._digest_of_plan)
-        self._digest_of_names = digest_of(
-            self.settings, [(group.plan.name, list(group.spans)) for group in self.groups]
-        )
+        self._digest()
         with self.record.changing(), self.on_stream.between_steps():
             for group in self.groups:
                 if group.memory.needs_second:
@@ -216,6 +219,33 @@ class Groups:
     def whole(self, averages: Sequence[Average]) -> Sequence[Average]:
         """Return averages of all that this rank has of gradients, given those of what it exchanges; collective."""
         return averages
+
+    def split(self, held: Collection[str]) -> None:
+        """Cut groups in two where an optimizer holds some of their parameters, and others the rest."""
+        if len(held) == len(self.parameters):
+            return
+        plan: list[Group] = []
+        for group in (group.plan for group in self.groups):
+            inside = [p for p in group.parameters if p.name in held]
+            outside = [p for p in group.parameters if p.name not in held]
+            if not inside or not outside:
+                plan.append(group)
+                continue
+            plan += in_parts(group, (inside, outside))
+        if len(plan) > len(self.groups):
+            self.regroup(plan)
+
+    def on_host(self, x: Tensor) -> Tensor:
+        """Return a tensor of the current stream, on which messages of ranks may be that have failed meanwhile.
+
+        Raises:
+            LostRankError: if one has.
+        """
+        if not self.on_stream.host_knows:
+            there = torch.empty(x.shape, dtype=x.dtype, pin_memory=True, device="cpu")
+            x = there.copy_(x, non_blocking=True)
+            self.comm.wait_until(torch.cuda.current_stream(self.device).record_event().query, "the exchange")
+        return x
 
     def meet_weights(self, changed: bool = False) -> float:
         """Let all ranks agree on the mean of their weights, where these drift apart; collective, between two steps.

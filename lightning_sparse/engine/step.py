@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -24,7 +23,6 @@ from torch.optim import Optimizer
 from lightning_sparse.core.layout import flat_as, flattened, laid_out, own, whole_of
 from lightning_sparse.core.messages import AllReduce, Message, Steps, ring_all_reduce_bytes
 from lightning_sparse.core.step import Context
-from lightning_sparse.engine.agreement import checksum
 from lightning_sparse.engine.average import Average, place
 from lightning_sparse.engine.calls import (
     AGREED,
@@ -34,27 +32,25 @@ from lightning_sparse.engine.calls import (
     NORM,
     STEP,
     SUMS,
-    Call,
     Met,
-    compare,
-    digest_of,
 )
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.copies import Copies
 from lightning_sparse.engine.diversity import squares_of, total
 from lightning_sparse.engine.gradient_hooks import on_gradients, refuse_sparse_gradients
+from lightning_sparse.engine.meeting import Meeting
 from lightning_sparse.engine.metrics import Stamp, dense_statistics
+from lightning_sparse.engine.moves import Moves
 from lightning_sparse.engine.network import Going, TorchCollective, joined
 from lightning_sparse.engine.pipeline import Exchanged as OfGroup
 from lightning_sparse.engine.pipeline import GroupReducer, any_set, hear
 from lightning_sparse.engine.record import Counts
-from lightning_sparse.engine.regrouping import Groups, in_parts
+from lightning_sparse.engine.regrouping import Groups
 from lightning_sparse.engine.share import Share
 from lightning_sparse.engine.signals import SAVING, Hold
 from lightning_sparse.engine.weights import Weights
 from lightning_sparse.methods.grouping import Group
 from lightning_sparse.methods.memory import NoMemory
-from lightning_sparse.methods.memory.drift import LOOKED_AT
 from lightning_sparse.ops import all_finite
 from lightning_sparse.ops.sketch import sketch
 
@@ -152,18 +148,12 @@ class Stepper(Groups):
     ) -> None:
         super().__init__(parameters, settings, comm, device, share or Share())
         self._looking = refuse_sparse_gradients(parameters, self.failing_together)
-        self.flush_asked = False
-        """True if everything is sent in the next step."""
         self.flush_at: int | None = None
         self.exposed_ms: Callable[[], float | None] = lambda: 0.0
         """Milliseconds that the latest step took."""
         self.shared_bytes = 0.0
         """Bytes sent in the latest step for no single group."""
-        self._said = 0.0
-        """Such bytes since then."""
         self.direct_bytes = ring_all_reduce_bytes(sum(own(p).nbytes for p in parameters.values()), comm.world_size)
-        self.backwards = self.steps = 0
-        """Synchronised backwards, and steps of optimizers that hold parameters of the engine."""
         self.busy = False
         """True within an exchange."""
         self._hold = hold = Hold()
@@ -188,8 +178,8 @@ class Stepper(Groups):
         self.owners: Callable[[Sequence[str]], Mapping[Stepper, Sequence[str]]] = lambda names: {self: names}
         """Returns who exchanges parameters of this engine: another one, where it came later and has them, too."""
         self._before_exchange = before_exchange
-        self._hosts = comm.between_hosts()
-        """The ranks, for words of the hosts."""
+        self.meeting = Meeting(self)
+        """What ranks say before they do something together."""
         self._fresh: dict[str, bool] = {}
         """Parameters that have passed a synchronised backward since the last step of an optimizer that holds them, and
         whether DDP has averaged their gradients."""
@@ -219,15 +209,11 @@ class Stepper(Groups):
         self._starts = self._turns_direct = False
         """True while an exchange starts; true after one that was the last before DDP averages by itself."""
         self._numbers = {name: number for number, name in enumerate(parameters)}
-        self._alike = [number * self.within.world_size + self.within.rank for number in range(comm.world_size)]
-        """Numbers among all of the ranks that exchange the same."""
         self.copies = Copies(self)
         """Weights of ranks that drift apart."""
         self._moving: Moving | None = None
-        self._same_moves = 0
-        """Steps in a row in which ranks have moved their weights alike."""
-        self.on_alike: Callable[[], None] = lambda: None
-        """Called on all ranks if the first ones were such."""
+        self.moves = Moves(self)
+        """What ranks tell of how these move."""
         self._alone = False
         """True while an optimizer steps for which nothing was exchanged."""
         self._nothing = {name for name, place in self.share.places.items() if not place.length}
@@ -257,70 +243,6 @@ class Stepper(Groups):
         """See :meth:`.Groups.whole`."""
         return Going(self.share.whole(averages), self._start_within, at_once).run()
 
-    # ------------------------------------------------------------------------------------------------ agreement
-
-    def meet(
-        self,
-        kind: int,
-        names: Collection[str],
-        finite: bool,
-        used: Sequence[bool] = (),
-        sums: Sequence[float] = (),
-        changed: bool = False,
-    ) -> Met:
-        """Return what ranks say that do the same; collective.
-
-        Raises:
-            RuntimeError: on all ranks, if they are about to do different things.
-        """
-        found: list[Met] = []
-        self._announce(kind, names, finite, used, found.append, sums=sums, changed=changed)
-        self._hosts.hear()
-        return found[0]
-
-    def _announce(
-        self,
-        kind: int,
-        names: Collection[str],
-        finite: bool,
-        used: Sequence[bool],
-        look: Callable[[Met], None],
-        rates: Mapping[str, float] | None = None,
-        sums: Sequence[float] = (),
-        changed: bool = False,
-    ) -> None:
-        """Begin a call that all ranks take part in; what they say is looked at before a later message is waited for."""
-        flags = used or [False] * len(self.parameters)
-        by = digest_of(sorted(rates.items())) if rates else 0
-        call = Call(kind, _digest_of(tuple(names)), self.backwards, self.steps, self.flush_asked, self._digest, by)
-        if self.within.world_size > 1:  # first those near this one
-            near: list[Met] = []
-            self._announce_near(call, finite, flags, near.append)
-            self.share.hosts.hear()
-            finite, flags = near[0].finite, near[0].used[: len(self.parameters)]
-        words = call.words(finite, flags, sums, changed)
-        self._said += words.nbytes * (self.comm.world_size - 1)
-        self._hosts.announce(words, lambda rows: look(compare(rows, self._alike)))
-
-    def _announce_near(self, call: Call, finite: bool, used: Sequence[bool], look: Callable[[Met], None]) -> None:
-        """Begin a call of the ranks near this one, whose parts have other sizes."""
-        alike = self._digest_of_names if self.share.cuts else _digest_of(tuple(self.parameters))
-        call, several = call._replace(settings=alike), self.within.world_size
-        ranks = [self.comm.rank * several + number for number in range(several)]
-        self.share.hosts.announce(call.words(finite, used), lambda rows: look(compare(rows, ranks)))
-
-    def on_host(self, x: Tensor) -> Tensor:
-        """Return a tensor of the current stream, on which messages of ranks may be that have failed meanwhile.
-
-        Raises:
-            LostRankError: if one has.
-        """
-        if not self.on_stream.host_knows:
-            there = torch.empty(x.shape, dtype=x.dtype, pin_memory=True, device="cpu")
-            x = there.copy_(x, non_blocking=True)
-            self.comm.wait_until(torch.cuda.current_stream(self.device).record_event().query, "the exchange")
-        return x
-
     # ----------------------------------------------------------------------------------------------- backward
 
     @property
@@ -346,18 +268,14 @@ class Stepper(Groups):
     def begin_backward(self) -> None:
         """Begin a synchronised backward: what ranks near this one do is looked at before it ends."""
         if self.share.cuts:
-            self._begin(BEGIN)
+            self.meeting.begin(BEGIN)
 
     def begin_forward(self) -> None:
         """Look whether ranks near this one go on with a forward, too, before one waits for another in its messages."""
         if self.within.world_size > 1:
             with self.failing_together("in forward"):
-                self._begin(FORWARD)
+                self.meeting.begin(FORWARD)
                 self.share.hosts.hear()
-
-    def _begin(self, kind: int) -> None:
-        call = Call(kind, 0, self.backwards, self.steps, self.flush_asked, self._digest)
-        self._announce_near(call, True, [False] * len(self.parameters), look)
 
     def end_backward(
         self, names: Sequence[str], gradients: Sequence[Tensor], averaged: bool, used: Sequence[bool] = ()
@@ -375,7 +293,7 @@ class Stepper(Groups):
         """
         if self._moving is not None:
             raise RuntimeError(FAILED)
-        self.backwards += 1
+        self.meeting.backwards += 1
         meets = bool(used) or not averaged  # averages are equal on all ranks
         each = [all_finite(flattened(x)) for x in gradients]
         facts = [torch.stack(each).all().view(1)] if each else []
@@ -387,7 +305,7 @@ class Stepper(Groups):
             self.copies.check_apart()
             # Between two backwards of a step, weights may differ for a while, as SAM's do.
             changed = self._compared.is_first and bool(self.copies.changed())
-            met = self.meet(BACKWARD, names, finite, used, told[-SUMS:] if compares else (), changed)
+            met = self.meeting.meet(BACKWARD, names, finite, used, told[-SUMS:] if compares else (), changed)
             finite, anywhere = met.finite, list(met.used)
             if met.changed:
                 self.meet_weights(changed=True)
@@ -428,11 +346,10 @@ class Stepper(Groups):
         """
         with self.failing_together("in clipping"):
             names = [self.names[id(p)] for p in local]
-            self._announce(NORM, names, True, [], look)
-            self._hosts.hear()
+            self.meeting.meet(NORM, names, True)
             pieces = [self._exchanged(name, self.parameters[name].grad) for name in names]
             sums = sketch(pieces, self.record.counts.step)
-            self._said += ring_all_reduce_bytes(sums.nbytes, self.comm.world_size)
+            self.meeting.bytes += ring_all_reduce_bytes(sums.nbytes, self.comm.world_size)
             norm: Tensor = torch.linalg.vector_norm(self.comm.all_reduce(sums) / self.comm.world_size)
             if self.within.world_size > 1:
                 norm = self.within.all_reduce(norm.square()).sqrt()
@@ -481,7 +398,7 @@ class Stepper(Groups):
             self._fresh.pop(name, None)
         if self._used is not None:
             self._used.difference_update(names)
-        self.steps += 1
+        self.meeting.steps += 1
         self._bad = 0
 
     @torch.no_grad()
@@ -519,11 +436,11 @@ class Stepper(Groups):
             self._before_exchange()
         finite = self._are_finite(fresh)
         if self._broken and self.within.world_size > 1:  # each rank has looked at its part
-            finite = self.meet(STEP, fresh, finite).finite
+            finite = self.meeting.meet(STEP, fresh, finite).finite
         if not finite:
             return self._skip()
         self._count(skipped=False)
-        self.shared_bytes, self._said = self._said, 0.0
+        self.shared_bytes, self.meeting.bytes = self.meeting.bytes, 0.0
         self.totals.add(self.direct_bytes + self.shared_bytes, self.direct_bytes)
         self.exposed_ms = lambda: None
         for group in self.groups:
@@ -569,7 +486,7 @@ class Stepper(Groups):
         def rest() -> None:
             """Go on to the end; a handler may call this where the exchange waits, and then goes on in its place."""
             nonlocal started, joining
-            listen(self._hosts.hear)
+            listen(self.meeting.hosts.hear)
             all_finite, used = met[0].finite, met[0].used
             if result:
                 return
@@ -579,7 +496,7 @@ class Stepper(Groups):
             if started is None:  # observers may wait for other ranks
                 anywhere = {name for name in fresh if used[self._numbers[name]]}
                 started = listen(lambda: self._start(fresh, anywhere, units))
-            self._measure_moves(started[0].moving, met[0])
+            self.moves.hear(started[0].moving, met[0])
             self._unused = {name for name, number in self._numbers.items() if not used[number]}
             with self.on_stream.between_steps():
                 what, going = started
@@ -593,8 +510,8 @@ class Stepper(Groups):
             nonlocal started
             asked = set(fresh)
             flags = [name in here if name in asked else p.grad is not None for name, p in self.parameters.items()]
-            finite = self._are_finite(here) and self._move_finitely(here)
-            self._announce(kind, fresh, finite, flags, met.append, units.rates, self._own_moves(fresh))
+            finite = self._are_finite(here) and self.moves.are_finite(here)
+            self.meeting.announce(kind, fresh, finite, flags, met.append, units.rates, self.moves.told(fresh))
             if len(here) == len(fresh) and not self._broken:  # local work goes on, whatever the others say
                 started = self._start(fresh, here, units)
 
@@ -646,7 +563,8 @@ class Stepper(Groups):
             self._stood_aside, self.adoptions = False, self.adoptions + 1
         self.busy, self._starts = False, True
         self._before_exchange()
-        self._begin_alike()
+        if self.moves.begin_alike():
+            self.copies.note()
         self.busy, self._starts = True, False
 
     def _start(self, fresh: Sequence[str], used: set[str], units: Units) -> tuple[Started, Going[list[OfGroup]]]:
@@ -794,63 +712,9 @@ class Stepper(Groups):
         """Agree on weights that somebody else has written to since the last step; collective, between two steps."""
         if self.copies and not self.copies.shown:
             with self.failing_together("before weights are looked at"):
-                met = self.meet(AGREED, [], True, changed=bool(self.copies.changed()))
+                met = self.meeting.meet(AGREED, [], True, changed=bool(self.copies.changed()))
                 if met.changed:
                     self.meet_weights(changed=True)
-
-    def _lengthened(self, names: Collection[str]) -> list[GroupReducer]:
-        """Return the groups of these parameters whose averages are lengthened by a factor that is measured."""
-        groups = (group for group in self.groups if group.drift and group.drift.longer == "averages")
-        return [group for group in groups if not group.spans.keys().isdisjoint(names)]
-
-    def _begin_alike(self) -> None:
-        """Let rank 0's weights be those that all agree on, where ranks have begun to drift from others; collective.
-
-        Whoever wraps a model again while its weights drift lets ``DistributedDataParallel`` send those of rank 0.
-        """
-        new = [group for group in self.groups if group.drift and not group.state.memory.work.compared]
-        if not new:
-            return
-        sums = torch.stack([checksum(group.state.memory.agreed) for group in new])
-        differ = (self.comm.all_gather(sums) != sums).any(0).tolist()
-        for group, different in zip(new, differ, strict=True):
-            group.state.memory.work.compared = True
-            if different and group.drift:
-                agreed = self.comm.broadcast(group.state.memory.agreed[:-1].clone(), 0)
-                with self.record.changing():
-                    group.drift.meet_(group.state.memory, agreed, 1.0)
-        if any(differ):
-            self.copies.note()
-
-    def _own_moves(self, names: Collection[str]) -> list[float]:
-        """Return (SUMS,) what this rank tells of its weights in the latest step; nothing, where that is all zeros.
-
-        Squares of what it has sent, sums of drifts and of gradients.
-        """
-        squares = [group.state.memory.squares[0].view(1) for group in self._lengthened(names)]
-        moving = [group for group in self.groups if group.drifts and not group.spans.keys().isdisjoint(names)]
-        totals = [group.state.memory.work.totals for group in moving]
-        told = [torch.stack(squares).sum(0) if squares else torch.zeros(1, device=self.device, dtype=torch.float64)]
-        told += [torch.stack(totals).sum(0)] if totals and None not in totals else []
-        if not squares and len(told) == 1:
-            return []
-        found: list[float] = self.on_host(torch.cat(told)).tolist()
-        return found + [0.0] * (SUMS - len(found))
-
-    def _measure_moves(self, names: Collection[str], met: Met) -> None:
-        """Let the factors of averages follow the latest step, as all ranks have told of it."""
-        drifts, gradients = ([row[place] for row in met.sums()] for place in (1, 2))
-        alike = bool(names) and len(set(drifts)) == 1 and drifts[0] != 0 and len(set(gradients)) > 1
-        self._same_moves = self._same_moves + 1 if alike else 0
-        if self._same_moves == LOOKED_AT:
-            self.on_alike()
-        if groups := self._lengthened(names):
-            own = sum(row[0] for row in met.sums()) / self.comm.world_size
-            mean = float(self.on_host(torch.stack([group.state.memory.squares[1] for group in groups]).sum()))
-            with self.record.changing():
-                for group in groups if mean > 0 else ():
-                    if group.drift:
-                        group.drift.measure_(group.state.memory, own, mean)
 
     def applied(self, names: Collection[str]) -> None:
         """Note that an optimizer that holds these has stepped with what was exchanged."""
@@ -918,12 +782,6 @@ class Stepper(Groups):
         grads = [p.grad for p in (self.parameters[name] for name in names) if p.grad is not None]
         return all(bool(all_finite(flattened(own(grad)))) for grad in grads)
 
-    def _move_finitely(self, names: Collection[str]) -> bool:
-        """Return whether gradients are finite by which this rank's own weights move: no average will tell."""
-        grads = (self.parameters[name].grad for name in names if self.group_of[name].drifts)
-        found = [all_finite(flattened(own(grad))) for grad in grads if grad is not None]
-        return not found or bool(torch.stack(found).all())
-
     def _lay_out(self, used: Collection[str]) -> None:
         """Let parameters have gradients that lie in memory as they do; zeros, where only another rank has one."""
         for name in used:
@@ -973,7 +831,7 @@ class Stepper(Groups):
             self.totals.add(0.0, self.direct_bytes)
 
     def _measure(self, spent: Sequence[tuple[Stamp, Stamp]], groups: Sequence[GroupReducer]) -> None:
-        self.shared_bytes, self._said = self._said, 0.0
+        self.shared_bytes, self.meeting.bytes = self.meeting.bytes, 0.0
         sent, dense = self.shared_bytes, 0.0
         for group in groups:
             if (ran := group.statistics) is not None:
@@ -983,23 +841,6 @@ class Stepper(Groups):
             self.totals.expose(begin, end)
         self.exposed_ms = lambda: sum(max(0.0, begin.until(end)) for begin, end in spent)
 
-    # ------------------------------------------------------------------------------------------------- groups
-
-    def split(self, held: Collection[str]) -> None:
-        """Cut groups in two where an optimizer holds some of their parameters, and others the rest."""
-        if len(held) == len(self.parameters):
-            return
-        plan: list[Group] = []
-        for group in (group.plan for group in self.groups):
-            inside = [p for p in group.parameters if p.name in held]
-            outside = [p for p in group.parameters if p.name not in held]
-            if not inside or not outside:
-                plan.append(group)
-                continue
-            plan += in_parts(group, (inside, outside))
-        if len(plan) > len(self.groups):
-            self.regroup(plan)
-
     @contextmanager
     def failing_together(self, where: str) -> Iterator[None]:
         """Let an error on this rank end the exchange for all: the others must not wait for it."""
@@ -1007,7 +848,7 @@ class Stepper(Groups):
             yield
         except Exception as error:
             self.locate(error, where)
-            for comm in {*self.networks, self._hosts, self.share.hosts}:
+            for comm in {*self.networks, self.meeting.hosts, self.share.hosts}:
                 comm.abort()
             raise
 
@@ -1038,21 +879,11 @@ class Stepper(Groups):
         self._hooks.close()
         for handle in self._looking:
             handle.remove()
-        self._hosts.close()
+        self.meeting.hosts.close()
         self.share.close()
         self.comm.close()
-
-
-@lru_cache(maxsize=64)
-def _digest_of(names: tuple[str, ...]) -> int:
-    """Return a digest of names in any order; the same ones come in every step."""
-    return digest_of(sorted(names))
 
 
 def at_once(wait: Callable[[], T]) -> T:
     """Wait, and let no handler of a signal that saves run."""
     return wait()
-
-
-def look(*_: object) -> None:
-    """Look at nothing but whether ranks do the same."""

@@ -12,7 +12,7 @@ LAYERS = (
     {"ahead", "average", "calls", "config", "gradient_hooks", "signals", "stream", "network", "agreement", "weights"},
     {"metrics", "share", "record", "diversity"},
     {"pipeline", "regrouping"},
-    {"copies"},
+    {"copies", "moves", "meeting"},
     {"step"},
     {"optimizers"},
     {"state"},

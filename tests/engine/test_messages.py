@@ -207,7 +207,7 @@ def other_settings() -> tuple[str, int, bool]:
     ddp(first).square().mean().backward()
     exchange(engine)
     before = [engine.residual(name).clone() for name in engine._parameters]
-    engine.router._digest += dist.get_rank()
+    engine.router.digest += dist.get_rank()
     told = error_of(lambda: ddp(second).square().mean().backward())
     after = [engine.residual(name) for name in engine._parameters]
     return told, engine.step, all(map(torch.equal, before, after))

@@ -104,7 +104,7 @@ class OptimizerBinding(MemoryChoice):
         within, beside = Hold(self._runs), Hold()
         stepper.owners, stepper.rates = self._owners, self._rates
         stepper.on_drift, stepper.on_changed = self._say_apart, self._say_changed
-        stepper.on_alike = lambda: self._once(rank_zero_warn, ALIKE)
+        stepper.moves.on_alike = lambda: self._once(rank_zero_warn, ALIKE)
         stepper.hold = lambda: holding()[-1] if holding() else within if self._outermost is not None else beside
         self._depth = 0
         """Steps of optimizers that run within each other."""

@@ -96,7 +96,9 @@ def test_verdicts() -> None:
 
 
 def test_what_is_printed_are_decisions() -> None:
-    found = advice([predicted("top_k", 0.9)._replace(overlapped_seconds=7.5e-3), predicted("bf16", 0.7, scenario=THERE)])
+    found = advice(
+        [predicted("top_k", 0.9)._replace(overlapped_seconds=7.5e-3), predicted("bf16", 0.7, scenario=THERE)]
+    )
     assert str(found).splitlines() == [found.verdict(), *found.remarks(), found.verdict(THERE)]
 
 
