@@ -39,8 +39,9 @@ from torch import Tensor
 import lightning_sparse as ls
 from lightning_sparse.core.messages import Steps
 from lightning_sparse.core.step import Context
-from lightning_sparse.engine.network import drive_ranks
-from lightning_sparse.engine.pipeline import init_group, reduce_group, tensors_in
+from lightning_sparse.engine.drivers import drive_ranks
+from lightning_sparse.engine.group import tensors_in
+from lightning_sparse.engine.pipeline import init_group, reduce_group
 from lightning_sparse.methods.exchanges import Exchange, as_exchange
 from lightning_sparse.methods.memory import as_memory
 from lightning_sparse.tools.style import INK, label_ends, look, panels, plain_numbers, save

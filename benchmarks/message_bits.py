@@ -22,7 +22,7 @@ from torch import Tensor
 import lightning_sparse as ls
 from lightning_sparse.core.messages import Steps
 from lightning_sparse.core.step import Context, Selection, Update
-from lightning_sparse.engine.network import drive_ranks
+from lightning_sparse.engine.drivers import drive_ranks
 from lightning_sparse.engine.pipeline import init_group, reduce_group
 from lightning_sparse.methods.exchanges import PackedUnion
 from lightning_sparse.methods.exchanges.packed_union import _unpack_nibbles, unpack

@@ -33,9 +33,9 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_sparse as ls
 from lightning_sparse.core.console import Table
 from lightning_sparse.core.step import Context
-from lightning_sparse.engine.network import Going, joined
+from lightning_sparse.engine.drivers import Going, joined
+from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.overlap import Sender, Sent
-from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.step import at_once
 
 RATE = 0.01

@@ -29,7 +29,7 @@ from torch import Tensor
 import lightning_sparse as ls
 from lightning_sparse.core.messages import resolve
 from lightning_sparse.core.step import Context
-from lightning_sparse.engine.network import drive_mirrored
+from lightning_sparse.engine.drivers import drive_mirrored
 from lightning_sparse.tools.compare.tasks import heavy_tail
 
 BASELINE = "top_k"

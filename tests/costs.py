@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 import lightning_sparse as ls
 from lightning_sparse.core.step import Context
-from lightning_sparse.engine.network import drive
-from lightning_sparse.engine.pipeline import GroupReducer
+from lightning_sparse.engine.drivers import drive
+from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.methods.density import count
 from lightning_sparse.methods.grouping import Group, ParameterSize
 from tests.mirror import Mirror

@@ -16,8 +16,8 @@ from torch import Tensor
 from lightning_sparse.core.messages import AllReduce, Broadcast, Steps, resolve
 from lightning_sparse.core.step import Context, GroupState, Selection, Update
 from lightning_sparse.engine import pipeline
+from lightning_sparse.engine.drivers import drive_ranks
 from lightning_sparse.engine.metrics import Statistics
-from lightning_sparse.engine.network import drive_ranks
 from lightning_sparse.engine.pipeline import Proposed, exchange_group, init_group, settle_group
 from lightning_sparse.methods.exchanges import Exchange, as_exchange
 from lightning_sparse.methods.memory import Memory, Residual

@@ -13,8 +13,9 @@ from torch.futures import Future
 
 from lightning_sparse.core.messages import Message
 from lightning_sparse.core.step import Context, GroupState
+from lightning_sparse.engine.drivers import drive
 from lightning_sparse.engine.metrics import Statistics
-from lightning_sparse.engine.network import TorchCollective, drive, send
+from lightning_sparse.engine.network import TorchCollective, send
 from lightning_sparse.engine.pipeline import exchange_group, settle_group
 
 

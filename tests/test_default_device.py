@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.core.step import Context
-from lightning_sparse.engine.network import drive
+from lightning_sparse.engine.drivers import drive
 from lightning_sparse.engine.pipeline import init_group, reduce_group
 from lightning_sparse.methods.grouping import make_plan
 from tests.contract.cases import CASES, MEMORIES, PAIRS, Case

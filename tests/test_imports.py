@@ -148,6 +148,7 @@ def test_what_is_imported_at_once_is_seen_inside_blocks() -> None:
 PUBLIC = {"api.simulation", "core.checks", "core.console", "core.messages", "core.registry", "core.step", "ops"}
 PUBLIC |= {
     "engine.config",
+    "engine.drivers",
     "engine.gradient_hooks",
     "engine.metrics",
     "engine.network",

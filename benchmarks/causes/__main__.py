@@ -34,7 +34,7 @@ from benchmarks.race.tasks import TASKS, Loaded, Task
 from lightning_sparse.core.step import Context
 from lightning_sparse.engine.average import spread_divisor
 from lightning_sparse.engine.diversity import Diversity
-from lightning_sparse.engine.network import drive_ranks
+from lightning_sparse.engine.drivers import drive_ranks
 from lightning_sparse.engine.pipeline import exchange_group, init_group, settle_group
 from lightning_sparse.methods.exchanges import as_exchange
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.race.methods.base import Method, Rate
-from lightning_sparse.engine.pipeline import tensors_in
+from lightning_sparse.engine.group import tensors_in
 
 Batches = Sequence[tuple[Tensor, Tensor]]
 Step = Callable[[int, Rate, Batches], list[Tensor]]

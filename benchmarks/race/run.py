@@ -22,7 +22,7 @@ from benchmarks.race.methods.base import Method, Place, Rate
 from benchmarks.race.replay import Batches, Replay, Step, graphs
 from benchmarks.race.tasks import TASKS, Loaded, Task
 from lightning_sparse.core.messages import AllReduce, Steps
-from lightning_sparse.engine.network import drive_ranks
+from lightning_sparse.engine.drivers import drive_ranks
 
 EVERY = 200
 """Steps between two states on disk."""

@@ -31,7 +31,8 @@ from benchmarks.race.configurations import CONFIGURATIONS
 from benchmarks.race.flat import Flat
 from benchmarks.race.methods.base import Place
 from benchmarks.race.results import FOLDER, ROOT, commit
-from lightning_sparse.engine.network import TorchCollective, drive
+from lightning_sparse.engine.drivers import drive
+from lightning_sparse.engine.network import TorchCollective
 
 FILE = "race-times.jsonl"
 METHODS = ("dense", "powersgd-1", "averaging-10", "sparseloco-10", "demo", "distro", "ours", "ours-300", "ours-600")

@@ -11,7 +11,7 @@ from picture import LINE, PAPER, SENT, WAITS, text
 from torch import Tensor
 
 from lightning_sparse.core.step import Agreement, Context
-from lightning_sparse.engine.network import drive_ranks
+from lightning_sparse.engine.drivers import drive_ranks
 from lightning_sparse.engine.pipeline import exchange_group, init_group, settle_group
 from lightning_sparse.exchanges import EXCHANGES
 from lightning_sparse.memories import Residual

@@ -12,8 +12,8 @@ from lightning_sparse.core.checks import expect
 from lightning_sparse.core.messages import Steps
 from lightning_sparse.core.step import Context, GroupState
 from lightning_sparse.engine.average import spread_divisor
+from lightning_sparse.engine.drivers import drive_ranks
 from lightning_sparse.engine.metrics import Step, local, norm_of, summarize
-from lightning_sparse.engine.network import drive_ranks
 from lightning_sparse.engine.pipeline import Proposed, exchange_group, init_group, settle_group
 from lightning_sparse.methods.density import DensitySchedule, as_schedule
 from lightning_sparse.methods.exchanges import Exchange, as_exchange

@@ -1,7 +1,7 @@
 """Messages between ranks, and coroutines that yield them, alone and joined.
 
 An exchange, and a sparsifier that needs the other ranks while it selects, never sees the network. It is a generator
-that *yields* a message and gets the answer back; a driver in :mod:`lightning_sparse.engine.network` sends it. The same
+that *yields* a message and gets the answer back; a driver in :mod:`lightning_sparse.engine.drivers` sends it. The same
 code thus runs between processes, with joined messages of several groups, for n ranks in one process, and without any
 network to count bytes.
 """
@@ -177,7 +177,7 @@ def in_hops(steps: Steps[T], n: int) -> Steps[T]:
     Each of n ranks adds up one n-th of the vector, in the order of ranks, and sends it to the others: the bytes of a
     ring (:meth:`AllReduce.bytes_sent`), rounded up to n elements, in 2 message times in place of ``2 (n - 1)``. Two
     ranks send each other the whole vector, which is as many bytes in 1 message time. The sums are those of
-    :func:`~lightning_sparse.engine.network.drive_ranks`, bit for bit. Vectors that are not :func:`short` are left to
+    :func:`~lightning_sparse.engine.drivers.drive_ranks`, bit for bit. Vectors that are not :func:`short` are left to
     the library.
 
     Example:

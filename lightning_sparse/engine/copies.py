@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_sparse.core.layout import flattened, own, shaped
-from lightning_sparse.engine.pipeline import GroupReducer
+from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.regrouping import Groups
 from lightning_sparse.ops.fingerprint import fingerprint, same
 

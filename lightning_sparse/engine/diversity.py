@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.core.messages import AllReduce, Steps
-from lightning_sparse.engine.network import drive_ranks
+from lightning_sparse.engine.drivers import drive_ranks
 from lightning_sparse.ops.sketch import narrow_sketch
 
 EVERY = 8

@@ -9,7 +9,7 @@ import torch
 from lightning_sparse.core.layout import flattened, own
 from lightning_sparse.engine.agreement import checksum
 from lightning_sparse.engine.calls import SUMS, Met
-from lightning_sparse.engine.pipeline import GroupReducer
+from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.regrouping import Groups
 from lightning_sparse.methods.memory.drift import LOOKED_AT
 from lightning_sparse.ops import all_finite

@@ -35,12 +35,13 @@ from lightning_sparse.engine.ahead import LOOK
 from lightning_sparse.engine.average import Average, place
 from lightning_sparse.engine.backward import BackwardEnd
 from lightning_sparse.engine.calls import BEGIN, EXCHANGE, HIDDEN, STEP, Call, Met, compare, digest_of
+from lightning_sparse.engine.drivers import Going, joined
+from lightning_sparse.engine.group import Exchanged as OfGroup
+from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.meeting import look
 from lightning_sparse.engine.metrics import Stamp
-from lightning_sparse.engine.network import LISTEN, Going, LostRankError, TorchCollective, joined
+from lightning_sparse.engine.network import LISTEN, LostRankError, TorchCollective
 from lightning_sparse.engine.optimizers.kinds import ids_of
-from lightning_sparse.engine.pipeline import Exchanged as OfGroup
-from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.record import Counts
 from lightning_sparse.engine.signals import SAVING, Hold
 from lightning_sparse.engine.step import Exchanged, Joined, Started, Stepper, Units, at_once

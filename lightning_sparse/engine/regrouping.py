@@ -17,9 +17,9 @@ from lightning_sparse.core.step import Context
 from lightning_sparse.engine.average import Average
 from lightning_sparse.engine.calls import digest_of
 from lightning_sparse.engine.config import SparsificationConfig
+from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.metrics import Totals
 from lightning_sparse.engine.network import TorchCollective, send
-from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.record import Counts, Record
 from lightning_sparse.engine.share import Share
 from lightning_sparse.engine.stream import ExchangeStream

@@ -37,13 +37,14 @@ from lightning_sparse.engine.calls import (
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.copies import Copies
 from lightning_sparse.engine.diversity import squares_of, total
+from lightning_sparse.engine.drivers import Going, joined
 from lightning_sparse.engine.gradient_hooks import on_gradients, refuse_sparse_gradients
+from lightning_sparse.engine.group import Exchanged as OfGroup
+from lightning_sparse.engine.group import GroupReducer, any_set, hear
 from lightning_sparse.engine.meeting import Meeting
 from lightning_sparse.engine.metrics import Stamp, dense_statistics
 from lightning_sparse.engine.moves import Moves
-from lightning_sparse.engine.network import Going, TorchCollective, joined
-from lightning_sparse.engine.pipeline import Exchanged as OfGroup
-from lightning_sparse.engine.pipeline import GroupReducer, any_set, hear
+from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.record import Counts
 from lightning_sparse.engine.regrouping import Groups
 from lightning_sparse.engine.share import Share

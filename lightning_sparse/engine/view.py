@@ -14,8 +14,8 @@ from torch.nn import Parameter
 from lightning_sparse.core.checks import expect
 from lightning_sparse.core.names import plain_name
 from lightning_sparse.engine.agreement import failing_together
+from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.metrics import Step, Totals, dense_statistics, summarize
-from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.step import Stepper
 from lightning_sparse.methods.grouping import Group
 from lightning_sparse.ops.length import LengthChanges

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.engine import Engine
+from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.metrics import Statistics
-from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.integrations.callback import Callback
 from lightning_sparse.integrations.loggers import log_figure
 

@@ -13,9 +13,10 @@ from torch.nn import Parameter
 from lightning_sparse.core.messages import ring_all_reduce_bytes
 from lightning_sparse.core.step import Agreement, Context
 from lightning_sparse.engine.config import SparsificationConfig
+from lightning_sparse.engine.drivers import drive_together
+from lightning_sparse.engine.group import GroupReducer, any_set, hear
 from lightning_sparse.engine.metrics import MB, Step, norm_of
-from lightning_sparse.engine.network import TorchCollective, drive_together
-from lightning_sparse.engine.pipeline import GroupReducer, any_set, hear
+from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.integrations.callback import LocalGradients
 from lightning_sparse.methods.grouping import DDP_BUCKET_MB, ParameterSize, make_plan
 from lightning_sparse.methods.grouping.groupings import MIB

@@ -11,7 +11,7 @@ from lightning_sparse.core.messages import Message, SendRecv
 from lightning_sparse.core.step import Context
 from lightning_sparse.density import check_density
 from lightning_sparse.engine.config import SparsificationConfig
-from lightning_sparse.engine.network import drive_mirrored
+from lightning_sparse.engine.drivers import drive_mirrored
 from lightning_sparse.engine.pipeline import exchange_group, init_group
 from lightning_sparse.exchanges import Exchange
 from lightning_sparse.memories import Memory, NoMemory

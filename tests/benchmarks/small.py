@@ -23,7 +23,8 @@ from benchmarks.race.methods.local import Local
 from benchmarks.race.run import Rank, Run
 from benchmarks.race.tasks import TASKS, Loaded, Task
 from lightning_sparse.core.messages import Steps
-from lightning_sparse.engine.network import TorchCollective, drive, drive_ranks
+from lightning_sparse.engine.drivers import drive, drive_ranks
+from lightning_sparse.engine.network import TorchCollective
 
 SHAPES = [(64, 32), (32, 80), (10,), (96, 65)]
 

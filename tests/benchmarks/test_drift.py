@@ -13,7 +13,7 @@ from benchmarks.race.flat import Flat
 from benchmarks.race.methods.base import Method, Place
 from benchmarks.race.methods.drift import Drift
 from benchmarks.race.methods.optimizers import Averaged, Today
-from lightning_sparse.engine.network import drive_ranks
+from lightning_sparse.engine.drivers import drive_ranks
 from tests.benchmarks.small import Words, methods, take, values
 from tests.reference.drift import ReferenceDrift, Settings, Stepper
 

@@ -19,7 +19,7 @@ from benchmarks.race.results import Results
 from benchmarks.race.run import Run, Simulation, take
 from benchmarks.race.tasks import TASKS
 from lightning_sparse.core.messages import AllGather, AllReduce, Meter, Steps
-from lightning_sparse.engine.network import drive_ranks
+from lightning_sparse.engine.drivers import drive_ranks
 from tests.benchmarks import small
 from tests.benchmarks.small import ALL, load
 from tests.covering import by_default, covering

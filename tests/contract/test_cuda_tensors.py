@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 import lightning_sparse as ls
 from lightning_sparse.core.step import Context
-from lightning_sparse.engine.network import drive, drive_together
+from lightning_sparse.engine.drivers import drive, drive_together
+from lightning_sparse.engine.group import GroupReducer, any_set
 from lightning_sparse.engine.optimizers.rules import AdamRule, Arrived
-from lightning_sparse.engine.pipeline import GroupReducer, any_set, exchange_group, init_group, settle_group
+from lightning_sparse.engine.pipeline import exchange_group, init_group, settle_group
 from lightning_sparse.methods.grouping import Group, ParameterSize
 from tests.contract.cases import CASES, MEMORIES, PAIRS, Case, fit
 from tests.costs import Costs

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_sparse.engine.diversity import EVERY, Diversity, squares_of, total
-from lightning_sparse.engine.network import drive_ranks
+from lightning_sparse.engine.drivers import drive_ranks
 from tests.engine.optimizers.test_adam_rule import Training, batch, loss_of
 from tests.ranks import Ranks, error_of
 

@@ -10,8 +10,10 @@ import lightning_sparse
 ENGINE = Path(lightning_sparse.__file__).parent / "engine"
 LAYERS = (
     {"ahead", "average", "calls", "config", "gradient_hooks", "signals", "stream", "network", "agreement", "weights"},
-    {"metrics", "share", "record", "diversity"},
-    {"pipeline", "regrouping"},
+    {"drivers", "metrics", "share", "record", "diversity"},
+    {"pipeline"},
+    {"group"},
+    {"regrouping"},
     {"copies", "moves", "meeting"},
     {"step"},
     {"optimizers"},

@@ -8,7 +8,8 @@ from torch import Tensor
 
 import lightning_sparse as ls
 from lightning_sparse.core.step import Context, Selection, Update
-from lightning_sparse.engine.network import TorchCollective, drive
+from lightning_sparse.engine.drivers import drive
+from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.pipeline import exchange_group, init_group, reduce_group, settle_group
 from tests.lockstep import Ranks, equal_states, noise
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.network import Going
+from lightning_sparse.engine.drivers import Going
 from lightning_sparse.methods.grouping import make_plan
 from tests.covering import by_default
 from tests.streams import FakeStream, Streams

@@ -16,7 +16,7 @@ import lightning_sparse as ls
 from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.messages import Steps
 from lightning_sparse.core.step import Context
-from lightning_sparse.engine.pipeline import Exchanged, GroupReducer
+from lightning_sparse.engine.group import Exchanged, GroupReducer
 from tests.covering import by_default, covering
 from tests.ranks import Ranks
 

@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.core.step import Context, GroupState
-from lightning_sparse.engine.pipeline import init_group, tensors_in
+from lightning_sparse.engine.group import tensors_in
+from lightning_sparse.engine.pipeline import init_group
 from tests.gpu.checks import Check, Clock, Numbers, SkipError, require, synchronize
 from tests.gpu.models import Transformer
 from tests.gpu.processes import one_rank

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from lightning_sparse.core.layout import even_part
 from lightning_sparse.engine.average import Average, bounds_of
-from lightning_sparse.engine.network import TorchCollective, drive_ranks
+from lightning_sparse.engine.drivers import drive_ranks
+from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.nodes.parts import Parts
 
 NUMELS = {"first": 17, "second": 1, "third": 40, "fourth": 3}

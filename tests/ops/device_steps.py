@@ -14,8 +14,9 @@ import lightning_sparse as ls
 from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.messages import together
 from lightning_sparse.core.step import Context, GroupState
-from lightning_sparse.engine.network import drive_ranks
-from lightning_sparse.engine.pipeline import Proposed, exchange_group, init_group, settle_group, tensors_in
+from lightning_sparse.engine.drivers import drive_ranks
+from lightning_sparse.engine.group import tensors_in
+from lightning_sparse.engine.pipeline import Proposed, exchange_group, init_group, settle_group
 from lightning_sparse.ops import reference
 from tests.lockstep import strict
 

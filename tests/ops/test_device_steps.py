@@ -21,8 +21,10 @@ from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.messages import AllGather
 from lightning_sparse.core.step import Context
 from lightning_sparse.engine import pipeline
-from lightning_sparse.engine.network import TorchCollective, drive
-from lightning_sparse.engine.pipeline import GroupReducer, exchange_group, settle_group
+from lightning_sparse.engine.drivers import drive
+from lightning_sparse.engine.group import GroupReducer
+from lightning_sparse.engine.network import TorchCollective
+from lightning_sparse.engine.pipeline import exchange_group, settle_group
 from lightning_sparse.integrations.shadow import Shadow
 from lightning_sparse.methods.grouping import Group, ParameterSize
 from lightning_sparse.methods.sparsifiers import union_top_k

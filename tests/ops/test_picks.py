@@ -15,7 +15,7 @@ from lightning_sparse import ops
 from lightning_sparse.core.layout import Gradient, InRuns
 from lightning_sparse.core.messages import Steps
 from lightning_sparse.core.step import Context, Selection
-from lightning_sparse.engine.network import drive_ranks
+from lightning_sparse.engine.drivers import drive_ranks
 from lightning_sparse.engine.pipeline import init_group, reduce_group
 from lightning_sparse.methods.exchanges import as_exchange
 from lightning_sparse.methods.exchanges.base import Picks

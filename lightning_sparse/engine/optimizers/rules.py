@@ -14,8 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_sparse.core.layout import flattened, laid_out, own, shaped
 from lightning_sparse.engine.average import Average
+from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.optimizers.kinds import holds, refusal, settings_of, stepping
-from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.step import Stepper
 from lightning_sparse.methods.memory import SecondMoment
 from lightning_sparse.ops.adam import Moved, Step, Steps

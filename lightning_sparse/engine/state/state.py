@@ -14,8 +14,8 @@ from lightning_sparse.core.step import GroupState
 from lightning_sparse.engine.agreement import Note, by_reason, name_ranks, reason
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.diversity import Diversity
+from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.optimizers.binding import OptimizerBinding
-from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.engine.share import Place
 from lightning_sparse.engine.state.merging import with_layouts
 from lightning_sparse.engine.state.schema import (

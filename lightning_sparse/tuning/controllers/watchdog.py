@@ -16,9 +16,9 @@ from lightning_sparse.core.step import Agreement
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.agreement import checksum
 from lightning_sparse.engine.config import Watch
+from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.metrics import Statistics
 from lightning_sparse.engine.optimizers.kinds import holds, is_adam, refusal, stepping
-from lightning_sparse.engine.pipeline import GroupReducer
 from lightning_sparse.methods.memory import SecondMoment
 from lightning_sparse.tuning.controllers.announcer import DIVERGED
 from lightning_sparse.tuning.unsuited import unsuited

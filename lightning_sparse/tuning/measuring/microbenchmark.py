@@ -12,8 +12,9 @@ from torch import Tensor
 
 from lightning_sparse.core.messages import Message
 from lightning_sparse.core.step import Context
+from lightning_sparse.engine.drivers import drive
 from lightning_sparse.engine.metrics import Stamp
-from lightning_sparse.engine.network import TorchCollective, drive, send
+from lightning_sparse.engine.network import TorchCollective, send
 from lightning_sparse.engine.pipeline import init_group, reduce_group
 from lightning_sparse.methods.exchanges import Exchange
 from lightning_sparse.methods.memory import Memory

@@ -28,7 +28,8 @@ from lightning_sparse.core.messages import (
 )
 from lightning_sparse.core.step import Context
 from lightning_sparse.engine.ahead import Ahead
-from lightning_sparse.engine.network import TorchCollective, drive, drive_ranks, drive_together, send
+from lightning_sparse.engine.drivers import drive, drive_ranks, drive_together
+from lightning_sparse.engine.network import TorchCollective, send
 from lightning_sparse.engine.pipeline import init_group, reduce_group
 from lightning_sparse.tools.traffic import count_bytes
 from tests.contract.cases import CASES, PAIR_NAMES, PAIRS, Case, kinds

@@ -26,7 +26,8 @@ from lightning_sparse.core.messages import (
     Steps,
     ring_all_reduce_bytes,
 )
-from lightning_sparse.engine.network import LostRankError, TorchCollective, drive_mirrored
+from lightning_sparse.engine.drivers import drive_mirrored
+from lightning_sparse.engine.network import LostRankError, TorchCollective
 from tests.ranks import Ranks, error_of
 
 

@@ -9,7 +9,7 @@ import torch
 
 import lightning_sparse as ls
 from lightning_sparse.core.step import Context, Selection
-from lightning_sparse.engine.network import drive_ranks
+from lightning_sparse.engine.drivers import drive_ranks
 from lightning_sparse.methods.exchanges.balanced import _regions, _split
 from tests.covering import covering, in_turns
 from tests.lockstep import Ranks, noise

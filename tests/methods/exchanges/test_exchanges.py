@@ -13,7 +13,7 @@ from torch import Tensor
 import lightning_sparse as ls
 from lightning_sparse.core.messages import Message, run
 from lightning_sparse.core.step import Agreement, Context, Selection
-from lightning_sparse.engine.network import drive_mirrored
+from lightning_sparse.engine.drivers import drive_mirrored
 from lightning_sparse.methods.exchanges import as_exchange
 from lightning_sparse.methods.exchanges.base import gather_picks, reduce_at
 from tests.lockstep import Ranks, noise

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import lightning_sparse as ls
 from lightning_sparse.core.messages import Steps, resolve
 from lightning_sparse.core.step import Context, Selection, Update
-from lightning_sparse.engine.network import drive_ranks
+from lightning_sparse.engine.drivers import drive_ranks
 from lightning_sparse.methods.exchanges.packed_union import _classes, _read, _tell, pack, unpack
 from lightning_sparse.ops import compiled, subtract_at_
 from lightning_sparse.ops.c import native

@@ -9,7 +9,8 @@ import torch
 
 import lightning_sparse as ls
 from lightning_sparse.core.step import Context
-from lightning_sparse.engine.network import TorchCollective, drive
+from lightning_sparse.engine.drivers import drive
+from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.pipeline import init_group, reduce_group
 from tests.lockstep import noise
 from tests.ranks import Ranks

@@ -17,7 +17,8 @@ import lightning_sparse as ls
 from lightning_sparse import ops
 from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.step import Absorbed, Context, Update
-from lightning_sparse.engine.network import TorchCollective, drive
+from lightning_sparse.engine.drivers import drive
+from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.kinds import check_pair
 from lightning_sparse.engine.pipeline import exchange_group, init_group, settle_group
 from lightning_sparse.engine.state.schema import with_pending

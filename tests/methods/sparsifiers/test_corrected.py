@@ -15,7 +15,7 @@ from torch import Tensor
 
 import lightning_sparse as ls
 from lightning_sparse.core.step import Context
-from lightning_sparse.engine.network import drive_mirrored
+from lightning_sparse.engine.drivers import drive_mirrored
 from lightning_sparse.methods.density import count
 from tests.covering import by_default, covering, in_one_test, in_turns
 from tests.lockstep import noise

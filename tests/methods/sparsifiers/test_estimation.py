@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_sparse.core.messages import Steps
 from lightning_sparse.core.step import Context, Selection
-from lightning_sparse.engine.network import drive_mirrored, drive_ranks
+from lightning_sparse.engine.drivers import drive_mirrored, drive_ranks
 from lightning_sparse.methods.sparsifiers.estimation import follow, force_one, pick_jointly, split
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import lightning_sparse as ls
 from lightning_sparse.core.layout import Gradient, InRuns
 from lightning_sparse.core.step import Context, Selection
-from lightning_sparse.engine.network import drive_ranks
+from lightning_sparse.engine.drivers import drive_ranks
 from lightning_sparse.methods.density import count
 from lightning_sparse.methods.sparsifiers.mean_top_k import Stripe, encoded, estimated
 from tests.static_path import static_path
