@@ -87,7 +87,7 @@ def work(rank: int, port: int, arguments: Arguments) -> None:
                 dist.all_reduce(taken, op=dist.ReduceOp.MAX)
                 times[name].append(float(taken.median()))
         if rank == 0:
-            report(width, arguments.depth, times, chooser.seconds, tuned.engine._direct)
+            report(width, arguments.depth, times, chooser.seconds, tuned.engine.stepper.direct)
         tuned.engine.close()
         sparse.engine.close()
     dist.destroy_process_group()

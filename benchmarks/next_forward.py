@@ -52,7 +52,7 @@ class NextForward:
     """
 
     def __init__(self, model: nn.Module, engine: ls.Engine) -> None:
-        self.stepper, self.comm = engine.router, engine.router.comm.another()
+        self.stepper, self.comm = engine.stepper, engine.stepper.comm.another()
         self.sender = Sender(self.comm)
         self.waiting: dict[int, tuple[GroupReducer, Sent]] = {}
         # The plan is in the order of backward; groups of small parameters come last there, and are used first.
@@ -118,7 +118,7 @@ class Variant:
         if self.later is None:
             self.optimizer.step()
         else:
-            self.engine.router.leave(list(self.engine.router.parameters))  # the engine does not exchange them
+            self.engine.stepper.leave(list(self.engine.stepper.parameters))  # the engine does not exchange them
             self.later.step()
 
     def turn(self, batch: Any, steps: int, link: Link) -> tuple[float, float]:

@@ -165,7 +165,7 @@ class Variant:
             "ms": 1e3 * (end - begin),
             "messages": 1e3 * sum(seconds for _, seconds in link.taken),
             "early": 1e3 * sum(seconds for start, seconds in link.taken if start < early),
-            "waits": 0.0 if self.engine is None else self.engine.router.exposed_ms() or 0.0,
+            "waits": 0.0 if self.engine is None else self.engine.stepper.exposed_ms() or 0.0,
         }
 
     def promised(self) -> dict[str, float]:

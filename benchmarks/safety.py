@@ -75,7 +75,7 @@ class Variant:
         self.inside = 0.0
         if guarded:
             for owner, name in [
-                (self.engine.router, "end_backward"),
+                (self.engine.stepper, "end_backward"),
                 (self.engine.observers[0], "before_step"),
             ]:
                 setattr(owner, name, self.timed(getattr(owner, name)))

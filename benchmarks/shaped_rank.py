@@ -294,7 +294,7 @@ def measure_hooks(job: Job, result: Result, keep: Callable[[], None]) -> None:
         for variant in variants:
             result["groups"][variant.spec.name] = variant.groups
             if variant.engine is not None:
-                result["direct"][variant.spec.name] = variant.engine._direct
+                result["direct"][variant.spec.name] = variant.engine.stepper.direct
         keep()
     for place, variant in enumerate(variants):
         if variant.spec.as_it_comes and not variant.spec.fallback:

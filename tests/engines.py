@@ -14,7 +14,7 @@ from lightning_sparse.engine import Engine
 
 def exchange(engine: Engine) -> bool:
     """Put averages in the place of all gradients; False: skipped."""
-    return engine.exchange(engine._parameters.values())
+    return engine.exchange(engine.stepper.parameters.values())
 
 
 class Raises:

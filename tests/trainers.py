@@ -110,7 +110,7 @@ def straight_and_resumed(
         second, module = then(ckpt=path / HALF, max_epochs=4, **save())
     engine = second.strategy.engine
     found = {"first": first, "second": {"weights": weights(module), "steps": engine.step}}
-    return {**found, "memory": repr(engine.settings.memory), "clipped": engine.router.grad_norm is not None}
+    return {**found, "memory": repr(engine.settings.memory), "clipped": engine.stepper.grad_norm is not None}
 
 
 def flat(module: nn.Module) -> Tensor:

@@ -152,7 +152,7 @@ def attach_config(
                 engine._add_observer(DenseFallback(sizes, cap))
             for observer in observers:
                 engine._add_observer(observer)
-            engine.router.copies.watch(ddp.module)
+            engine.stepper.copies.watch(ddp.module)
             register(ddp, engine)  # last: it cannot be undone
         undo.pop_all()
     return engine

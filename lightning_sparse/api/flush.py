@@ -72,7 +72,7 @@ def flush(what: Any, optimizers: Optimizer | Iterable[Optimizer] | None = None) 
         )
     strategy = None if isinstance(what, Engine) else getattr(what, "strategy", None)
     engines = [what] if isinstance(what, Engine) else engines_of(strategy)
-    parameters = [p for engine in engines for p in engine._parameters.values()]
+    parameters = [p for engine in engines for p in engine.stepper.parameters.values()]
     given: list[Any] = list(getattr(strategy, "optimizers", ())) if optimizers is None else listed(optimizers)
     # Without Lightning's wrapper, which would unscale gradients and count steps.
     chosen = [o.optimizer if hasattr(o, "_strategy") else o for o in given]
@@ -94,10 +94,10 @@ def flush(what: Any, optimizers: Optimizer | Iterable[Optimizer] | None = None) 
     left = [
         name
         for engine in engines
-        for name, p in engine._parameters.items()
+        for name, p in engine.stepper.parameters.items()
         if id(p) not in held
         and p.requires_grad
-        and not engine.router.group_of[name].drifts
+        and not engine.stepper.group_of[name].drifts
         and engine.residual(name) is not None
     ]
     if left and all(engine._rank == 0 for engine in engines):
@@ -110,7 +110,7 @@ def flush(what: Any, optimizers: Optimizer | Iterable[Optimizer] | None = None) 
     square = drifted = 0.0
     with gradients_aside(chosen, parameters), ExitStack() as end:
         for engine in engines:
-            end.callback(engine._end_flush)
+            end.callback(engine.stepper.end_flush)
             engine._binding.know(chosen)
             drifted += engine._meet_weights()
             engine._binding.meet_states()
@@ -119,7 +119,7 @@ def flush(what: Any, optimizers: Optimizer | Iterable[Optimizer] | None = None) 
             squares = torch.tensor(found, dtype=torch.float64, device="cpu")
             for (name, average), own_square in zip(pending.items(), engine._sum_within(squares).tolist(), strict=True):
                 if own_square:  # a step with zeros would still apply momentum
-                    engine._parameters[name].grad = average
+                    engine.stepper.parameters[name].grad = average
                     square += own_square
         for optimizer in chosen if square else ():
             with uninterrupted():

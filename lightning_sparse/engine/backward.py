@@ -101,7 +101,7 @@ class AllRanksDivide:
                 "sparsified exchange by all ranks. Leave it at True."
             )
         joining = getattr(self._ddp(), "_join_config", None)
-        if joining is not None and joining.enable and not engine.router.steps_aside:
+        if joining is not None and joining.enable and not engine.stepper.steps_aside:
             raise ValueError(
                 "join() lets ranks end before others, and all ranks exchange together when optimizers step. Give all "
                 "ranks equally many batches, or let DDP average by itself: density=1 without node_size."

@@ -97,12 +97,7 @@ class Engine(EngineView):
     @property
     def settings(self) -> SparsificationConfig:
         """The choices in effect; open choices of memory and exchange are settled by the optimizers."""
-        return self.router.settings
-
-    @property
-    def _optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers that hold parameters of the engine, as far as they are known."""
-        return self._binding.optimizers
+        return self.stepper.settings
 
     def _show(self, optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> None:
         """Say which optimizers there are before they step, in place of those that were shown before.
@@ -114,15 +109,7 @@ class Engine(EngineView):
             ValueError: if one does not go with the memory or the sparsifier, or is no optimizer.
         """
         self._binding.show(optimizers)
-        self.router.prepare()
-
-    def _takes_steps_of(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return True if the engine takes Adam's steps for sparsified parameters, see :class:`.SecondMoment`."""
-        return self._binding.takes(optimizer)
-
-    def _end_flush(self) -> None:
-        """Let optimizers exchange again when they step, after :meth:`_take_pending`."""
-        self.router.end_flush()
+        self.stepper.prepare()
 
     def _warn(self, kind: str, sentence: str) -> None:
         """Tell the user on rank zero; all ranks call this in the same step, and count the warning."""
@@ -154,11 +141,11 @@ class Engine(EngineView):
         Args:
             for_good: forget second moments and other values that only sparse steps need.
         """
-        simple = isinstance(self.settings.memory_in_use.for_dense(), NoMemory) and not self.router.share.cuts
-        dense = all(group.plan.dense for group in self.router.groups)
-        if not (simple and dense and all(self._all_gather_object(all(group.sent for group in self.router.groups)))):
+        simple = isinstance(self.settings.memory_in_use.for_dense(), NoMemory) and not self.stepper.share.cuts
+        dense = all(group.plan.dense for group in self.stepper.groups)
+        if not (simple and dense and all(self._all_gather_object(all(group.sent for group in self.stepper.groups)))):
             return False
-        self.router.regroup(self.groups, direct=True, for_good=for_good)
+        self.stepper.regroup(self.groups, direct=True, for_good=for_good)
         return True
 
     def regroup(self, plan: Sequence[Group]) -> None:
@@ -199,11 +186,11 @@ class Engine(EngineView):
         for network in self.networks:  # one after the other: what differs in one network is an error for all of them
             with self._failing_together():
                 check_equal_on_ranks(facts, network, self.device)
-        check_covers(groups, self.router.parameters)
+        check_covers(groups, self.stepper.parameters)
         parts = self._parts_of(groups)
-        self.router.regroup(parts)
-        if self._optimizers:
-            self._binding.suit(self._optimizers)
+        self.stepper.regroup(parts)
+        if self._binding.optimizers:
+            self._binding.suit(self._binding.optimizers)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -223,12 +210,12 @@ class Engine(EngineView):
             >>> engine.close()
             >>> dist.destroy_process_group()
         """
-        router = self.router
-        before, router.paused = router.paused, True
+        stepper = self.stepper
+        before, stepper.paused = stepper.paused, True
         try:
             yield
         finally:
-            router.paused = before
+            stepper.paused = before
 
     @contextmanager
     def agreed(self, together: bool = False) -> Iterator[None]:
@@ -264,8 +251,8 @@ class Engine(EngineView):
             >>> dist.destroy_process_group()
         """
         if together:
-            self.router.follow_changes()
-        with self.router.copies.agreed():
+            self.stepper.follow_changes()
+        with self.stepper.copies.agreed():
             yield
 
     def exchange(self, parameters: Tensor | Iterable[Tensor]) -> bool:
@@ -285,9 +272,9 @@ class Engine(EngineView):
             RuntimeError: on all ranks, if they do different things.
         """
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        names = {self.router.names[id(p)] for p in given if id(p) in self.router.names}
+        names = {self.stepper.names[id(p)] for p in given if id(p) in self.stepper.names}
         expect(bool(names), "parameters", "parameters of the engine's model", f"{len(given)} others")
-        return self._binding.exchange([name for name in self.router.parameters if name in names])
+        return self._binding.exchange([name for name in self.stepper.parameters if name in names])
 
     def clip_grad_norm_(
         self,
@@ -318,13 +305,13 @@ class Engine(EngineView):
             RuntimeError: on all ranks, if they do different things.
         """
         given = [parameters] if isinstance(parameters, Tensor) else parameters
-        return clip_by_norm([self.router], given, max_norm, norm_type, error_if_nonfinite, foreach)
+        return clip_by_norm([self.stepper], given, max_norm, norm_type, error_if_nonfinite, foreach)
 
     def _receive(self, bucket: Any) -> Future[Tensor]:
         """Take the gradients of a ``GradBucket`` and return averages in its buffer: DDP's communication hook."""
         if self.closed:
             raise RuntimeError("The engine is closed. Wrap the model again and attach a new one to train on.")
-        if self.router.paused:
+        if self.stepper.paused:
             buffer: Tensor = bucket.buffer()
             left: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
             left.set_result(buffer)
@@ -349,7 +336,7 @@ class Engine(EngineView):
                 if observer.before_step(self) is True:
                     self._called.remove(observer)
         except Exception as error:
-            self.router.locate(error, "before the first exchange")
+            self.stepper.locate(error, "before the first exchange")
             raise
 
     def _after_skipped_step(self) -> None:
@@ -361,7 +348,7 @@ class Engine(EngineView):
         """Say which ranks alone do without kernels in Triton, in the first step: the others wait for them."""
         self._compared_kernels = True
         if static_shapes(self.device) and self.comm.world_size > 1:
-            self.router.prepare()
+            self.stepper.prepare()
             problems = self.comm.all_gather_object(on_cuda.problems, self.device)
             if len(set(problems)) > 1:
                 notes = by_reason([Note("", problem) for problem in problems])
@@ -381,13 +368,13 @@ class Engine(EngineView):
 
         Parameters that the step does not use keep their residuals.
         """
-        self.router.flush_asked = True
+        self.stepper.flush_asked = True
 
     def _meet_weights(self) -> float:
         """Average copies of the weights densely, see :meth:`.Groups.meet_weights`; collective, between two steps."""
-        if any(group.drifts for group in self.router.groups):
+        if any(group.drifts for group in self.stepper.groups):
             self._check_between_steps("Weights can only be averaged")
-        return self.router.meet_weights()
+        return self.stepper.meet_weights()
 
     def _take_pending(self) -> dict[str, Tensor]:
         """Return the mean of the ranks' residuals, ``(1/n) sum_i residual_i``, and clear these; collective.
@@ -402,14 +389,14 @@ class Engine(EngineView):
             RuntimeError: within a step.
         """
         self._check_between_steps("Residuals can only be taken")
-        return self.router.take_pending()
+        return self.stepper.take_pending()
 
     def _parts_of(self, plan: Sequence[Group]) -> list[Group]:
         """Return groups with the sizes of what this rank has of their parameters."""
-        lengths = {name: place.length for name, place in self.router.share.places.items()}
+        lengths = {name: place.length for name, place in self.stepper.share.places.items()}
         parts = [group.resized(lengths) for group in plan]
         empty = [group.name for group in parts if not group.numel]
-        meets = lengths and not self.router.share.cuts  # else averages are put together with those of other ranks
+        meets = lengths and not self.stepper.share.cuts  # else averages are put together with those of other ranks
         for rank, names in enumerate(self._all_gather_object(empty) if meets else ()):
             if names:
                 raise ValueError(
@@ -486,7 +473,7 @@ class Engine(EngineView):
             ValueError: as :meth:`load_state_dict`.
         """
         self._check_between_steps("A state can only be loaded")
-        now = {id(p): name for name, p in {**self.router.parameters, **self.frozen}.items()}
+        now = {id(p): name for name, p in {**self.stepper.parameters, **self.frozen}.items()}
         kept, gone = renamed(state, {name: now[id(p)] for name, p in parameters.items() if id(p) in now})
         return gone + self._state.load({**kept, "optimizers": {}}).lost  # those of this engine keep their own
 
@@ -500,8 +487,8 @@ class Engine(EngineView):
         for observer in self.observers:
             observer.close()
         self._binding.close()
-        self.router.copies.close()
-        self.router.close()
+        self.stepper.copies.close()
+        self.stepper.close()
 
     def __reduce__(self) -> tuple[type[CopiedEngine], tuple[()]]:
         """Let a copy, pickled or not, be a :class:`CopiedEngine`."""

@@ -418,7 +418,7 @@ class Overlapped(Stepper):
                 if not ended.skipped:
                     self._write(ended.averages)
                 result.append(self._settle(started, ended, begin))
-                self._unused, self._begins, self._waiting = frozenset(), False, None
+                self.unused, self._begins, self._waiting = frozenset(), False, None
 
         @self.naming_the_cause()
         def announce() -> None:

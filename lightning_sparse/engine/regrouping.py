@@ -87,11 +87,6 @@ class Groups:
         """Exchanges so far that counted; may wait for the device."""
         return self.record.counts.step
 
-    @property
-    def unused(self) -> Set[str]:
-        """Names of the parameters that no rank used in the latest backward."""
-        return {name for group in self.groups for name in group.unused}
-
     def form(
         self,
         group: Group,
@@ -115,9 +110,6 @@ class Groups:
         density = group.density or settings.density(step)
         ctx = Context(step, density, self.comm.rank, self.comm.world_size)
         return GroupReducer(group, self.parameters, settings, ctx, flush)
-
-    def go_on_with(self, names: Set[str]) -> None:
-        """Note that a state was loaded, and of which parameters it remembers something on any rank."""
 
     def prepare(self) -> None:
         """Compile what steps of the groups will need, before the first of them."""

@@ -197,7 +197,7 @@ class Stepper(Groups):
         """Called on all ranks after each such backward."""
         self._begins = False
         """Whether there was a backward since the latest exchange: several optimizers may step after one."""
-        self._unused: Set[str] = frozenset()
+        self.unused: Set[str] = frozenset()
         """Parameters that had no gradient on any rank at the latest exchange."""
         self._compared = Weights([*parameters], lambda name: self.copies.common(name))
         self.on_drift: Callable[[], None] = lambda: None
@@ -221,11 +221,6 @@ class Stepper(Groups):
         """Parameters of which this rank exchanges no coordinate."""
 
     @property
-    def known_counts(self) -> Counts:
-        """Counts of exchanges that have settled."""
-        return self.record.counts
-
-    @property
     def rank(self) -> int:
         """Number of this rank among all; those near each other follow one another."""
         return self.comm.rank * self.within.world_size + self.within.rank
@@ -234,11 +229,6 @@ class Stepper(Groups):
     def left_to_ddp(self) -> bool:
         """True if DDP has averaged the gradients of the latest step by itself."""
         return self._stood_aside
-
-    @property
-    def unused(self) -> Set[str]:
-        """Parameters that had no gradient on any rank at the latest exchange."""
-        return self._unused
 
     def whole(self, averages: Sequence[Average]) -> Sequence[Average]:
         """See :meth:`.Groups.whole`."""
@@ -498,7 +488,7 @@ class Stepper(Groups):
                 anywhere = {name for name in fresh if used[self._numbers[name]]}
                 started = listen(lambda: self._start(fresh, anywhere, units))
             self.moves.hear(started[0].moving, met[0])
-            self._unused = {name for name, number in self._numbers.items() if not used[number]}
+            self.unused = {name for name, number in self._numbers.items() if not used[number]}
             with self.on_stream.between_steps():
                 what, going = started
                 made = going.run()
@@ -762,7 +752,7 @@ class Stepper(Groups):
         self.copies.adopted()
 
     def go_on_with(self, names: Set[str]) -> None:
-        """See :meth:`.Groups.go_on_with`: it waits."""
+        """Note that a state was loaded, and of which parameters it remembers something on any rank, which waits."""
         self._waits = set(names & self.parameters.keys())
         self._sparse_before = bool(self._waits)
 

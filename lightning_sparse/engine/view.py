@@ -9,13 +9,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from lightning_sparse.core.checks import expect
 from lightning_sparse.core.names import plain_name
 from lightning_sparse.engine.agreement import failing_together
 from lightning_sparse.engine.group import GroupReducer
-from lightning_sparse.engine.metrics import Step, Totals, dense_statistics, summarize
+from lightning_sparse.engine.metrics import Step, dense_statistics, summarize
 from lightning_sparse.engine.step import Stepper
 from lightning_sparse.methods.grouping import Group
 from lightning_sparse.ops.length import LengthChanges
@@ -36,7 +35,7 @@ class EngineView:
         """Given to :meth:`~lightning_sparse.engine.Engine._warn`."""
         self.closed = False
         """True if the engine has ended."""
-        self.router = stepper
+        self.stepper = stepper
         """Exchanges gradients when optimizers step."""
         self.networks = stepper.networks
         """See :class:`.Stepper`."""
@@ -53,18 +52,13 @@ class EngineView:
         return self._record.counts.skipped
 
     @property
-    def _skipped(self) -> bool:
-        """True if the latest step was skipped on all ranks, because a gradient of some rank was not finite."""
-        return self._record.latest_skipped
-
-    @property
     def _length_changes(self) -> LengthChanges:
         """Number of times that this rank clipped a group's gradient to twice its usual length, or rescaled a residual.
 
         With :class:`.SecondMoment`, from the first step on, also before a checkpoint; waits for the
         device.
         """
-        return _length_changes(self.router.groups) or LengthChanges(0, 0)
+        return _length_changes(self.stepper.groups) or LengthChanges(0, 0)
 
     @property
     def memory_bytes(self) -> int:
@@ -73,31 +67,12 @@ class EngineView:
         Vectors for what finds no room in the place of a gradient, such as scores of 16-bit gradients, are counted from
         the first step on.
         """
-        return sum(group.memory_bytes for group in self.router.groups)
-
-    @property
-    def _parameters(self) -> dict[str, Parameter]:
-        """The parameters by name, in order of registration."""
-        return dict(self.router.parameters)
-
-    @property
-    def _totals(self) -> Totals:
-        """Bytes and times of this rank in all steps so far; may be those of an engine before."""
-        return self.router.totals
-
-    @_totals.setter
-    def _totals(self, totals: Totals) -> None:
-        self.router.totals = totals
-
-    @property
-    def _direct(self) -> bool:
-        """True if buckets are averaged just as DDP does, past the groups."""
-        return self.router.direct
+        return sum(group.memory_bytes for group in self.stepper.groups)
 
     @property
     def groups(self) -> list[Group]:
         """The groups, in the order in which backward should finish them; sizes are of what this rank exchanges."""
-        return [group.plan for group in self.router.groups]
+        return [group.plan for group in self.stepper.groups]
 
     def summary(self) -> dict[str, float]:
         """Return the logged quantities of the latest step, see :data:`~lightning_sparse.engine.metrics.QUANTITIES`.
@@ -121,26 +96,26 @@ class EngineView:
             RuntimeError: within a step.
         """
         self._check_between_steps("Summaries can only be asked for")
-        reducer = self.router
-        if reducer.left_to_ddp:
-            statistics = [dense_statistics(sum(p.numel() for p in reducer.parameters.values()), reducer.direct_bytes)]
+        stepper = self.stepper
+        if stepper.left_to_ddp:
+            statistics = [dense_statistics(sum(p.numel() for p in stepper.parameters.values()), stepper.direct_bytes)]
         else:
             statistics = [
-                group.statistics for group in self.router.groups if group.ran and group.statistics is not None
+                group.statistics for group in self.stepper.groups if group.ran and group.statistics is not None
             ]
         if not statistics:
             return None
         return Step(
             statistics,
-            [group.residual_norm() for group in self.router.groups],
-            reducer.exposed_ms(),
+            [group.residual_norm() for group in self.stepper.groups],
+            stepper.exposed_ms(),
             self.skipped_steps,
-            reducer.left_to_ddp,
-            reducer.shared_bytes,
-            self._totals,
+            stepper.left_to_ddp,
+            stepper.shared_bytes,
+            self.stepper.totals,
             len(self.warnings),
-            _length_changes(self.router.groups),
-            reducer.grad_norm,
+            _length_changes(self.stepper.groups),
+            stepper.grad_norm,
         )
 
     def _group_summaries(self) -> dict[str, dict[str, float]]:
@@ -150,7 +125,7 @@ class EngineView:
         """
         self._check_between_steps("Summaries can only be asked for")
         summaries: dict[str, dict[str, float]] = {}
-        for group in [] if self.router.left_to_ddp else self.router.groups:
+        for group in [] if self.stepper.left_to_ddp else self.stepper.groups:
             if group.ran and group.statistics is not None:
                 changes = _length_changes([group])
                 step = Step([group.statistics], [group.residual_norm()], length_changes=changes)
@@ -168,17 +143,17 @@ class EngineView:
             ValueError: for another name than those of :attr:`parameters`.
         """
         name = plain_name(name) if isinstance(name, str) else name
-        known = isinstance(name, str) and name in self.router.parameters
+        known = isinstance(name, str) and name in self.stepper.parameters
         expect(known, "name", "that of a parameter of the engine", name)
-        group = self.router.group_of[name]
+        group = self.stepper.group_of[name]
         if group.drifts:
-            copies = self.router.copies
+            copies = self.stepper.copies
             return copies.common(name) - copies.mine(name)
         return None if group.residual is None else group.residual[group.spans[name]]
 
     def _check_between_steps(self, what: str) -> None:
         """Raise within an exchange, where handlers of signals and other threads may ask."""
-        if self.router.busy:
+        if self.stepper.busy:
             raise RuntimeError(f"{what} between two steps, not within one.")
 
     def _mean_over_ranks(self, x: Tensor) -> Tensor:
@@ -209,7 +184,7 @@ class EngineView:
     @property
     def _rank(self) -> int:
         """See :attr:`.Stepper.rank`."""
-        return self.router.rank
+        return self.stepper.rank
 
     @property
     def _world_size(self) -> int:
@@ -219,17 +194,17 @@ class EngineView:
     @property
     def _parts(self) -> int:
         """Number of ranks that exchange the parts of the same gradients; 1 where each exchanges all."""
-        return self.router.within.world_size
+        return self.stepper.within.world_size
 
     @property
     def _exchanging(self) -> int:
         """Number of ranks that exchange the same part of gradients; 1 where those near each other are all."""
-        return 1 if self.router.settings.node_size and self._parts == 1 else self.comm.world_size
+        return 1 if self.stepper.settings.node_size and self._parts == 1 else self.comm.world_size
 
     def _sum_within(self, x: Tensor) -> Tensor:
         """Return the sum of a small vector on the CPU over ranks that hold parts of the same gradients; collective."""
-        whole = self.router.share.cuts or self.router.within.world_size == 1
-        return x if whole else self.router.within.all_reduce(x.to(self.device)).cpu()
+        whole = self.stepper.share.cuts or self.stepper.within.world_size == 1
+        return x if whole else self.stepper.within.all_reduce(x.to(self.device)).cpu()
 
 
 def _length_changes(groups: Sequence[GroupReducer]) -> LengthChanges | None:

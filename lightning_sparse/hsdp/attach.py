@@ -343,9 +343,9 @@ class _ReplicasAreEqual:
         if engine._state.loads == self._seen or engine.comm.world_size == 1:
             return
         self._seen = engine._state.loads
-        sums = torch.stack([checksum(own(p)) for p in engine._parameters.values()])
+        sums = torch.stack([checksum(own(p)) for p in engine.stepper.parameters.values()])
         differ = (engine.comm.all_gather(sums) != sums).any(0).cpu().tolist()
-        names = [name for name, one in zip(engine._parameters, differ, strict=True) if one]
+        names = [name for name, one in zip(engine.stepper.parameters, differ, strict=True) if one]
         if names:
             raise RuntimeError(
                 f"The replicas have different parameters: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}. "

@@ -37,8 +37,8 @@ class ShardSource:
     """
 
     def __init__(self, engine: Engine, model: Module) -> None:
-        self.engine, self._stepper = engine, engine.router
-        self._parameters = engine._parameters
+        self.engine, self._stepper = engine, engine.stepper
+        self._parameters = engine.stepper.parameters
         states = (module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule))
         self._contexts = {id(context): context for state in states if (context := state._state_ctx)}
         """FSDP's own notes about a backward, one for each root."""

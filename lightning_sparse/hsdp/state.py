@@ -155,12 +155,12 @@ def save_sharded(engine: Engine, folder: str | Path, save: str = "") -> State:
 
     # Not by the engine's networks, where an exchange may wait that a handler of a signal runs in.
     every = TorchCollective()
-    newest = every.all_gather(torch.tensor([engine.router.record.counts.number], device=engine.device)).amax(0)
+    newest = every.all_gather(torch.tensor([engine.stepper.record.counts.number], device=engine.device)).amax(0)
     content: dict[str, Any] = {}
     with failing_together(every, engine.device):
         state = with_pending(engine.state_dict(newest.cpu()), engine.comm.world_size)
         rest = {**{name: value for name, value in state.items() if name not in APART}, "save": save}
-        content[f"ranks{engine.comm.rank}.{engine.router.within.rank}"] = _bytes_of(rest)
+        content[f"ranks{engine.comm.rank}.{engine.stepper.within.rank}"] = _bytes_of(rest)
         for name, parameter in _known(engine).items():
             for key, vector in state["parameters"].get(name, {}).items():
                 content[f"replica{engine.comm.rank}/{name}/{key}"] = _as_parameter(vector, parameter)
@@ -283,9 +283,8 @@ def _checksum_of(file: Path) -> str:
 
 def _known(engine: Engine) -> dict[str, Parameter]:
     """Return parameters of which something may be remembered, also frozen ones, by name."""
-    return {
-        name: p for name, p in {**engine._parameters, **engine.frozen}.items() if name in engine.router.share.places
-    }
+    every, places = {**engine.stepper.parameters, **engine.frozen}, engine.stepper.share.places
+    return {name: p for name, p in every.items() if name in places}
 
 
 def _bytes_of(plain: State) -> Tensor:
@@ -303,10 +302,10 @@ def _as_parameter(vector: Tensor, parameter: Tensor) -> Tensor:
 
 def _stepped(engine: Engine) -> Iterator[tuple[Tensor, str, dict[str, Any]]]:
     """Find the parameters of which a bound optimizer has a state: with their names and that state."""
-    for optimizer in map(stepping, engine._optimizers):
+    for optimizer in map(stepping, engine._binding.optimizers):
         for parameter, kept in optimizer.state.items():
-            if id(parameter) in engine.router.names:
-                yield parameter, engine.router.names[id(parameter)], kept
+            if id(parameter) in engine.stepper.names:
+                yield parameter, engine.stepper.names[id(parameter)], kept
 
 
 def _waited_in(saved: Saved, engine: Engine) -> Iterator[tuple[dict[str, Any], Tensor]]:
@@ -331,8 +330,8 @@ def _state_for(engine: Engine, saved: Saved, resize: Resize, notes: list[str]) -
     comm = engine.comm
     alike = saved.replicas == comm.world_size
     same = alike and saved.ranks == engine._parts
-    rest = saved.rest(*((comm.rank, engine.router.within.rank) if same else (0, 0)))
-    spans = {name: list(part) for name, part in engine.router.share.places.items()}
+    rest = saved.rest(*((comm.rank, engine.stepper.within.rank) if same else (0, 0)))
+    spans = {name: list(part) for name, part in engine.stepper.share.places.items()}
     state: State = {**rest, "parameters": {name: {} for name in spans}, "spans": spans}
     if not same:
         state["groups"] = []

@@ -86,7 +86,7 @@ class Accelerated:
             self._ddp = ddp
             self._redirect_clipping()
             go_on(self.engine, left)
-        self.engine.router.copies.back()
+        self.engine.stepper.copies.back()
         with self.engine._failing_together():
             refuse_with_overlap(self.engine, optimizers, clips, self.accelerator.scaler)
             self.engine._show(map(stepping, optimizers))
@@ -149,7 +149,7 @@ class Accelerated:
     def _exchanged_of(self, parameters: Any) -> tuple[list[torch.Tensor], list[Stepper]]:
         """Return parameters as a list, and who exchanges some of them: maybe engines of several models."""
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        steppers = [one.engine.router for one in self._beside if one.engine]
+        steppers = [one.engine.stepper for one in self._beside if one.engine]
         return given, [stepper for stepper in steppers if any(id(p) in stepper.names for p in given)]
 
     def redirect(self, name: str, redirected: Callable[..., Any]) -> None:
@@ -192,7 +192,7 @@ class Accelerated:
         engine = self.engine
         if engine is None or not self.config.save_residuals:
             return
-        comm, totals = TorchCollective(), engine._totals.state_dict()
+        comm, totals = TorchCollective(), engine.stepper.totals.state_dict()
         beside = self._files.beside(self._inside(folder), engine, _write, comm, global_step)
         with beside as marker, failing_together(comm, engine.device):
             if comm.rank == 0:
@@ -229,7 +229,7 @@ class Accelerated:
             marker, totals = f"its totals are {reprlib.repr(totals)}, where numbers by name were saved", None
         restore(engine, self._inside(folder), marker, _read, self.config.resize, self.config.strict_resume, dense=dense)
         if totals is not None:
-            engine._totals.load_state_dict(totals)
+            engine.stepper.totals.load_state_dict(totals)
 
     def _inside(self, folder: Any) -> str:
         """Return the path beside which side files lie: the folder itself is the checkpoint, maybe of several models."""

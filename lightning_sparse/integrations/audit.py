@@ -46,7 +46,7 @@ class ResidualAudit(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """Record the update; log on logging steps."""
         engine = self._engine_of(trainer)
-        if engine is None or engine._direct:
+        if engine is None or engine.stepper.direct:
             return
         latest = _latest(engine)
         if latest.keys() <= self._seen.keys():  # no exchange since the last batch
@@ -71,11 +71,11 @@ class ResidualAudit(Callback):
 
 def _latest(engine: Engine) -> dict[int, Statistics]:
     """Return the latest statistics of each group by identity, new ones in every exchange; waits for no device."""
-    return {id(group.statistics): group.statistics for group in engine.router.groups if group.statistics is not None}
+    return {id(group.statistics): group.statistics for group in engine.stepper.groups if group.statistics is not None}
 
 
 def _norm(engine: Engine) -> float:
-    norm = sum(group.residual_norm() ** 2 for group in engine.router.groups) ** 0.5
+    norm = sum(group.residual_norm() ** 2 for group in engine.stepper.groups) ** 0.5
     return float(engine._mean_over_ranks(torch.tensor([norm], dtype=torch.float64, device="cpu")))
 
 
@@ -88,10 +88,10 @@ class Ages:
 
     def note(self, engine: Engine) -> None:
         """Record a step. Skipped ones do not count on a CPU; on devices they do, to avoid a host synchronisation."""
-        groups = [group for group in engine.router.groups if not group.plan.dense]
+        groups = [group for group in engine.stepper.groups if not group.plan.dense]
         if list(self._last) != groups:
             self._last = _carried(self._last, groups)
-        if engine.device.type == "cpu" and engine._skipped:
+        if engine.device.type == "cpu" and engine.stepper.record.latest_skipped:
             return
         self._steps += 1
         for group in groups:

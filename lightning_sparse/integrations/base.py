@@ -176,7 +176,7 @@ class SparseStrategy:
 
     @property
     def _steppers(self) -> list[Stepper]:
-        return [engine.router for engine in self.engines if not engine.closed]
+        return [engine.stepper for engine in self.engines if not engine.closed]
 
     def _clip_by_norm(self, parameters: Iterable[Tensor], limit: float, **options: Any) -> Tensor:
         """Clip by the norm of the mean gradient, see :meth:`.Engine.clip_grad_norm_`."""
@@ -203,7 +203,7 @@ class SparseStrategy:
             RuntimeError: on all ranks, with ``strict_resume``, if there are no residuals that fit.
         """
         if own is not None and "totals" in own:
-            engine._totals.load_state_dict(own["totals"])
+            engine.stepper.totals.load_state_dict(own["totals"])
         self._load_residuals(engine, path, None if own is None else own.get("residuals"), own is None)
 
     def _load_residuals(self, engine: Engine, path: Any, marker: Any, dense: bool) -> None:
@@ -238,7 +238,7 @@ def refuse_with_overlap(engine: Engine, optimizers: Sequence[Any], clips: str, s
     Raises:
         ValueError: naming the setting.
     """
-    if not engine.settings.overlap or engine._direct:
+    if not engine.settings.overlap or engine.stepper.direct:
         return
     instead = "with overlap=True, which exchanges gradients within backward"
     if clips:

@@ -74,18 +74,18 @@ class GradientDistribution(Callback):
         if self._steps % self.every or not trainer.is_global_zero or self._gradients is not None:
             return
         engine = self._engine_of(trainer)
-        parameters = trained_parameters(trainer.lightning_module) if engine is None else engine._parameters
-        plan = [] if engine is None or engine._direct else [group for group in engine.groups if not group.dense]
+        parameters = trained_parameters(trainer.lightning_module) if engine is None else engine.stepper.parameters
+        plan = [] if engine is None or engine.stepper.direct else [group for group in engine.groups if not group.dense]
         largest = sorted(plan, key=lambda group: -group.numel)[: self.most]
         self._groups = {group.name: [p.name for p in group.parameters] for group in largest}
         self._groups = self._groups or {WHOLE: list(parameters)}
         chosen = set().union(*self._groups.values())
         accumulated = chosen if largest and engine is not None and self.what == "accumulated" else ()
-        waiting = [name for name in accumulated if engine and not engine.router.group_of[name].drifts]
+        waiting = [name for name in accumulated if engine and not engine.stepper.group_of[name].drifts]
         residuals = {name: engine.residual(name) for name in waiting if engine}
         self._residuals = {name: one.clone() for name, one in residuals.items() if one is not None}
         scaled = engine is not None and bool(self._residuals) and engine.settings.memory_in_use.reads_rates
-        self._rates = engine.router.rates() if engine is not None and scaled else {}
+        self._rates = engine.stepper.rates() if engine is not None and scaled else {}
         self._gradients = LocalGradients({name: p for name, p in parameters.items() if name in chosen})
         self._gradients.start()
 
@@ -101,7 +101,7 @@ class GradientDistribution(Callback):
         engine = self._engine_of(trainer)
         thresholds = _thresholds(engine)
         if engine is not None:
-            found = {name: engine.router.share.part(name, gradient) for name, gradient in found.items()}
+            found = {name: engine.stepper.share.part(name, gradient) for name, gradient in found.items()}
         for group, names in self._groups.items():
             here = [name for name in names if name in found]
             parts = [found[name] * self._rates.get(name, 1) + self._residuals.get(name, 0) for name in here]
@@ -117,7 +117,7 @@ class GradientDistribution(Callback):
 
 
 def _thresholds(engine: Engine | None) -> dict[str, float]:
-    found = {} if engine is None else {group.plan.name: group.statistics for group in engine.router.groups}
+    found = {} if engine is None else {group.plan.name: group.statistics for group in engine.stepper.groups}
     return {name: float(one.threshold) for name, one in found.items() if one is not None and one.threshold is not None}
 
 

@@ -46,7 +46,7 @@ class Left(NamedTuple):
 
 def parameters_of(engine: Engine) -> dict[str, Parameter]:
     """Return the parameters of a model by name, frozen ones too."""
-    return {**engine._parameters, **engine.frozen}
+    return {**engine.stepper.parameters, **engine.frozen}
 
 
 def checksums(engine: Engine) -> dict[str, int]:
@@ -73,7 +73,7 @@ def _taken_over(engine: Engine, left: Left | None) -> str:
     here = {} if left is None else {name: p for name, p in left.parameters.items() if id(p) in now}
     changed = set() if left is None else set(left.changed) & here.keys()
     own_part = left is None or left.broken, sorted(here), sorted(changed)
-    found = engine.router.within.all_gather_object(own_part, engine.device)
+    found = engine.stepper.within.all_gather_object(own_part, engine.device)
     known = {name for _, names, _ in found for name in names}
     changed_anywhere = {name for _, _, names in found for name in names}
     outline = checksum([[broken for broken, *_ in found], sorted(known), sorted(changed_anywhere)])

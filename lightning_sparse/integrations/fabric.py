@@ -25,7 +25,13 @@ from lightning_sparse.engine.metrics import Totals
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.hooks import uninterrupted
 from lightning_sparse.engine.optimizers.kinds import ids_of, stepping
-from lightning_sparse.integrations.base import CHECKPOINT_KEY, SparseStrategy, StrategyArguments, readable
+from lightning_sparse.integrations.base import (
+    CHECKPOINT_KEY,
+    SparseStrategy,
+    StrategyArguments,
+    readable,
+    refuse_with_overlap,
+)
 from lightning_sparse.integrations.earlier import Left, go_on
 from lightning_sparse.tuning.controllers.announcer import Announcer
 
@@ -87,7 +93,7 @@ class SparseFabricMixin(SparseStrategy, ParallelStrategy):
         before = self.engine_of(module)
         if before is None:
             return None, Totals()
-        left = Left.by(before), before._totals
+        left = Left.by(before), before.stepper.totals
         before.close()
         self._wrapped = [(wrapped, engine) for wrapped, engine in self._wrapped if engine is not before]
         return left
@@ -95,7 +101,7 @@ class SparseFabricMixin(SparseStrategy, ParallelStrategy):
     def _start(self, wrapped: Any, engine: Engine, totals: Totals) -> None:
         """Let the engine of a module that has been set up go on from totals, with all optimizers."""
         engine._add_observer(Announcer())
-        engine._totals = totals
+        engine.stepper.totals = totals
         self._wrapped.append((wrapped, engine))
         self._follow(engine)
 
@@ -114,7 +120,7 @@ class SparseFabricMixin(SparseStrategy, ParallelStrategy):
         return chosen
 
     def _follow(self, engine: Engine) -> None:
-        own = {id(p) for p in engine._parameters.values()}
+        own = {id(p) for p in engine.stepper.parameters.values()}
         applying: list[Optimizer] = []
         replaced: dict[type[Optimizer], set[int]] = {}
         for one in reversed(self.optimizers):
@@ -125,6 +131,7 @@ class SparseFabricMixin(SparseStrategy, ParallelStrategy):
             if any(one is late for late in self._late):  # replaces earlier ones of another kind
                 replaced.setdefault(kind, set()).update(held)
         with engine._failing_together():
+            refuse_with_overlap(engine, [], "", getattr(self.precision, "scaler", None))
             engine._show(applying)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
@@ -232,7 +239,7 @@ class FabricSparseDDPMixin(SparseFabricMixin, DDPStrategy):
         check_has_room(state)
         for engine in self.engines:
             if not engine.closed:
-                engine.router.follow_changes()
+                engine.stepper.follow_changes()
         modules = {key: engine for key, engine in self._engines_in(state).items() if engine is not None}
         write = partial(self.checkpoint_io.save_checkpoint, storage_options=storage_options)
         if modules:  # names may hold metrics, which may differ from rank to rank: rank 0 writes the checkpoint
@@ -240,7 +247,7 @@ class FabricSparseDDPMixin(SparseFabricMixin, DDPStrategy):
         own: dict[str, dict[str, Any]] = {}
         with ExitStack() as stack:
             for key, engine in modules.items():
-                own[key] = {"totals": self._mean_over_ranks(engine._totals.state_dict())}
+                own[key] = {"totals": self._mean_over_ranks(engine.stepper.totals.state_dict())}
                 if self.config.save_residuals:
                     place = _place(path, key, len(modules))
                     beside = self._side_files.beside(place, engine, write, TorchCollective())

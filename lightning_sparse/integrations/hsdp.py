@@ -333,7 +333,7 @@ class FabricSparseHSDPMixin(HSDPStrategy, SparseFabricMixin, FabricBase):
         if engine is None:
             super().save_checkpoint(path, state, storage_options, filter)
             return
-        own: dict[str, Any] = {"totals": self._mean_over_ranks(engine._totals.state_dict())}
+        own: dict[str, Any] = {"totals": self._mean_over_ranks(engine.stepper.totals.state_dict())}
         with self._residuals_in(path, engine, own) if self.config.save_residuals else nullcontext():
             super().save_checkpoint(path, {**state, CHECKPOINT_KEY: own}, storage_options, filter)
 

@@ -147,7 +147,7 @@ class SparsityMonitor(Callback):
         engine = self._engine_of(trainer)
         if engine is None or trainer.sanity_checking or trainer.state.fn != "fit":
             return
-        self._log_numbers(pl_module, totals_of(engine._totals), on_step=False, on_epoch=True, sync_dist=True)
+        self._log_numbers(pl_module, totals_of(engine.stepper.totals), on_step=False, on_epoch=True, sync_dist=True)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Free the shadow's memory."""
@@ -186,7 +186,7 @@ def plan_table(engine: Engine, longest: int | None = None) -> Table:
     header = ["group", "parameters", "coordinates", "density now", "k now", "exchange", "dense MB"]
     rows = []
     listed = engine.groups[:longest]
-    for running, group in zip(engine.router.groups, listed, strict=False):
+    for running, group in zip(engine.stepper.groups, listed, strict=False):
         density, whole = running.density(engine.step), not running.selects(engine.step)
         k = group.numel if whole else group.picks(density)
         shown = "" if group.dense else "1" if whole else f"{density:.3g}"

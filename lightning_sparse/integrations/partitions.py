@@ -88,7 +88,7 @@ class PartitionMap(Callback):
 
 def has_ranges(engine: Engine) -> bool:
     """Return True if the sparsifier has ranges; works before the first step, too."""
-    return any(_ranges(engine, group) is not None for group in engine.router.groups if not group.plan.dense)
+    return any(_ranges(engine, group) is not None for group in engine.stepper.groups if not group.plan.dense)
 
 
 def _ranges(engine: Engine, group: Any) -> Any:
@@ -100,7 +100,8 @@ def _ranges(engine: Engine, group: Any) -> Any:
 def ranges_of(engine: Engine, most: int) -> list[Range]:
     """Return the ranges of the latest step, of the largest groups."""
     found = []
-    groups = [] if engine._direct else [group for group in engine.router.groups if not group.plan.dense and group.ran]
+    stepper = engine.stepper
+    groups = [] if stepper.direct else [group for group in stepper.groups if not group.plan.dense and group.ran]
     for group in sorted(groups, key=lambda group: -group.plan.numel)[:most]:
         ranges, known = _ranges(engine, group), group.statistics
         if ranges is not None and known is not None:

@@ -35,12 +35,12 @@ class Telling:
     def follow(self, engine: Engine, trainer: Any) -> None:
         """Let an engine continue with the totals and warnings of the one before."""
         self._trainer = trainer
-        engine._totals, engine.warnings, engine.on_warning = self.totals, self._warnings, self._pass_on
+        engine.stepper.totals, engine.warnings, engine.on_warning = self.totals, self._warnings, self._pass_on
 
     def start(self, engine: Engine, config: SparsificationConfig) -> None:
         """Log the start of fit, when the settings of the first step are known."""
         trainer = self._trainer
-        self._before = Counted(self.totals.state_dict(), engine.step, engine.skipped_steps)
+        self._before = Counted.of(engine)
         self.totals.start()
         if not trainer.is_global_zero:
             return
@@ -56,8 +56,7 @@ class Telling:
         now, before = (
             {name: fmean(one.get(name, 0.0) for one in each) for name in own} for each in zip(*ranks, strict=True)
         )
-        end = Counted(now, engine.step, engine.skipped_steps)
-        line = at_end(engine, self._before._replace(totals=before), end)
+        line = at_end(engine, self._before._replace(totals=before), Counted.of(engine)._replace(totals=now))
         if line and self._trainer.is_global_zero:
             if self._watched:
                 self._log(now)

@@ -140,7 +140,7 @@ class SparseTrainerMixin(SparseStrategy, ParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the state of the module as Lightning does, with weights that all ranks agree on."""
         if (engine := self._open_engine) and not self._trainer.interrupted:
-            engine.router.follow_changes()
+            engine.stepper.follow_changes()
         found: dict[str, Any] = super().lightning_module_state_dict()
         return found
 
@@ -160,7 +160,7 @@ class SparseTrainerMixin(SparseStrategy, ParallelStrategy):
             given = f"gradient_clip_val={clips}" if clips else ""
             refuse_with_overlap(engine, self.optimizers, given, getattr(plugin, "scaler", None))
             engine._show(self.optimizers)
-            if engine.router.copies:
+            if engine.stepper.copies:
                 refuse_averages(self._trainer.callbacks)
         self._shown = list(self.optimizers)
         ours: dict[str, Callable[..., Any]]
@@ -325,7 +325,7 @@ class SparseDDPMixin(SparseTrainerMixin, DDPStrategy):
         except RuntimeError as error:
             raise RuntimeError(FROZEN_WITHIN.format("a step")) from error
         assert self.engine is not None
-        if self._accumulates and not all(p.requires_grad for p in self.engine._parameters.values()):
+        if self._accumulates and not all(p.requires_grad for p in self.engine.stepper.parameters.values()):
             raise RuntimeError(FROZEN_WITHIN.format("batches whose gradients are accumulated"))
         self._wrap_again()
 
@@ -336,7 +336,7 @@ class SparseDDPMixin(SparseTrainerMixin, DDPStrategy):
         thawed = any(p.requires_grad for p in engine.frozen.values())
         if self._ddp_kwargs.get("find_unused_parameters", False):
             return thawed  # frozen parameters count as unused
-        return thawed or not all(p.requires_grad for p in engine._parameters.values())
+        return thawed or not all(p.requires_grad for p in engine.stepper.parameters.values())
 
     def _wrap_again(self) -> None:
         """Wrap the model in a new DDP, for the parameters that need gradients now, and keep all residuals."""

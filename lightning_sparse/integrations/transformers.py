@@ -100,7 +100,7 @@ class SparseDDPCallback(TrainerCallback):  # type: ignore[misc]  # without types
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave the weights that all ranks agree on in the model."""
         if self.engine is not None:
-            self.engine.router.copies.show()
+            self.engine.stepper.copies.show()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write residuals into the checkpoint's folder, when all else is there."""

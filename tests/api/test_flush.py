@@ -35,7 +35,7 @@ def batches(steps: int) -> list[Tensor]:
 
 def residual(engine: Any) -> np.ndarray[Any, Any]:
     """What this rank has not sent, all of it."""
-    return np.concatenate([np.asarray(engine.residual(name)).copy() for name in engine._parameters])
+    return np.concatenate([np.asarray(engine.residual(name)).copy() for name in engine.stepper.parameters])
 
 
 class Training:

@@ -43,7 +43,7 @@ def differing(size: int, options: dict[str, Any], world_size: int = 4, given: Gi
             for name in NAMES
             if not torch.equal(found[name], expected[name])
         ]
-        own, [group] = traces[rank % size], engine.router.groups
+        own, [group] = traces[rank % size], engine.stepper.groups
         if group.residual is not None and group.residual_norm() != float(own.residual_norm[rank // size]):
             wrong.append(f"{options}: the residual in step {step}")
     return wrong

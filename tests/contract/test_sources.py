@@ -69,7 +69,7 @@ class AtTheEnd:
             loss.backward()
         used = [p.grad is not None for p in self.parameters.values()]
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]
-        finite, _ = self.engine.router.end_backward(list(self.parameters), grads, averaged=False, used=used)
+        finite, _ = self.engine.stepper.end_backward(list(self.parameters), grads, averaged=False, used=used)
         for grad in () if finite else grads:
             grad.fill_(float("nan"))
 

@@ -99,7 +99,7 @@ def train(
             accelerator.save_state(folder)
     about: dict[str, Any] = {"scaler": (skipped, accelerator.scaler.get_scale()) if scaled else None}
     if engine is not None:
-        about |= {"step": engine.step, "skipped": engine.skipped_steps, "sent": engine._totals.sent_bytes}
+        about |= {"step": engine.step, "skipped": engine.skipped_steps, "sent": engine.stepper.totals.sent_bytes}
     if refuse:
         accelerator.register_for_checkpointing(engine)
     if engine is not None:

@@ -319,7 +319,7 @@ def with_lion(folder: str, resume: Any, best: bool) -> dict[str, Any]:
     trainer.train(resume_from_checkpoint=resume)
     rows = {row["step"]: row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row}
     engine = trainer.sparse_engine
-    kinds = {type(group.memory).__name__ for group in engine.router.groups if group.sparsified}
+    kinds = {type(group.memory).__name__ for group in engine.stepper.groups if group.sparsified}
     after = trainer.evaluate()["eval_loss"]
     own = engine.state_dict()["parameters"]
     engine.close()

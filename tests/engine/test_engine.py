@@ -386,11 +386,11 @@ def unused_vectors(memory: ls.memories.Memory) -> list[tuple[str, bool, bool]]:
     ddp, engine = wrapped("find_unused", sparsifier="top_k", density=0.05, memory=memory, dense=["left.bias"])
     seen = []
     for step, use in enumerate(["both", "both", "right"]):
-        before = [{k: v.clone() for k, v in g.memory.vectors(g.state.memory).items()} for g in engine.router.groups]
+        before = [{k: v.clone() for k, v in g.memory.vectors(g.state.memory).items()} for g in engine.stepper.groups]
         ddp.zero_grad()
         ddp(batches(3)[step], use).square().mean().backward()
         exchange(engine)
-    for group, vectors in zip(engine.router.groups, before, strict=True):
+    for group, vectors in zip(engine.stepper.groups, before, strict=True):
         for name, vector in group.memory.vectors(group.state.memory).items():
             mine = torch.zeros_like(vector, dtype=torch.bool)
             for parameter, span in group.spans.items():

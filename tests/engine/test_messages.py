@@ -41,7 +41,7 @@ def collectives(layout: str, options: dict[str, Any], far: bool) -> tuple[Counte
     made = options.pop("optimizer", None)
     ddp, engine = wrapped(layout, **options)
     optimizer = made and made(ddp.parameters())
-    engine.router.comm.far = far
+    engine.stepper.comm.far = far
     at_once: tuple[Any, str] = (Ahead, "send") if far else (dist, "all_to_all_single")
     seen: Counter[str] = Counter()
 
@@ -206,10 +206,10 @@ def other_settings() -> tuple[str, int, bool]:
     first, second = batches(2)
     ddp(first).square().mean().backward()
     exchange(engine)
-    before = [engine.residual(name).clone() for name in engine._parameters]
-    engine.router.digest += dist.get_rank()
+    before = [engine.residual(name).clone() for name in engine.stepper.parameters]
+    engine.stepper.digest += dist.get_rank()
     told = error_of(lambda: ddp(second).square().mean().backward())
-    after = [engine.residual(name) for name in engine._parameters]
+    after = [engine.residual(name) for name in engine.stepper.parameters]
     return told, engine.step, all(map(torch.equal, before, after))
 
 

@@ -64,7 +64,7 @@ class Run:
     @property
     def sent(self) -> int:
         """Messages that travel alone, of those that wait for the step."""
-        waiting = getattr(self.engine.router, "_waiting", None)
+        waiting = getattr(self.engine.stepper, "_waiting", None)
         return 0 if waiting is None else len(waiting.sent)
 
     def backward(self, factor: float = 1.0) -> None:
@@ -80,11 +80,11 @@ class Run:
         return torch.cat([p.detach().flatten() for p in self.model.parameters()])
 
     def gradient(self) -> Tensor:
-        every = self.engine._parameters.values()
+        every = self.engine.stepper.parameters.values()
         return torch.cat([torch.zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in every])
 
     def residual(self) -> Tensor:
-        every = map(self.engine.residual, self.engine._parameters)
+        every = map(self.engine.residual, self.engine.stepper.parameters)
         return torch.cat([one for one in every if one is not None] or [torch.empty(0)])
 
 
@@ -220,7 +220,7 @@ def odd_weights(overlap: bool, views: bool) -> tuple[Tensor, int]:
         optimizer.zero_grad()
         ddp.module.maps[2].weight.grad = None  # which no optimizer holds
         ddp(torch.randn(4, 3, 8, 8, generator=generator)).square().mean().backward()
-        hidden += engine.router._waiting is not None if overlap else 0
+        hidden += engine.stepper._waiting is not None if overlap else 0
         optimizer.step()
     return torch.cat([p.detach().flatten().float() for p in ddp.parameters()]), hidden
 
@@ -259,13 +259,13 @@ def history(seed: int, save: bool) -> tuple[float, float, int, int]:
     start = run.weights()
     given = torch.zeros_like(start)
     worst, here = 0.0, dict[int, Tensor]()
-    take = engine.router.take
+    take = engine.stepper.take
 
     def noting(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         here.update((id(p), grad.flatten().clone()) for p, grad in zip(parameters, gradients, strict=True))
         take(parameters, gradients)
 
-    engine.router.take = noting
+    engine.stepper.take = noting
 
     def lost(moved: Tensor, waits: Tensor) -> float:
         return float((summed(waits) + n * moved / 0.1 - summed(given)).abs().max())
@@ -273,7 +273,7 @@ def history(seed: int, save: bool) -> tuple[float, float, int, int]:
     def remembered() -> Tensor:
         state = engine.state_dict()
         assert not state["pending"]
-        return torch.cat([state["parameters"][name]["residual"] for name in engine._parameters])
+        return torch.cat([state["parameters"][name]["residual"] for name in engine.stepper.parameters])
 
     for step in range(14):
         run.optimizer.zero_grad()
@@ -303,7 +303,7 @@ def history(seed: int, save: bool) -> tuple[float, float, int, int]:
             run.optimizer.step(lambda: 0.0)  # type: ignore[arg-type]
         match one_of(*range(8)):
             case 0:
-                sizes = [ParameterSize.of(name, p) for name, p in engine._parameters.items()]
+                sizes = [ParameterSize.of(name, p) for name, p in engine.stepper.parameters.items()]
                 engine.regroup(make_plan(sizes, one_of(*GROUPINGS), EVERYTHING, 0.01))
             case 1:
                 engine.load_state_dict(engine.state_dict())
@@ -334,19 +334,19 @@ def saved_at_hooks(kind: str) -> list[float]:
     for _ in range(3):
         run.step()
     found: list[float] = []
-    names = list(engine._parameters)
+    names = list(engine.stepper.parameters)
     before = {name: engine.residual(name).clone() for name in names}  # type: ignore[union-attr]
     states: list[dict[str, Any]] = []
-    take = engine.router.take
+    take = engine.stepper.take
 
     def and_save(parameters: Any, gradients: Any) -> None:
         take(parameters, gradients)
         states.append(engine.state_dict())
 
-    engine.router.take = and_save
+    engine.stepper.take = and_save
     run.optimizer.zero_grad()
     run.backward()
-    local = {name: p.grad.flatten().clone() for name, p in engine._parameters.items()}  # type: ignore[union-attr]
+    local = {name: p.grad.flatten().clone() for name, p in engine.stepper.parameters.items()}  # type: ignore[union-attr]
     states.append(engine.state_dict())
     for number, state in enumerate(states):
         absorbed = set(state["absorbed"])
@@ -356,7 +356,7 @@ def saved_at_hooks(kind: str) -> list[float]:
             found.append(float((state["parameters"][name]["residual"] - expected).abs().max()))
     start = run.weights()
     run.optimizer.step()
-    moved = {name: p.grad.flatten() for name, p in engine._parameters.items()}  # type: ignore[union-attr]
+    moved = {name: p.grad.flatten() for name, p in engine.stepper.parameters.items()}  # type: ignore[union-attr]
     for name in names:  # a run that goes on from the last state has all that was stepped with
         waited = summed(states[-1]["parameters"][name]["residual"])
         found.append(float((waited - summed(engine.residual(name)) - n * moved[name]).abs().max()))  # type: ignore[arg-type]
@@ -495,7 +495,7 @@ def refused(what: str, views: bool) -> tuple[str, float, float]:
     said = error_of(go_on)
     seconds = time.monotonic() - begin
     state = run.engine.state_dict()
-    waits = torch.cat([state["parameters"][name]["residual"] for name in run.engine._parameters])
+    waits = torch.cat([state["parameters"][name]["residual"] for name in run.engine.stepper.parameters])
     # A second backward of one rank is a gradient that ranks do not agree on: it is not absorbed.
     return said, seconds, float((waits - before - local).abs().max())
 
@@ -584,7 +584,7 @@ def mended(how: str) -> tuple[str, float, bool, int]:
         run.step()
     run.optimizer.zero_grad()
     before, start, here = run.residual(), run.weights(), dict[str, Tensor]()
-    parameters = run.engine._parameters
+    parameters = run.engine.stepper.parameters
     last = next(iter(parameters))
     parameters[last].register_hook(lambda grad: grad.index_fill(0, torch.tensor([3]), float("inf")))
     for name, p in parameters.items():
@@ -643,7 +643,7 @@ def signalled(when: str) -> tuple[int, int, bool]:
             moments.append(engine.state_dict(torch.tensor([engine.step + 1]))["moment"])
 
     before = signal.signal(signal.SIGUSR1, handle)
-    start = engine._sending.start if hasattr(engine, "_sending") else engine.router._sending.start
+    start = engine._sending.start if hasattr(engine, "_sending") else engine.stepper._sending.start
 
     def late(message: Any) -> Any:
         answer = start(message)
@@ -656,7 +656,7 @@ def signalled(when: str) -> tuple[int, int, bool]:
 
     try:
         if when == "thread" and wait_for_rank_0:
-            engine.router._sending.start = late
+            engine.stepper._sending.start = late
         if wait_for_rank_0:
             threading.Timer(0.4 if when == "thread" else 0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
         run.optimizer.zero_grad()
@@ -669,8 +669,8 @@ def signalled(when: str) -> tuple[int, int, bool]:
             time.sleep(0.01)
     finally:
         signal.signal(signal.SIGUSR1, before)
-    run.engine.router.__dict__.pop("_sending.start", None)
-    return len(moments), moments[-1] if moments else 0, engine.router.hides
+    run.engine.stepper.__dict__.pop("_sending.start", None)
+    return len(moments), moments[-1] if moments else 0, engine.stepper.hides
 
 
 @pytest.mark.parametrize("when", ["header", "thread"])
@@ -687,7 +687,7 @@ def failing(where: str) -> tuple[str, float, int]:
     run = Run(rules=EVERYTHING)
     for _ in range(2):
         run.step()
-    sending, odd = run.engine.router._sending, dist.get_rank() == 1
+    sending, odd = run.engine.stepper._sending, dist.get_rank() == 1
     start = sending.start
 
     def fail(message: Any) -> Any:

@@ -82,7 +82,7 @@ def test_a_skipped_step_is_as_if_it_had_not_been(
             without.step()
     assert equal(run, without)
     assert (run.engine.step, run.engine.skipped_steps) == (5 - len(skips), len(skips))
-    for parameter in run.engine._parameters:
+    for parameter in run.engine.stepper.parameters:
         assert torch.equal(run.engine.residual(parameter), without.engine.residual(parameter))
 
 
@@ -122,7 +122,7 @@ def test_residuals_are_free_of_the_scale_of_a_scaler(one_rank: None, name: str) 
         scaler.update()
     assert scaler.get_scale() == 32.0
     assert torch.equal(flat(plain.ddp), flat(scaled.ddp))
-    for parameter in plain.engine._parameters:
+    for parameter in plain.engine.stepper.parameters:
         assert torch.equal(plain.engine.residual(parameter), scaled.engine.residual(parameter))
 
 
@@ -202,7 +202,7 @@ def dense_bytes(skips: set[int]) -> float:
         (ddp(torch.randn(4, 20)).square().mean() * (float("nan") if number in skips else 1.0)).backward()
         optimizer.step()
     assert (engine.step, engine.skipped_steps) == (4 - len(skips), len(skips))
-    return engine.router.totals.dense_bytes
+    return engine.stepper.totals.dense_bytes
 
 
 def test_bytes_of_dense_training_are_those_of_all_steps(two_ranks: Ranks) -> None:

@@ -171,8 +171,8 @@ def law(many: Callable[[Any], Sequence[int]], order: Sequence[int]) -> Tensor:
         waits = torch.zeros_like(total)
         where = 0
         for p in one.parameters():
-            owner = next(e for e in reversed(engines) if any(q is p for q in e._parameters.values()))
-            name = next(name for name, q in owner._parameters.items() if q is p)
+            owner = next(e for e in reversed(engines) if any(q is p for q in e.stepper.parameters.values()))
+            name = next(name for name, q in owner.stepper.parameters.items() if q is p)
             waits[where : where + p.numel()] = owner.residual(name)
             where += p.numel()
         dist.all_reduce(total)
@@ -218,7 +218,7 @@ def in_turns(first: int, every_second: bool) -> tuple[float, Tensor]:
                 given[place : place + p.numel()] += p.grad.flatten()
             optimizer.step()
             optimizer.zero_grad()
-    waits = torch.cat([engine.residual(name) for name in engine._parameters])
+    waits = torch.cat([engine.residual(name) for name in engine.stepper.parameters])
     dist.all_reduce(given)
     dist.all_reduce(waits)
     lost = (start - weights(model)) / 0.1 * dist.get_world_size() + waits - given
@@ -564,7 +564,7 @@ def test_what_is_captured_in_a_graph_is_refused(one_rank: None, what: str, monke
     loss = batches.loss(ddp)
     if what == "step":
         loss.backward()
-    monkeypatch.setattr(engine.router, "device", torch.device("cuda", 0))
+    monkeypatch.setattr(engine.stepper, "device", torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="captured in a CUDA graph"):
         loss.backward() if what == "backward" else optimizer.step()

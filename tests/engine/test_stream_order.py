@@ -245,7 +245,7 @@ def within_backward() -> None:
     for memory in (None, ls.memories.NoMemory(), ls.memories.MomentumCorrection(0.5)):
         training = Training(memory=memory, **HIDDEN)
         training.steps()
-        assert training.engine.router._waiting is None
+        assert training.engine.stepper._waiting is None
 
 
 def within_backward_with_adam() -> None:
@@ -345,7 +345,7 @@ def test_who_waits_for_the_device_hears_of_a_rank_that_has_failed(
 ) -> None:
     training, asked = Training(), list[str]()
     training.steps(2)
-    monkeypatch.setattr(training.engine.router.comm, "wait_until", lambda done, what: asked.append(what))
+    monkeypatch.setattr(training.engine.stepper.comm, "wait_until", lambda done, what: asked.append(what))
     training.step()
     assert asked == ["the exchange"] * 2  # whether gradients are finite, and whether averages are
 

@@ -183,7 +183,7 @@ def becomes_dense(kind: str) -> tuple[list[str], Tensor]:
         ddp(data(step), with_b=dist.get_rank() == 0).backward()
         optimizer.step()
     ls.flush(engine, optimizer)
-    return [type(group.memory).__name__ for group in engine.router.groups], model.b.weight.detach().clone()
+    return [type(group.memory).__name__ for group in engine.stepper.groups], model.b.weight.detach().clone()
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
@@ -225,7 +225,11 @@ def replaced(old: str, new: str, watch: bool) -> tuple[list[str], int, Tensor]:
     gc.collect()
     with engine.agreed():
         weights = model.weight.detach().clone()
-    return [type(group.memory).__name__ for group in engine.router.groups], sum(x() is not None for x in known), weights
+    return (
+        [type(group.memory).__name__ for group in engine.stepper.groups],
+        sum(x() is not None for x in known),
+        weights,
+    )
 
 
 @pytest.mark.parametrize("watch", [False, True])
@@ -259,7 +263,7 @@ def come_back() -> list[str]:
             optimizer.zero_grad()
             ddp(data(step)[0, :, :25].reshape(-1, 50)).square().mean().backward()
             optimizer.step()
-            found.append(type(engine.router.groups[0].memory).__name__)
+            found.append(type(engine.stepper.groups[0].memory).__name__)
     return found
 
 

@@ -81,13 +81,13 @@ def train(
         loss = ddp(x, not (unused and step == UNUSED)).float().square().mean()
         (loss if scale is None else scale * loss).backward()
         with mock.patch.object(GroupReducer, "exchange_steps", in_one_vector if flat else in_runs):
-            engine.router.exchange(list(engine._parameters), None if scale is None else torch.tensor(scale))
+            engine.stepper.exchange(list(engine.stepper.parameters), None if scale is None else torch.tensor(scale))
         seen += [torch.zeros(0) if p.grad is None else p.grad.clone() for p in parameters]
         with torch.no_grad():
             for parameter in parameters:
                 if step != SKIPPED and parameter.grad is not None:
                     parameter.sub_(parameter.grad, alpha=0.01 / (scale or 1.0))
-        for group in engine.router.groups:
+        for group in engine.stepper.groups:
             seen += [vector.clone() for vector in group.memory.vectors(group.state.memory).values()]
     return max(runs, default=0), [x.flatten() for x in seen]
 

@@ -123,7 +123,7 @@ def a_skipped_step_moves_nothing(device: str) -> None:
         training.optimizer.zero_grad()
         last = dist.get_rank() == dist.get_world_size() - 1
         losses.append(training.step(factor=float("inf") if last else 1.0))
-        require(training.engine._skipped, "nobody noticed the infinite loss")
+        require(training.engine.stepper.record.latest_skipped, "nobody noticed the infinite loss")
         require(torch.equal(training.parameters(), before), "a skipped step moved parameters")
         losses += [training.step() for _ in range(3)]
         require(training.engine.step == 6 and training.engine.skipped_steps == 1, "steps were miscounted")
@@ -206,7 +206,7 @@ def flushing_leaves_no_residual(device: str) -> None:
     losses = [training.step() for _ in range(4)]
     norm = ls.flush(training.engine, [training.optimizer])
     require(norm > 0, "nothing was pending")
-    left = [name for name in training.engine._parameters if training.engine.residual(name).any()]
+    left = [name for name in training.engine.stepper.parameters if training.engine.residual(name).any()]
     require(not left, f"{left} still have a residual")
     training.end(losses)
 

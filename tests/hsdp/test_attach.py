@@ -172,8 +172,8 @@ def many(kind: str, density: float, steps: int) -> dict[str, Any]:
         "states": {name: sorted(optimizer.state[p]) for name, p in model.named_parameters() if p in optimizer.state},
         "memory": engine.memory_bytes,
         "numel": sum(part(p).numel() for p in model.parameters() if p.numel() >= 256),
-        "sent": engine._totals.state_dict()["sent_bytes"],
-        "dense": engine._totals.state_dict()["dense_bytes"],
+        "sent": engine.stepper.totals.state_dict()["sent_bytes"],
+        "dense": engine.stepper.totals.state_dict()["dense_bytes"],
     }
     engine.close()
     optimizer.step()  # from now on by itself, with the gradients that are still there

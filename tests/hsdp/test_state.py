@@ -219,7 +219,7 @@ def load_damaged(path: Path, room: Path, names: list[str | int]) -> list[tuple[s
     """What loading says after each damage, and whether residuals are those of before."""
     _, engine, _ = summing(grid(2, 2))
     load_sharded(engine, path, "six")
-    good = [engine.residual(name).clone() for name in engine._parameters]  # type: ignore[union-attr]
+    good = [engine.residual(name).clone() for name in engine.stepper.parameters]  # type: ignore[union-attr]
     told = []
     for number, name in enumerate(names):
         if dist.get_rank() == 0:
@@ -230,7 +230,7 @@ def load_damaged(path: Path, room: Path, names: list[str | int]) -> list[tuple[s
             said = str(load_sharded(engine, room / str(number), "six"))
         except ValueError as error:
             said = str(error)
-        told.append((name, said, all(map(torch.equal, good, map(engine.residual, engine._parameters)))))
+        told.append((name, said, all(map(torch.equal, good, map(engine.residual, engine.stepper.parameters)))))
     return told
 
 

@@ -330,7 +330,7 @@ def warnings_of_memories() -> list[str]:
     for memory in (ls.memories.MomentumCorrection(), ls.memories.WeightDecay(0.1)):
         ddp = DistributedDataParallel(nn.Linear(20, 20))
         engine = ls.attach(ddp, sparsifier="top_k", memory=memory, watch=None)
-        optimizer = torch.optim.SGD(engine._parameters.values(), lr=0.1, momentum=0.9, weight_decay=0.1)
+        optimizer = torch.optim.SGD(engine.stepper.parameters.values(), lr=0.1, momentum=0.9, weight_decay=0.1)
         with warnings.catch_warnings(record=True, action="always") as caught:
             ddp(torch.ones(1, 20)).sum().backward()
             optimizer.step()

@@ -91,7 +91,7 @@ def fit(
     engine = strategy.engine
     assert engine is not None
     told = [str(w.message) for w in caught if "moment" in str(w.message) or "residual" in str(w.message).lower()]
-    return flat(module), engine.settings.memory, told, engine.router.grad_norm is not None
+    return flat(module), engine.settings.memory, told, engine.stepper.grad_norm is not None
 
 
 @pytest.mark.parametrize(("package", "precision"), covering(in_turns(PACKAGES, ["32-true", "bf16-mixed"]), together=1))
@@ -142,7 +142,7 @@ def asked_for_at_first(manual: bool) -> list[bool]:
             module.clip_gradients(optimizer, gradient_clip_val=1e-3, gradient_clip_algorithm="norm")
 
     def look(*_: Any) -> None:
-        found.append(strategy.engine.router.grad_norm is not None)
+        found.append(strategy.engine.stepper.grad_norm is not None)
 
     if manual:
         by_hand(module, clip)

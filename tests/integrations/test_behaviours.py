@@ -124,7 +124,7 @@ def fit_after_search(package: str, folder: str) -> tuple[int, float]:
 
     def on_train_start() -> None:
         engine = module.trainer.strategy.engine
-        residuals = [engine.residual(name) for name in engine._parameters]
+        residuals = [engine.residual(name) for name in engine.stepper.parameters]
         seen.append((engine.step, sum(float(r.norm()) for r in residuals)))
 
     trainer = make_trainer(
@@ -170,7 +170,7 @@ def fit_freezing(
 
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
             if settings is not None:
-                wrapped.append(len(trainer.strategy.engine._parameters))
+                wrapped.append(len(trainer.strategy.engine.stepper.parameters))
 
     if settings is not None:
         module.net[0].requires_grad_(False)

@@ -213,7 +213,7 @@ def conserve(package: str, options: dict[str, Any], loss_scale: float | None) ->
         (output.to(own.dtype).square().mean() * factor).backward()
         own += torch.cat([p.grad.flatten() for p in alone.parameters()]) / factor
     engine = fabric.strategy.engine
-    residual = torch.cat([engine.residual(name) for name in engine._parameters])
+    residual = torch.cat([engine.residual(name) for name in engine.stepper.parameters])
     close(fabric)
     return arrived, own, residual
 
@@ -251,7 +251,7 @@ def overflow(package: str, options: dict[str, Any], loss_scale: float | None, cl
             optimizer.step()
             optimizer.zero_grad()
             moved.append(not torch.equal(flat(model), before))
-            residuals.append(torch.cat([engine.residual(name) for name in engine._parameters]).clone())
+            residuals.append(torch.cat([engine.residual(name) for name in engine.stepper.parameters]).clone())
     result = {
         "moved": moved,
         "kept": torch.equal(residuals[2], residuals[3]),

@@ -69,7 +69,7 @@ class Fit:
 
 
 def held(engine: Any) -> Tensor:
-    return torch.cat([engine.residual(name) for name in engine._parameters]).clone()
+    return torch.cat([engine.residual(name) for name in engine.stepper.parameters]).clone()
 
 
 def saver(package: str, **options: Any) -> Any:

@@ -163,7 +163,7 @@ def by_name(package: str) -> tuple[str, bool, dict[str, Any]]:
     trainer.fit(module, make_data(64))
     return (
         type(trainer.strategy).__module__,
-        trainer.strategy.engine._direct,
+        trainer.strategy.engine.stepper.direct,
         trainer.strategy.distributed_sampler_kwargs,
     )
 

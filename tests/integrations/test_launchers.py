@@ -152,7 +152,7 @@ folder, devices = sys.argv[1], int(sys.argv[2])
 class Looker(pl.Callback):
     def look(self, trainer):
         engine = trainer.strategy.engine
-        waits = torch.cat([engine.residual(name) for name in engine._parameters]).double()
+        waits = torch.cat([engine.residual(name) for name in engine.stepper.parameters]).double()
         words = (trainer.global_rank, trainer.global_step, engine.step, float(waits.norm()))
         print(" ".join(map(str, ("RESULT", *words))) + "\\n", end="", flush=True)
 

@@ -200,14 +200,14 @@ def ages_by_hand() -> tuple[dict[str, float], dict[str, float]]:
     ddp = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(20, 20), torch.nn.Linear(20, 20)))
     engine = ls.attach(ddp, sparsifier="top_k", density=0.05, rules=EVERYTHING_SPARSE, grouping="layer", watch=None)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    watching, last = Ages(), {name: torch.zeros(p.numel()) for name, p in engine._parameters.items()}
+    watching, last = Ages(), {name: torch.zeros(p.numel()) for name, p in engine.stepper.parameters.items()}
     for step in range(1, 6):
         ddp.zero_grad()
         batch = torch.randn(4, 20)
         ddp(batch * (float("nan") if step == 3 else 1.0)).square().mean().backward()
         optimizer.step()
         if step != 3:  # it is skipped
-            for name, p in engine._parameters.items():
+            for name, p in engine.stepper.parameters.items():
                 last[name][p.grad.flatten() != 0] = step - (step > 3)
         watching.note(engine)
         if step == 2:
@@ -268,7 +268,7 @@ def test_noting_ages_waits_for_no_device() -> None:
         group = OnDevice(plan=plan, spans={"w": slice(0, 20)}, device=CUDA, ran=True, statistics=statistics)
         ages = Ages()
         for _ in range(3):
-            ages.note(OnDevice(router=OnDevice(groups=[group]), device=CUDA))  # has no `skipped` to be asked for
+            ages.note(OnDevice(stepper=OnDevice(groups=[group]), device=CUDA))  # has no `skipped` to be asked for
         [last] = ages._last.values()
         assert (last.device, last.shape, last.dtype) == (CUDA, (21,), torch.int32)
         with pytest.raises(Exception, match="bincount"):

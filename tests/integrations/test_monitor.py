@@ -169,7 +169,7 @@ def fit_and_flush(package: str, folder: str, flush: bool) -> tuple[float, list[s
             limit_val_batches=0,
         )
         trainer.fit(make_module(package), make_data(96), make_data(16))
-    return trainer.strategy.engine._totals.sent_bytes, lines
+    return trainer.strategy.engine.stepper.totals.sent_bytes, lines
 
 
 @pytest.mark.parametrize(("package", "flush"), covering(in_turns(PACKAGES, [False, True]), together=1))

@@ -31,7 +31,7 @@ def found_of(engine: ls.Engine, optimizer: Any, seen: list[Any], module: Any) ->
     return (
         type(engine.settings.memory).__name__,
         waited,
-        [engine._takes_steps_of(optimizer)],
+        [engine._binding.takes(optimizer)],
         seen,
         flat(module).tolist(),
     )
@@ -126,7 +126,7 @@ def fit_by_hand(package: str) -> tuple[bool, list[bool], list[str]]:
         make_trainer(package, strategy=strategy).fit(module, make_data())
     waited = ["waited" in state for state in module.own.state.values()]
     seen = [str(warning.message) for warning in caught if "sparse" in str(warning.message)]
-    return strategy.engine._optimizers[0] is module.own, waited, seen
+    return strategy.engine._binding.optimizers[0] is module.own, waited, seen
 
 
 def test_an_optimizer_that_lightning_does_not_know_is_found(two_ranks: Ranks) -> None:

@@ -341,7 +341,7 @@ def train(
         before = flat(ddp.module)
         scaler.step(optimizer)
         scaler.update()
-        assert engine._skipped == (number in wrong) == torch.equal(flat(ddp.module), before)
+        assert engine.stepper.record.latest_skipped == (number in wrong) == torch.equal(flat(ddp.module), before)
     state = engine.state_dict() | {"skipped_steps": None}
     engine.close()
     return flat(ddp.module), state, optimizer.state_dict(), engine.skipped_steps
@@ -428,7 +428,7 @@ def train_without_some() -> tuple[list[bool], bool, bool]:
     given = [p.grad is not None for p in ddp.parameters()]
     before = flat(ddp.module)
     optimizer.step()
-    skipped = engine._skipped
+    skipped = engine.stepper.record.latest_skipped
     engine.close()
     return given, skipped, torch.equal(flat(ddp.module), before) and not optimizer.state
 
@@ -454,7 +454,7 @@ def train_directly(wrong: int) -> tuple[list[bool], int, int, Tensor]:
         optimizer.step()
         if number == 2:
             engine._go_direct()
-        direct.append(engine._direct)
+        direct.append(engine.stepper.direct)
         moved += not torch.equal(flat(ddp.module), before)
         before = flat(ddp.module)
     engine.close()

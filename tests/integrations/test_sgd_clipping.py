@@ -26,7 +26,9 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 def waiting(engine: ls.Engine) -> Tensor:
-    return torch.cat([residual for name in engine._parameters if (residual := engine.residual(name)) is not None])
+    return torch.cat(
+        [residual for name in engine.stepper.parameters if (residual := engine.residual(name)) is not None]
+    )
 
 
 def fit(kind: str, algorithm: str, options: dict[str, Any]) -> Tensor:

@@ -136,7 +136,7 @@ def test_one_device_measures_nothing(
     engine = ls.attach(ddp, **SETTINGS | settings)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     train(ddp, optimizer, 30)
-    assert engine._direct and engine.step == 30
+    assert engine.stepper.direct and engine.step == 30
     assert engine.summary()["density"] == 1
     assert ls.flush(engine, [optimizer]) == 0
     engine.close()
@@ -206,7 +206,7 @@ def test_what_waited_on_two_ranks_is_sent_in_the_first_step_of_one(
         assert engine.exchange(module.parameters())
         got, own = (torch.cat([p.grad.flatten() for p in each.parameters()]) for each in (module, plain))
         torch.testing.assert_close(got, own + waits, rtol=0, atol=1e-6 if step == 0 else 0)
-    assert engine._direct and engine.memory_bytes == 0
+    assert engine.stepper.direct and engine.memory_bytes == 0
     engine.close()
 
 

@@ -57,7 +57,7 @@ def fit(package: str, strategy: Any, **options: Any) -> tuple[list[str], Any]:
 
 def two_lines(package: str) -> tuple[list[str], list[str], list[str]]:
     said, trainer = fit(package, {"sparsifier": "top_k"})
-    sent = trainer.strategy.engine._totals.sent_bytes
+    sent = trainer.strategy.engine.stepper.totals.sent_bytes
     assert sent > 0
     ours = logging.getLogger("lightning_sparse")
     ours.setLevel(logging.WARNING)
@@ -102,9 +102,9 @@ def attached(adam: bool) -> tuple[list[str], list[str], float, float]:
             ddp(bad).square().mean().backward()
             optimizer.step()
         before = list(lines)
-        sent = engine._totals.sent_bytes
+        sent = engine.stepper.totals.sent_bytes
         engine._take_pending()
-        flushed = engine._totals.sent_bytes - sent
+        flushed = engine.stepper.totals.sent_bytes - sent
         engine.close()
         engine.close()
     return before, lines[len(before) :], sent, flushed
@@ -208,7 +208,7 @@ def totals_of_resumed_runs(folder: str) -> tuple[list[float], list[float], list[
         return trainer
 
     def totals(trainer: Any) -> list[float]:
-        totals = trainer.strategy.engine._totals
+        totals = trainer.strategy.engine.stepper.totals
         return [totals.sent_bytes, totals.dense_bytes, totals.seconds]
 
     whole = run(2, None)

@@ -143,7 +143,7 @@ def fit_with_rules(package: str, rules: ls.Rules) -> list[bool]:
             module.net[0].requires_grad_(trainer.current_epoch == 1)
 
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-            seen.append("net.0.weight" in trainer.strategy.engine._parameters)
+            seen.append("net.0.weight" in trainer.strategy.engine.stepper.parameters)
 
     module.net[0].requires_grad_(False)
     trainer = make_trainer(package, strategy={**SPARSE, "rules": rules}, callbacks=[Freeze()], max_epochs=3)
@@ -169,7 +169,7 @@ def traffic(package: str, folder: str, searching: bool) -> list[float]:
             module.net[0].requires_grad_(trainer.current_epoch > 0)
 
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            found.append(trainer.strategy.engine._totals.sent_bytes)
+            found.append(trainer.strategy.engine.stepper.totals.sent_bytes)
 
     search = base.callbacks.LearningRateFinder(num_training_steps=20, early_stop_threshold=None, update_attr=False)
     strategy = {**SPARSE, "sparsifier": "top_k"}

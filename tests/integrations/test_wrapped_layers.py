@@ -63,7 +63,7 @@ def train(kind: str, rule: Any, before: dict[str, Any] | None = None) -> dict[st
         assert (engine.residual(name) is None) == (p.ndim == 1)
     kept = {"weights": flat(model), "optimizer": optimizer.state_dict(), "state": engine.state_dict()}
     groups = [(group.name, group.density) for group in engine.groups]
-    found = copy.deepcopy(kept) | {"remarks": remarks, "names": list(engine._parameters), "groups": groups}
+    found = copy.deepcopy(kept) | {"remarks": remarks, "names": list(engine.stepper.parameters), "groups": groups}
     engine.close()
     return found
 
@@ -112,7 +112,7 @@ def names_of_shards(kind: str) -> tuple[list[str], list[str]]:
     mesh, model = grid(2, 1), made(kind)
     fully_shard(model, mesh=mesh["shard"])
     engine = ls.attach_hsdp(model, mesh, **SPARSE)
-    found = list(engine._parameters), [group.name for group in engine.groups]
+    found = list(engine.stepper.parameters), [group.name for group in engine.groups]
     engine.close()
     return found
 

@@ -62,7 +62,7 @@ def on_one_node(size: Any, single: str) -> tuple[list[dict[str, Tensor]], bool, 
         ddp(here(step, integers)).backward()
         found.append(averages())
     kept = engine.memory_bytes
-    direct = engine._direct
+    direct = engine.stepper.direct
     return found, direct, kept
 
 
@@ -101,7 +101,7 @@ def test_nodes_of_one_rank_are_no_nodes(four_ranks: Ranks) -> None:
 def regrouped_by(size: int, alike: bool) -> str:
     """The error of groups of single parameters, on all ranks or on every other one."""
     ddp, engine = wrapped(size)
-    sizes = [ParameterSize.of(name, p) for name, p in engine._parameters.items()]
+    sizes = [ParameterSize.of(name, p) for name, p in engine.stepper.parameters.items()]
     single = alike or dist.get_rank() % 2
     groups = [Group(p.name, (p,), dense=False) for p in sizes] if single else [Group("all", tuple(sizes), dense=False)]
 

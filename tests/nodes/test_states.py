@@ -170,7 +170,7 @@ def parked(whole: bool) -> bool:
         optimizer.zero_grad()
         ddp(here(step)).backward()
         optimizer.step()
-    before, state, parameters = engine.residual("long").clone(), engine.state_dict(), dict(engine._parameters)
+    before, state, parameters = engine.residual("long").clone(), engine.state_dict(), dict(engine.stepper.parameters)
     engine.close()
     if whole:
         states: list[Any] = [None] * 4
@@ -183,7 +183,7 @@ def parked(whole: bool) -> bool:
         ddp.module.long.requires_grad_(trains)
         ddp, engine = wrapped(2, ddp.module, sparsifier="top_k")
         assert engine._take_over(state, parameters) == []
-        state, parameters = engine.state_dict(), {**engine._parameters, **engine.frozen}
+        state, parameters = engine.state_dict(), {**engine.stepper.parameters, **engine.frozen}
         after = engine.residual("long").clone() if trains else None
         engine.close()
     return torch.equal(before, after)
@@ -199,7 +199,7 @@ def test_residuals_of_parts_wait_for_frozen_parameters(four_ranks: Ranks) -> Non
 def regrouped() -> list[Any]:
     """The law with other groups after a step: what is remembered belongs to parameters."""
     ddp, engine = wrapped(2, sparsifier="top_k")
-    sizes = sizes_of(engine._parameters)
+    sizes = sizes_of(engine.stepper.parameters)
     averages = Averages(ddp)
     sent: dict[str, Tensor] = {name: torch.zeros(SHAPES[name]) for name in NAMES}
     for step in range(3):

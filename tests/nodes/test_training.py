@@ -437,7 +437,7 @@ def memory(size: int) -> tuple[int, float, int]:
     ddp, engine = wrapped(size)
     ddp(here(0)).backward()
     Averages(ddp)()
-    return engine.memory_bytes, engine._totals.state_dict()["dense_bytes"], engine.router.groups[0].plan.numel
+    return engine.memory_bytes, engine.stepper.totals.state_dict()["dense_bytes"], engine.stepper.groups[0].plan.numel
 
 
 def test_a_rank_of_a_node_keeps_and_sends_its_part(four_ranks: Ranks) -> None:

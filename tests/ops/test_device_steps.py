@@ -353,7 +353,7 @@ def bytes_of_steps(on_device: bool, memory: str) -> tuple[list[float], list[floa
         ddp = DistributedDataParallel(nn.Linear(60, 50, bias=False))
         rules = ls.Rules(dense_numel=0, dense_ndim=0)
         engine = ls.attach(ddp, density=0.1, rules=rules, watch=None, memory=memory)
-        shadow = Shadow(dict(ddp.named_parameters()), ["union_top_k"], engine.router.settings, TorchCollective())
+        shadow = Shadow(dict(ddp.named_parameters()), ["union_top_k"], engine.stepper.settings, TorchCollective())
         made, sent, shadowed = torch.optim.SGD(ddp.parameters(), lr=0.1), [], []
         generator = torch.Generator().manual_seed(dist.get_rank())
         for step in range(4 * WINDOW):
@@ -361,7 +361,7 @@ def bytes_of_steps(on_device: bool, memory: str) -> tuple[list[float], list[floa
             (ddp(x) - y).square().mean().backward()
             made.step()
             made.zero_grad()
-            [group] = engine.router.groups
+            [group] = engine.stepper.groups
             sent.append(group.statistics.bytes_sent)
             shadow.step({"module.weight": torch.randn(3000, generator=generator)})
             shadowed += [value for name, value in shadow.quantities.items() if name == "union_top_k/sent_mb"]

@@ -310,7 +310,7 @@ class OptimizerBinding(MemoryChoice):
                 self._empty.append(p)
 
     def _say_skipped(self) -> None:
-        known = self._stepper.known_counts
+        known = self._stepper.record.counts
         if known.skipped == 1:
             self._once(
                 rank_zero_warn,

@@ -209,7 +209,7 @@ class Formed(NamedTuple):
     steps: float
 
 
-def go_on_from_dense(reducer: Stepper, optimizers: Iterable[Optimizer]) -> None:
+def go_on_from_dense(stepper: Stepper, optimizers: Iterable[Optimizer]) -> None:
     """Start second moments where none are known yet, in a step that has just begun; collective.
 
     An optimizer's v holds squares of averages over ranks, a rank's own squares of one gradient, which are ``f^2`` times
@@ -220,30 +220,30 @@ def go_on_from_dense(reducer: Stepper, optimizers: Iterable[Optimizer]) -> None:
     them start from what any of them holds.
 
     Args:
-        reducer: of the groups.
+        stepper: of the groups.
         optimizers: that step parameters.
     """
-    groups, parameters, comm, share = reducer.groups, reducer.parameters, reducer.comm, reducer.share
+    groups, parameters, comm, share = stepper.groups, stepper.parameters, stepper.comm, stepper.share
     served = {name: group for group in groups if group.memory.needs_second for name in group.spans}
     if not served:
         return
     if still_open := [group for group in {*served.values()} if group.diversity.is_open(comm.world_size)]:
-        squares = reducer.compare([*served])  # on all ranks, also of other parts
+        squares = stepper.compare([*served])  # on all ranks, also of other parts
         for group in still_open:
             group.diversity.learn(*squares)
     here = _formed(optimizers, {id(parameters[name]): name for name in served})
-    found = comm.all_gather_object({name: formed.steps for name, formed in here.items()}, reducer.device)
+    found = comm.all_gather_object({name: formed.steps for name, formed in here.items()}, stepper.device)
     holders = {name: rank for rank, each in reversed(list(enumerate(found))) for name in each}
     if not holders:
         return
     known = {name: group.memory.vectors(group.state.memory)["second"] for name, group in served.items()}
     unknown = {name for name in holders if not bool(known[name][served[name].spans[name]].any())}
-    fresh = set.intersection(*comm.all_gather_object(unknown, reducer.device))
+    fresh = set.intersection(*comm.all_gather_object(unknown, stepper.device))
     for group in groups:
         names = [name for name in group.spans if name in fresh]
         if not names:
             continue
-        start = torch.zeros(group.plan.numel, device=reducer.device, dtype=group.wide)
+        start = torch.zeros(group.plan.numel, device=stepper.device, dtype=group.wide)
         for name in names:
             if holders[name] == comm.rank:
                 parameter, span = own(parameters[name]), group.spans[name]

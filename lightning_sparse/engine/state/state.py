@@ -63,27 +63,27 @@ class EngineState:
     """Takes the state of an engine, and gives it one.
 
     Args:
-        reducer: of the engine.
+        stepper: of the engine.
         binding: of the engine.
         frozen: parameters that need no gradient, by name. A state may remember something of them, which is kept.
     """
 
-    def __init__(self, reducer: Stepper, binding: OptimizerBinding, frozen: Mapping[str, Parameter]) -> None:
+    def __init__(self, stepper: Stepper, binding: OptimizerBinding, frozen: Mapping[str, Parameter]) -> None:
         self.loads = 0
         """Number of states that were loaded."""
-        self._reducer, self._binding, self._names = reducer, binding, list(reducer.parameters)
-        self._comm, self._device, self._frozen = reducer.comm, reducer.device, frozen
-        self._places = reducer.share.places
+        self._stepper, self._binding, self._names = stepper, binding, list(stepper.parameters)
+        self._comm, self._device, self._frozen = stepper.comm, stepper.device, frozen
+        self._places = stepper.share.places
         self._parked: State = {"parameters": {}, "counters": {}, "spans": {}}
         """Remembered of frozen parameters."""
 
     def take(self, moment: Tensor | None) -> State:
         """See :meth:`.Engine.state_dict`."""
-        reducer, record = self._reducer, self._reducer.record
+        stepper, record = self._stepper, self._stepper.record
         if moment is not None:
-            reducer.wait_for(int(moment[0]))
+            stepper.wait_for(int(moment[0]))
         with record.lock:
-            reducer.on_stream.synchronize()
+            stepper.on_stream.synchronize()
             record.check_whole()
             if moment is not None and record.counts.number > int(moment[0]):
                 raise RuntimeError(
@@ -94,10 +94,10 @@ class EngineState:
             return self._take()
 
     def _take(self) -> State:
-        reducer, record, rank = self._reducer, self._reducer.record, self._comm.rank
+        stepper, record, rank = self._stepper, self._stepper.record, self._comm.rank
         parameters: dict[str, dict[str, Tensor]] = {}
         counters: dict[str, dict[str, float]] = {}
-        for group in reducer.groups:
+        for group in stepper.groups:
             memory, kept = group.memory, group.state.memory
             counted = {key: float(counter) for key, counter in memory.counters(kept).items()}
             counted.update(group.counters())
@@ -105,9 +105,9 @@ class EngineState:
                 vectors = memory.vectors(kept).items()
                 parameters[name] = {key: vector[span].to("cpu", copy=True) for key, vector in vectors}
                 if group.drifts:
-                    parameters[name][COPY] = reducer.copies.mine(name).to("cpu", copy=True)
+                    parameters[name][COPY] = stepper.copies.mine(name).to("cpu", copy=True)
                 counters[name] = dict(counted)
-        pending = reducer.pending()
+        pending = stepper.pending()
         return {
             "format": STATE_FORMAT,
             "moment": record.counts.number,
@@ -115,22 +115,22 @@ class EngineState:
             "skipped_steps": record.counts.skipped,
             "rank": rank,
             "world_size": self._comm.world_size,
-            "part": [reducer.within.rank, reducer.within.world_size] if self._places else [],
-            "settings": reducer.settings.algorithm,
+            "part": [stepper.within.rank, stepper.within.world_size] if self._places else [],
+            "settings": stepper.settings.algorithm,
             "parameters": {name: parameters[name] for name in self._names} | self._parked["parameters"],
             "counters": {name: counters[name] for name in self._names} | self._parked["counters"],
-            "spans": {name: list(self._place(reducer.group_of[name], name)) for name in self._names}
+            "spans": {name: list(self._place(stepper.group_of[name], name)) for name in self._names}
             | self._parked["spans"],
             "layouts": self._layouts(),
             "pending": {name: _plain(*each) for name, each in pending.items() if rank == 0},  # whose weights are saved
             "optimizers": self._binding.own_states(),
             "absorbed": sorted(record.absorbed),
-            "groups": [_plain_learned(group) for group in reducer.groups if group.plan.numel],
+            "groups": [_plain_learned(group) for group in stepper.groups if group.plan.numel],
         }
 
     def _layouts(self) -> dict[str, list[int]]:
         """Return in which order coordinates are remembered, of parameters that this rank has as a whole."""
-        every = {**self._reducer.parameters, **self._frozen}
+        every = {**self._stepper.parameters, **self._frozen}
         return {name: layout_of(p) for name, p in every.items() if p.dim() > 1 and p.numel() and own(p) is p}
 
     def load(self, given: Mapping[str, Any]) -> LoadPlan:
@@ -153,7 +153,7 @@ class EngineState:
         except Exception as error:  # whatever a damaged state makes of a check
             note = Note("", reason(error, ValueError))
         # All ranks must form groups alike: averages of different memories are messages of different lengths.
-        filled = self._reducer.anywhere(filled)
+        filled = self._stepper.anywhere(filled)
         try:
             plan = None if state is None else self._plan(state, filled)
         except Exception as error:  # whatever a damaged state makes of a memory
@@ -164,7 +164,7 @@ class EngineState:
         if not trouble and len({note.fact for note, _ in on_ranks}) > 1:
             trouble = "the states of the ranks do not belong together"
         # Ranks that have other parts load theirs, or none does.
-        trouble = next(filter(None, self._reducer.within.all_gather_object(trouble, self._device)), "")
+        trouble = next(filter(None, self._stepper.within.all_gather_object(trouble, self._device)), "")
         if trouble or plan is None:
             raise ValueError(f"The state cannot be loaded, and no rank has loaded it: {trouble}")
         for number, (group, known) in enumerate(zip(plan.groups, plan.learned, strict=True)):
@@ -177,7 +177,7 @@ class EngineState:
             elif known is not None:
                 group.state = known
         self._apply(plan)
-        self._reducer.go_on_with(filled)
+        self._stepper.go_on_with(filled)
         return plan
 
     def _plan(self, state: State, filled: Set[str]) -> LoadPlan:
@@ -187,7 +187,7 @@ class EngineState:
             state: checked.
             filled: names of the parameters of which the state of any rank remembers something.
         """
-        reducer, world_size = self._reducer, self._comm.world_size
+        stepper, world_size = self._stepper, self._comm.world_size
         state, lost = with_layouts(state, self._layouts())
         settings, memories = self._binding.settings_for(state), self._binding.memories_for(state)
         alike = state["settings"] == settings.algorithm
@@ -205,13 +205,13 @@ class EngineState:
         given = {one["name"]: one for one in state["groups"] if alike and state["world_size"] == world_size}
         # Of dense groups nothing is learned that others could use, and fallback=True begins with sparse ones again.
         known_of = {name for one in state["groups"] if not one.get("dense", False) for name in one["parameters"]}
-        with reducer.on_stream.between_steps():
-            changed = set(reducer.copies.changed())
-            for cut in reducer.uniform([group.plan for group in reducer.groups], memories):
+        with stepper.on_stream.between_steps():
+            changed = set(stepper.copies.changed())
+            for cut in stepper.uniform([group.plan for group in stepper.groups], memories):
                 names = [p.name for p in cut.parameters]
-                group = reducer.form(cut, not filled.isdisjoint(names), state["step"], settings, memories)
+                group = stepper.form(cut, not filled.isdisjoint(names), state["step"], settings, memories)
                 for name in group.spans.keys() - changed if group.drifts else ():  # weights here are those of this rank
-                    group.state.memory.agreed[group.spans[name]] = reducer.copies.common(name)
+                    group.state.memory.agreed[group.spans[name]] = stepper.copies.common(name)
                 plan.groups.append(group)
                 plan.lost.extend(self._fill(group, whole))
                 known = given.get(cut.name)
@@ -230,19 +230,19 @@ class EngineState:
 
     def _apply(self, plan: LoadPlan) -> None:
         """Let a plan count: all ranks have one."""
-        reducer, state = self._reducer, plan.state
-        counts = reducer.record.counts._replace(step=state["step"], skipped=state["skipped_steps"])
-        if reducer.flush_at is not None:
-            reducer.flush_at = counts.step if reducer.flush_at == reducer.step else None
-        reducer.settings, reducer.memories = plan.settings, plan.memories
-        reducer.copies.back()
-        reducer.adopt(plan.groups, counts)
-        reducer.copies.take({name: vectors.get(COPY) for name, vectors in plan.whole["parameters"].items()})
-        reducer.forget_averages()
+        stepper, state = self._stepper, plan.state
+        counts = stepper.record.counts._replace(step=state["step"], skipped=state["skipped_steps"])
+        if stepper.flush_at is not None:
+            stepper.flush_at = counts.step if stepper.flush_at == stepper.step else None
+        stepper.settings, stepper.memories = plan.settings, plan.memories
+        stepper.copies.back()
+        stepper.adopt(plan.groups, counts)
+        stepper.copies.take({name: vectors.get(COPY) for name, vectors in plan.whole["parameters"].items()})
+        stepper.forget_averages()
         self._parked = self._parked_of(plan.whole)
         self.loads += 1
         self._binding.go_on(state)
-        reducer.on_stream.synchronize()
+        stepper.on_stream.synchronize()
 
     def _parked_of(self, state: State) -> State:
         """Return what a state remembers of frozen parameters, of the part that the engine has, if that is in it."""

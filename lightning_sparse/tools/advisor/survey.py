@@ -81,9 +81,9 @@ class Survey:
             self._profiler.close()
 
     def _measure(self, profiler: Profiler, engine: Engine) -> Measured:
-        sizes = [ParameterSize.of(name, p) for name, p in engine._parameters.items()]
+        sizes = [ParameterSize.of(name, p) for name, p in engine.stepper.parameters.items()]
         numel = sum(size.numel for size in sizes)
-        dtype = next(iter(engine._parameters.values())).dtype
+        dtype = next(iter(engine.stepper.parameters.values())).dtype
         self._tell(engine, "timing the network", 0.1)
         profiler.measure_step()
         all_reduce = profiler.network.all_reduce
@@ -97,7 +97,7 @@ class Survey:
             for name, sparsifier in self._sparsifiers.items()
             for density in ([1.0] if sparsifier.agreement is Agreement.EVERYTHING else self._densities)
         ]
-        own = {id(parameter) for parameter in engine._parameters.values()}
+        own = {id(parameter) for parameter in engine.stepper.parameters.values()}
         suited = engine.settings.memory_in_use
         refused = sorted({name for name, one, _ in jobs if suited.needs_second and one.is_its_exchange})
         jobs = [job for job in jobs if job[0] not in refused]
@@ -115,7 +115,7 @@ class Survey:
                 seconds=0.3,
             )
             methods.append(Method(name, density, cost, second_moments=memory.needs_second))
-        unfit = [found for one in engine._optimizers if (found := unsuited(one, own)) is not None]
+        unfit = [found for one in engine._binding.optimizers if (found := unsuited(one, own)) is not None]
         return Measured(sizes, profiler.profile([dense]), methods, unfit[0] if unfit else None, refused)
 
     def _tell(self, engine: Engine, what: str, done: float) -> None:
@@ -157,7 +157,7 @@ def _power_sgd(engine: Engine, all_reduce: Line) -> Method:
     References:
         Vogels et al., PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization, NeurIPS 2019.
     """
-    parameters, device = engine._parameters, engine.device
+    parameters, device = engine.stepper.parameters, engine.device
     numel = sum(p.numel() for p in parameters.values())
     matrices = [(p.shape[0], p.numel() // p.shape[0]) for p in parameters.values() if p.dim() > 1]
     factored = [(m, n) for m, n in matrices if 2 * POWER_SGD_RANK * (m + n) < m * n]

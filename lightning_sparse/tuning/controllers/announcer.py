@@ -38,7 +38,7 @@ def at_start(engine: Engine) -> str:
         return f"sparse_ddp: one device has nobody to send to, and trains densely, as plain DDP does. {rehearse}"
     if not plan:
         return f"sparse_ddp: the model has no parameters to train, on {ranks}."
-    sparse = [group.plan for group in engine.router.groups if group.sparsifier.agreement is not Agreement.EVERYTHING]
+    sparse = [group.plan for group in engine.stepper.groups if group.sparsifier.agreement is not Agreement.EVERYTHING]
     numel, dense = sum(g.numel for g in sparse), sum(g.numel for g in plan if g.dense)
     if not sparse and not all(group.dense for group in plan):
         every = sum(group.numel for group in plan)
@@ -63,6 +63,12 @@ class Counted(NamedTuple):
     steps: int
     """Valid ones."""
     skipped: int
+
+    @classmethod
+    def of(cls, engine: Engine) -> Counted:
+        """Return those of an engine; may be asked for when it is closed."""
+        counts = engine.stepper.record.counts
+        return cls(engine.stepper.totals.state_dict(), counts.step, counts.skipped)
 
 
 def at_end(engine: Engine, before: Counted, now: Counted) -> str:
@@ -113,15 +119,13 @@ class Announcer:
         self._engine = weakref.ref(engine)
         if engine._rank == 0:
             say(at_start(engine))
-        engine._totals.start()
-        self._before = Counted(engine._totals.state_dict(), engine.step, engine.skipped_steps)
+        engine.stepper.totals.start()
+        self._before = Counted.of(engine)
         return True
 
     def close(self) -> None:
         """Log the bytes that this rank sent."""
         engine = None if self._engine is None else self._engine()
         self._engine = None
-        if engine is not None and engine._rank == 0:
-            known = engine.router.known_counts
-            if line := at_end(engine, self._before, Counted(engine._totals.state_dict(), known.step, known.skipped)):
-                say(line)
+        if engine is not None and engine._rank == 0 and (line := at_end(engine, self._before, Counted.of(engine))):
+            say(line)

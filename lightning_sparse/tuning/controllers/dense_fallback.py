@@ -31,7 +31,7 @@ class StayDense:
 
     def before_step(self, engine: Engine) -> None:
         """Switch to DDP's buckets, unless the engine has."""
-        if not engine._direct:
+        if not engine.stepper.direct:
             engine._go_direct(for_good=True)
 
     def close(self) -> None:
@@ -66,7 +66,7 @@ class DenseFallback:
             torch.cuda.synchronize(engine.device)
         before, self._before = self._before, time.perf_counter()
         self._taken = self._before - before
-        if self.mode == "dense" and not engine._direct:
+        if self.mode == "dense" and not engine.stepper.direct:
             engine._go_direct()
         if self._course is None:
             self._course = self._decide(engine)

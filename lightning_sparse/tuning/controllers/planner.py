@@ -36,7 +36,7 @@ class Planner:
         """Equal on all ranks, when it is known."""
         self._sizes = list(sizes)
         self._profiler: Profiler | None = Profiler(ddp, engine, WARMUP, STEPS)
-        self._router = cast(Any, engine.router)
+        self._router = cast(Any, engine.stepper)
         self._router.hiding = False
 
     @staticmethod

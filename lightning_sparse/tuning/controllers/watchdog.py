@@ -275,7 +275,7 @@ class Watchdog:
         if self._engine() is not engine:
             self._engine = weakref.ref(engine)
             engine._binding.watchers.append(self._before_optimizer)
-        optimizers = engine._optimizers
+        optimizers = engine._binding.optimizers
         shown = list(map(weakref.ref, optimizers))
         if shown != self._shown:  # replaced ones step no more; others are recorded again
             self._shown = shown
@@ -295,10 +295,10 @@ class Watchdog:
 
     def _check_that_all_are_held(self, engine: Engine) -> None:
         """Warn after two checks in a row: an optimizer that was not bound may take its first step late."""
-        apart = engine.router.record.held | engine.router.unused
+        apart = engine.stepper.record.held | engine.stepper.unused
         found = [p.name for group in self._selecting(engine) for p in group.plan.parameters if p.name not in apart]
         names, self._unheld = [name for name in found if name in self._unheld], set(found)
-        if engine.router.record.held and names:
+        if engine.stepper.record.held and names:
             self._tell(
                 engine,
                 "unheld",
@@ -308,15 +308,15 @@ class Watchdog:
             )
 
     def _check_optimizer(self, optimizer: Optimizer, engine: Engine) -> None:
-        if optimizer in self._fine or engine._takes_steps_of(optimizer):
+        if optimizer in self._fine or engine._binding.takes(optimizer):
             return
-        parameters = engine._parameters
+        parameters = engine.stepper.parameters
         of_any = unsuited(optimizer, {id(parameter) for parameter in parameters.values()})
         if of_any is None or (
             of_any.by_choice and not (engine._binding.left_open or isinstance(engine.settings.memory, SecondMoment))
         ):
             known = optimizer in self._stepped or stepping(optimizer) in self._stepped
-            if known and engine.router.known_counts.step:  # its state exists by now
+            if known and engine.stepper.record.counts.step:  # its state exists by now
                 self._fine.add(optimizer)
             return
         # Without a residual, or with a memory that averages other values, nothing comes too late.
@@ -330,13 +330,13 @@ class Watchdog:
             self._told.add("adam")
             return
         WARNED_OF.add(optimizer)
-        reasons = [refusal(each, sparsified) for each in engine._optimizers if holds(each, sparsified)]
+        reasons = [refusal(each, sparsified) for each in engine._binding.optimizers if holds(each, sparsified)]
         reason = next(filter(None, reasons), None) if is_adam(type(stepping(optimizer))) else None
         here = f"The exchange does not take steps of {found.optimizer} here: {reason}. " if reason else ""
         self._tell(engine, "adam", f"{here}{found.remedy()} watch=ls.Watch(adam=False) silences this.")
 
     def _sparse_groups(self, engine: Engine) -> list[GroupReducer]:
-        groups = [] if engine._direct else [group for group in engine.router.groups if not (group.plan.dense)]
+        groups = [] if engine.stepper.direct else [group for group in engine.stepper.groups if not (group.plan.dense)]
         for group in groups:
             self._histories.setdefault(group, GroupHistory(group))
         return groups
@@ -350,11 +350,11 @@ class Watchdog:
 
     def _check(self, engine: Engine, whole: bool) -> None:
         """Check everything, or between such checks the growth of residuals alone."""
-        parameters = engine._parameters if whole and engine._world_size > 1 else {}
+        parameters = engine.stepper.parameters if whole and engine._world_size > 1 else {}
         # The updates of a skipped step have no meaning.
-        groups = [] if engine.router.record.counts.streak else self._sparse_groups(engine)
+        groups = [] if engine.stepper.record.counts.streak else self._sparse_groups(engine)
         histories = {group: self._histories[group] for group in groups if self._histories[group].is_behind(group)}
-        sums = [checksum(engine.router.copies.common(name)) for name in parameters]
+        sums = [checksum(engine.stepper.copies.common(name)) for name in parameters]
         for group, history in histories.items():
             sums += history.report(group)
         rows = engine.comm.all_gather(torch.stack(sums)) if sums else torch.zeros(1, 0, device="cpu")
@@ -373,7 +373,7 @@ class Watchdog:
 
     def after_skipped_step(self, engine: Engine) -> None:
         """Warn where training stands still."""
-        skips = engine.router.record.counts.streak
+        skips = engine.stepper.record.counts.streak
         if skips >= self._settings.skips:
             self._tell(
                 engine,
@@ -441,7 +441,7 @@ class Watchdog:
 
 def _follows_rates(engine: Engine) -> bool:
     """Return True if what waits is in units of learning rates, and changes with them."""
-    return any(group.drifts or group.memory.reads_rates for group in engine.router.groups)
+    return any(group.drifts or group.memory.reads_rates for group in engine.stepper.groups)
 
 
 def others(found: Sequence[object], named: int = 1) -> str:
@@ -454,21 +454,21 @@ def differing(engine: Engine, sums: Tensor) -> Tensor:
     """Return where parameters differ from those of rank 0, as (ranks, parameters) on the CPU; collective.
 
     Args:
-        engine: whose ranks these are, in the order of :attr:`.Engine._rank`. Of parameters that are sharded, each rank
+        engine: whose ranks these are, in the order of :attr:`.Stepper.rank`. Of parameters that are sharded, each rank
             compares its part with that of the first replica.
         sums: (ranks of ``engine.comm``, parameters) checksums.
     """
-    every = engine.router.within.all_gather(sums)
-    first = every[:, :1] if not engine.router.share.cuts else every[:1, :1]
+    every = engine.stepper.within.all_gather(sums)
+    first = every[:, :1] if not engine.stepper.share.cuts else every[:1, :1]
     return (every != first).transpose(0, 1).flatten(0, 1).cpu()
 
 
 def distance(engine: Engine, name: str) -> float:
     """Return the largest difference of a parameter between rank 0 and another rank; collective."""
-    here = engine.router.copies.common(name)
+    here = engine.stepper.copies.common(name)
     theirs = here.clone()
-    if engine.router.share.cuts:
-        theirs = engine.router.within.broadcast(theirs, 0)
+    if engine.stepper.share.cuts:
+        theirs = engine.stepper.within.broadcast(theirs, 0)
     theirs = engine.comm.broadcast(theirs, 0)
     furthest = (here.double() - theirs.double()).abs().amax() if here.numel() else here.new_zeros(()).double()
-    return float(engine.comm.all_gather(engine.router.within.all_gather(furthest)).amax())
+    return float(engine.comm.all_gather(engine.stepper.within.all_gather(furthest)).amax())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
 from statistics import median
@@ -34,7 +34,7 @@ class BackwardTimer:
         device: of the parameters.
     """
 
-    def __init__(self, module: nn.Module, parameters: dict[str, nn.Parameter], device: torch.device) -> None:
+    def __init__(self, module: nn.Module, parameters: Mapping[str, nn.Parameter], device: torch.device) -> None:
         self._numels = {name: p.numel() for name, p in parameters.items()}
         self._device = device
         self._marks: Marks = []
@@ -131,8 +131,8 @@ class Profiler:
         self._engine, self._bucket_numels = engine, delivered_numels(ddp, engine)
         self.seen = 0
         """Steps so far."""
-        self._timer = BackwardTimer(ddp, engine._parameters, engine.device)
-        self._dtype = next(iter(engine._parameters.values())).dtype
+        self._timer = BackwardTimer(ddp, engine.stepper.parameters, engine.device)
+        self._dtype = next(iter(engine.stepper.parameters.values())).dtype
         self._layers: list[LayerTime] = []
         self._rest = 0.0
         self.network: Network
@@ -153,7 +153,7 @@ class Profiler:
         self.close()
         engine = self._engine
         self._layers, self._rest = self._timer.result(engine.comm)
-        most = sum(p.nbytes for p in engine._parameters.values())
+        most = sum(p.nbytes for p in engine.stepper.parameters.values())
         self.network = measure_network(engine.comm, engine.device, self._dtype, most)
 
     def group_cost(self, numel: int, **settings: Any) -> GroupCost:
@@ -183,6 +183,6 @@ class Profiler:
 def delivered_numels(ddp: Any, engine: Engine) -> tuple[float, float]:
     """Return the coordinates of DDP's first bucket of gradients, and of the others."""
     size = ddp.bucket_bytes_cap / (1 << 20)
-    sizes = [ParameterSize.of(name, p) for name, p in engine._parameters.items()]
+    sizes = [ParameterSize.of(name, p) for name, p in engine.stepper.parameters.items()]
     # DDP shortens the first bucket only if no size was given.
     return bucket_numels(sizes, size, 1.0 if ddp.bucket_bytes_cap_default else size)

@@ -349,7 +349,7 @@ def in_half_precision() -> tuple[Tensor, Tensor, torch.dtype]:
         loss_of(ddp, batch(step, dist.get_rank()).bfloat16()).backward()
         optimizer.step()
         optimizer.zero_grad()
-    group = next(group for group in engine.router.groups if group.drifts)
+    group = next(group for group in engine.stepper.groups if group.drifts)
     with engine.agreed():
         return group.state.memory.agreed.clone(), flat(model.parameters()), group.state.memory.agreed.dtype
 
@@ -534,7 +534,7 @@ def two_rules() -> dict[str, Any]:
         for optimizer in both:
             optimizer.step()
         model.zero_grad()
-    kinds = {type(g.memory).__name__: sorted(g.spans) for g in engine.router.groups if g.sparsified}
+    kinds = {type(g.memory).__name__: sorted(g.spans) for g in engine.stepper.groups if g.sparsified}
     embedding = model[0].weight.detach().clone()
     return {"kinds": kinds, "embedding": embedding, "mine": flat(matrices), "model": flat(model.state_dict().values())}
 
@@ -583,7 +583,9 @@ def around_another(base: str) -> tuple[set[str], Tensor]:
         optimizer.first()
         loss_of(ddp, batch(step, dist.get_rank())).backward()
         optimizer.second()
-    return {type(group.memory).__name__ for group in engine.router.groups if group.sparsified}, flat(model.parameters())
+    return {type(group.memory).__name__ for group in engine.stepper.groups if group.sparsified}, flat(
+        model.parameters()
+    )
 
 
 @pytest.mark.parametrize(("base", "memory"), [("SGD", "Residual"), ("AdamW", "SecondMoment")])
@@ -603,7 +605,7 @@ def a_group_is_added() -> tuple[set[str], bool]:
         loss_of(ddp, batch(step, dist.get_rank())).backward()
         optimizer.step()
         model.zero_grad()
-    kinds = {type(group.memory).__name__ for group in engine.router.groups if group.sparsified}
+    kinds = {type(group.memory).__name__ for group in engine.stepper.groups if group.sparsified}
     mine = flat(model.parameters())
     with engine.agreed():
         return kinds, bool((mine != flat(model.parameters())).any())
@@ -684,7 +686,7 @@ def written(how: str) -> list[Tensor]:
         weight.copy_(weight.flip(0))  # type: ignore[operator]
     else:
         weight[3, 5] += 1e-7  # type: ignore[index]
-    return [torch.tensor(training.engine.router.copies.changed() == ["0.weight"])]
+    return [torch.tensor(training.engine.stepper.copies.changed() == ["0.weight"])]
 
 
 @pytest.mark.parametrize("how", ["half", "sign", "rows", "one"])
@@ -823,7 +825,7 @@ def perturbed() -> tuple[int, Tensor]:
         training.optimizer.first()
         loss_of(training.ddp, batch(step, dist.get_rank())).backward()
         training.optimizer.second()
-    return training.engine.router.known_counts.flushes, training.agreed()
+    return training.engine.stepper.record.counts.flushes, training.agreed()
 
 
 def test_weights_that_sam_moves_for_a_while_are_not_averaged(two_ranks: Ranks) -> None:
@@ -902,7 +904,7 @@ class AllInGroups(torch.optim.Optimizer):
 def memory_of(made: Any) -> set[str]:
     training = Training(made=made)
     training.step()
-    return {type(group.memory).__name__ for group in training.engine.router.groups if group.sparsified}
+    return {type(group.memory).__name__ for group in training.engine.stepper.groups if group.sparsified}
 
 
 @pytest.mark.parametrize(

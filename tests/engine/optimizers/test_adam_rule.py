@@ -239,7 +239,7 @@ def short_run(
         for step in range(4):
             training.step(step, closure)
     engine = training.engine
-    taken = engine._takes_steps_of(training.optimizer)
+    taken = engine._binding.takes(training.optimizer)
     return training.weights(), engine.settings.memory, taken, [str(w.message) for w in caught if "moment" in str(w)]
 
 
@@ -300,7 +300,7 @@ def dense_runs(kind: str, options: dict[str, Any], hyper: dict[str, Any]) -> tup
         theirs.zero_grad()
         loss_of(plain, step, dist.get_rank()).backward()
         theirs.step()
-    sent, dense = ours.engine._totals.sent_bytes, ours.engine._totals.dense_bytes
+    sent, dense = ours.engine.stepper.totals.sent_bytes, ours.engine.stepper.totals.dense_bytes
     assert sent <= 1.1 * dense, "second moments that nobody reads"
     return ours.weights(), [p.detach().clone() for p in module.parameters()]
 
@@ -427,7 +427,7 @@ def left_alone(hyper: dict[str, Any], options: dict[str, Any]) -> tuple[Any, boo
         for step in range(3):
             training.step(step)
     memory = training.engine.settings.memory
-    return memory, training.engine._takes_steps_of(training.optimizer), [str(w.message) for w in caught]
+    return memory, training.engine._binding.takes(training.optimizer), [str(w.message) for w in caught]
 
 
 @pytest.mark.parametrize(
@@ -482,13 +482,13 @@ def no_state_on_one_rank() -> tuple[list[str], bool, bool]:
     """What is raised where one rank has a state of second moments and the other one none; whether a step is taken."""
     state = after_a_step()
     after = Training(watch=None)
-    raised, groups = [], list(after.engine.router.groups)
+    raised, groups = [], list(after.engine.stepper.groups)
     for given in (None, {**state, "step": "none"}):
         try:
             after.engine.load_state_dict(given if dist.get_rank() else state)
         except ValueError as error:
             raised.append(str(error))
-    alike = list(after.engine.router.groups) == groups and not after.engine.settings.memory.needs_second
+    alike = list(after.engine.stepper.groups) == groups and not after.engine.settings.memory.needs_second
     after.step(1)
     return raised, alike, after.engine.step == 1
 
@@ -625,7 +625,7 @@ def test_an_optimizer_with_an_adam_for_some_parameters_is_left_alone() -> None:
     engine = ls.attach(ddp, density=0.1, watch=None, single_device="sparse")
     engine._show([Mixed([layer.weight], [layer.bias])])
     ddp(torch.randn(2, WIDTH)).sum().backward()
-    assert all(type(group.memory) is not ls.memories.SecondMoment for group in engine.router.groups)
+    assert all(type(group.memory) is not ls.memories.SecondMoment for group in engine.stepper.groups)
 
 
 def compiled_step(compiled: bool) -> tuple[list[Tensor], list[str]]:

@@ -18,10 +18,10 @@ def attached_twice() -> tuple[bool, bool]:
     """Whether the engine takes steps of its AdamW before and after another attach, which fails."""
     training = Training()
     training.step(0)
-    before = training.engine._takes_steps_of(training.optimizer)
+    before = training.engine._binding.takes(training.optimizer)
     with pytest.raises(RuntimeError, match="has a communication hook already"):
         ls.attach(training.ddp, density=0.1)
-    return before, training.engine._takes_steps_of(training.optimizer)
+    return before, training.engine._binding.takes(training.optimizer)
 
 
 def test_an_attach_that_fails_takes_nothing_from_the_engine_before(two_ranks: Ranks) -> None:
@@ -97,7 +97,7 @@ def refused(name: str) -> list[str]:
     for options in ({"memory": "residual"}, {"exchange": "reduce_union"}, {"density": 1.0}):
         one = Training(sparsifier=name, watch=None, **options)
         one.step(0)
-        decided.append(one.engine._takes_steps_of(one.optimizer))
+        decided.append(one.engine._binding.takes(one.optimizer))
     return [str(error.value), *map(str, decided)]
 
 

@@ -115,7 +115,7 @@ class Training:
 
     def _within(self, optimizer: Optimizer) -> None:
         """Averages are in the place of gradients; Adam's are applied already, and DDP's are in no state."""
-        if not (self.engine._takes_steps_of(optimizer) or self.engine.router.left_to_ddp):
+        if not (self.engine._binding.takes(optimizer) or self.engine.stepper.left_to_ddp):
             self.handed = self.gradients_of(optimizer)
             self.look("within a step")
 
@@ -184,7 +184,7 @@ class Training:
             self.parameters[name].grad = average
         for optimizer in self.optimizers:
             self._take(optimizer)
-        self.engine._end_flush()
+        self.engine.stepper.end_flush()
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 

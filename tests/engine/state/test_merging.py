@@ -45,7 +45,7 @@ class Training:
         state = self.engine.state_dict() if state is None else state
         found = {}
         for name, vectors in state["parameters"].items():
-            parameter = self.engine._parameters[name]
+            parameter = self.engine.stepper.parameters[name]
             for key, vector in vectors.items():
                 found[f"{name} {key}"] = vector.as_strided(parameter.shape, parameter.stride()).contiguous()
         return found

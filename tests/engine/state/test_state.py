@@ -149,7 +149,7 @@ def merge_adam() -> tuple[float, float, list[str]]:
     dist.all_gather_object(states, first.engine.state_dict())
     other = Run(memory=ls.memories.AdamCorrection(), grouping="model")
     notes = other.engine.load_state_dict(ls.merge_states(states))
-    [group] = other.engine.router.groups
+    [group] = other.engine.stepper.groups
     second = sum(float(s["parameters"]["0.weight"]["second"].sum()) for s in states) / len(states)
     found = float(group.memory.vectors(group.state.memory)["second"][group.spans["0.weight"]].sum())
     return float(group.memory.counters(group.state.memory)["steps"]), found / second, notes
@@ -361,7 +361,7 @@ def load_of_another_run() -> tuple[list[str], list[float]]:
     run = Run(**options)
     notes = run.engine.load_state_dict(states[dist.get_rank()])
     run.train(2)
-    return notes, [group.statistics.bytes_sent for group in run.engine.router.groups]  # type: ignore[union-attr]
+    return notes, [group.statistics.bytes_sent for group in run.engine.stepper.groups]  # type: ignore[union-attr]
 
 
 def test_what_groups_have_learned_in_different_runs_is_not_mixed(two_ranks: Ranks) -> None:
@@ -377,7 +377,7 @@ def rename(change: str) -> tuple[list[str], dict[str, bool], int]:
     """An engine takes over from one whose model was pruned, or has another layer since; what it then remembers."""
     first = Run(memory=ls.memories.MomentumCorrection(0.9))
     first.train(4)
-    state, parameters = first.engine.state_dict(), first.engine._parameters
+    state, parameters = first.engine.state_dict(), first.engine.stepper.parameters
     first.engine.close()
     if change == "prune":
         torch.nn.utils.prune.l1_unstructured(first.model[0], "weight", 0.5)

@@ -35,17 +35,17 @@ class Engine:
 
     def __init__(self, plan: list[Group], willing: bool = True) -> None:
         self.comm, self.device = TorchCollective(), torch.device("cpu")
-        self.groups, self._direct, self.willing = plan, False, willing
+        self.groups, self.stepper, self.willing = plan, SimpleNamespace(direct=False), willing
         self.asked = 0
 
     def regroup(self, plan: list[Group]) -> None:
-        self.groups, self._direct = plan, False
+        self.groups, self.stepper.direct = plan, False
 
     def _go_direct(self) -> bool:
         assert all(group.dense for group in self.groups)
         self.asked += 1
-        self._direct = self.willing
-        return self._direct
+        self.stepper.direct = self.willing
+        return self.willing
 
 
 class Training:
@@ -90,7 +90,7 @@ def test_both_take_turns_and_the_faster_one_stays(
     assert turns == ["sparse", "dense", "sparse", "dense", *(["sparse"] if wins == "sparse" else [])]
     assert modes[-TURN:] == [wins] * TURN
     assert training.fallback.seconds == {"sparse": sparse, "dense": dense}
-    assert training.engine._direct == (wins == "dense")
+    assert training.engine.stepper.direct == (wins == "dense")
     assert training.engine.groups == make_plan(
         SIZES, *(["layer", EVERYTHING_SPARSE] if wins == "sparse" else ["bucket", ls.Rules(["*"])])
     )
@@ -135,7 +135,7 @@ def test_both_are_measured_again_when_the_step_time_has_changed(
 def test_engines_that_do_not_go_direct_are_asked_in_every_dense_step(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training(monkeypatch, willing=False)
     modes = training.run(7 * TURN, either(2.0, 1.0))
-    assert not training.engine._direct
+    assert not training.engine.stepper.direct
     dense = modes.count("dense")
     assert dense - 2 <= training.engine.asked <= dense  # not in the first step of a turn
 
@@ -221,7 +221,7 @@ def with_naps(sparsifier: Any, dense_nap: float) -> tuple[list[str], list[bool],
             model(batch).square().mean().backward()
             optimizer.step()
             modes.append(fallback_of(engine).mode)
-            direct.append(engine._direct)
+            direct.append(engine.stepper.direct)
         seconds = fallback_of(engine).seconds
         engine.close()
     return modes, direct, seconds, flat(model)
@@ -273,7 +273,7 @@ def balance(options: dict[str, Any], rigged: tuple[float, float]) -> list[tuple[
         books, seen = Balance(model), []
         for batch in batches(26, torch.float64):
             books.step(batch)
-            seen.append((clock.fallback.mode, engine._direct, residuals(model, engine), books.missing.clone()))
+            seen.append((clock.fallback.mode, engine.stepper.direct, residuals(model, engine), books.missing.clone()))
     return seen
 
 
@@ -323,7 +323,7 @@ def train(
             (model(batch, uses[index // accumulate % len(uses)]).square().mean() / accumulate).backward()
             if model.require_backward_grad_sync:
                 averages.append(grads(model))
-                direct.append(engine is not None and engine._direct)
+                direct.append(engine is not None and engine.stepper.direct)
                 optimizer.step()
                 optimizer.zero_grad()
         if engine is not None:
@@ -389,7 +389,7 @@ def unused_while_dense(cap: float) -> list[tuple[str, bool, Tensor, Tensor, Tens
             left = engine.residual("left.weight")
             assert left is not None
             held = residuals(model, engine)
-            seen.append((clock.fallback.mode, engine._direct, left.clone(), held, books.missing.clone()))
+            seen.append((clock.fallback.mode, engine.stepper.direct, left.clone(), held, books.missing.clone()))
     return seen
 
 
@@ -424,7 +424,13 @@ def poisoned(where: str) -> list[tuple[str, bool, bool, Tensor, Tensor]]:
                 batch[0, 0] = float("nan")
             books.step(batch, between=poison if bad and where == "after it" else lambda model: None)
             seen.append(
-                (clock.fallback.mode, engine._direct, engine._skipped, residuals(model, engine), books.missing.clone())
+                (
+                    clock.fallback.mode,
+                    engine.stepper.direct,
+                    engine.stepper.record.latest_skipped,
+                    residuals(model, engine),
+                    books.missing.clone(),
+                )
             )
     return seen
 
@@ -490,7 +496,7 @@ def summaries() -> list[tuple[bool, dict[str, float], dict[str, Any]]]:
         seen = []
         for batch in batches(11):
             take_step(model, batch)
-            seen.append((engine._direct, engine.summary(), engine._group_summaries()))
+            seen.append((engine.stepper.direct, engine.summary(), engine._group_summaries()))
     return seen
 
 

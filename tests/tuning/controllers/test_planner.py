@@ -37,18 +37,18 @@ def train(settings: dict[str, Any], steps: int) -> tuple[list[Any], list[Any], l
         optimizer.zero_grad()
         ddp(torch.randn(8, WIDTHS[0], dtype=torch.float64, generator=generator)).square().mean().backward()
         given += torch.cat([p.grad.flatten() for p in ddp.parameters()])
-        waiting = engine.router._waiting
+        waiting = engine.stepper._waiting
         sent.append(0 if waiting is None else len(waiting.sent))
         optimizer.step()
     weights = torch.cat([p.detach().flatten() for p in ddp.parameters()])
-    waits = torch.cat([engine.residual(name) for name in engine._parameters])
+    waits = torch.cat([engine.residual(name) for name in engine.stepper.parameters])
     for total in (given, waits):
         dist.all_reduce(total)
     lost = float((dist.get_world_size() * (start - weights) / 0.1 + waits - given).abs().max())
     profile, chosen = observer.profile, engine.settings
     assert profile is not None
     assert (profile.overlap, profile.messages) == ("comm", "group")
-    sizes = [ParameterSize.of(name, p) for name, p in engine._parameters.items()]
+    sizes = [ParameterSize.of(name, p) for name, p in engine.stepper.parameters.items()]
     plan = make_plan(sizes, chosen.grouping, EVERYTHING, 25, profile, chosen.density(10**9))
     if chosen.density.needs_profile:
         plan = chosen.density.assign(plan, profile)

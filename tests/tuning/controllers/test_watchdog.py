@@ -323,7 +323,7 @@ def test_groups_that_are_replaced_are_let_go(one_rank: None) -> None:
     training = Training(watch=ls.Watch(every=2))
     gradients = noise()
     training.run(5, gradients)
-    old = [weakref.ref(group) for group in training.engine.router.groups]
+    old = [weakref.ref(group) for group in training.engine.stepper.groups]
     training.engine.regroup(training.engine.groups)
     gc.collect()
     assert [group() for group in old] == [None]
@@ -414,7 +414,7 @@ def test_what_was_sent_in_full_is_not_judged(one_rank: None) -> None:
     for _ in range(6):
         training.engine._flush_next_step()
         assert training.run(1, gradients) == []
-        assert not training.engine._skipped
+        assert not training.engine.stepper.record.latest_skipped
         assert training.engine.summary()["density"] == 1  # ten times the target
     training.engine.close()
 

@@ -37,7 +37,7 @@ def train() -> tuple[list[tuple[str, int, float]], list[list[int]], Tensor, Tens
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in pairwise(WIDTHS))).double())
     engine = ls.attach(ddp, exchange="reduce_union", density=FLOOR, rules=EVERYTHING_SPARSE)
-    sizes = [ParameterSize.of(name, p) for name, p in engine._parameters.items()]
+    sizes = [ParameterSize.of(name, p) for name, p in engine.stepper.parameters.items()]
     plan = make_plan(sizes, ls.tuning.OptimalMerge(), EVERYTHING_SPARSE, profile=profile(), density=FLOOR)
     engine.regroup(ls.tuning.HiddenDensity(FLOOR, CAP).assign(plan, profile()))
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -45,12 +45,12 @@ def train() -> tuple[list[tuple[str, int, float]], list[list[int]], Tensor, Tens
     for _ in range(4):
         ddp.zero_grad()
         ddp(torch.randn(8, WIDTHS[0], dtype=torch.float64, generator=generator)).square().mean().backward()
-        given = given + torch.cat([p.grad.flatten() for p in engine._parameters.values()])
+        given = given + torch.cat([p.grad.flatten() for p in engine.stepper.parameters.values()])
         engine.exchange(ddp.parameters())
-        grads = {name: p.grad for name, p in engine._parameters.items()}
+        grads = {name: p.grad for name, p in engine.stepper.parameters.items()}
         found = found + torch.cat([grad.flatten() for grad in grads.values()])
         brought.append([sum(int(grads[p.name].count_nonzero()) for p in group.parameters) for group in engine.groups])
-    left = torch.cat([engine.residual(name) for name in engine._parameters])
+    left = torch.cat([engine.residual(name) for name in engine.stepper.parameters])
     for total in (given, left):
         dist.all_reduce(total)
     groups = [(group.name, group.numel, group.density) for group in engine.groups]
