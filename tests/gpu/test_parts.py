@@ -20,7 +20,7 @@ from torch import Tensor
 
 import lightning_sparse as ls
 from lightning_sparse.core.step import Context
-from lightning_sparse.engine import pipeline as group
+from lightning_sparse.engine import group
 from lightning_sparse.engine.pipeline import exchange_group
 from tests.covering import by_default
 from tests.gpu import equality, marked, races, training

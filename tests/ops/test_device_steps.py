@@ -20,6 +20,7 @@ import lightning_sparse as ls
 from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.messages import AllGather
 from lightning_sparse.core.step import Context
+from lightning_sparse.engine import group as engine_group
 from lightning_sparse.engine import pipeline
 from lightning_sparse.engine.drivers import drive
 from lightning_sparse.engine.group import GroupReducer
@@ -317,7 +318,7 @@ def groups_of_one(runs: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> int:
         seen.append(len(grad.runs))
         return exchange_group(grad, *others, **more)
 
-    monkeypatch.setattr(pipeline, "exchange_group", noted)
+    monkeypatch.setattr(engine_group, "exchange_group", noted)
     sizes = [ParameterSize(str(i), run.numel(), 4, "") for i, run in enumerate(runs)]
     plan = Group("group", tuple(sizes), False)
     settings = ls.engine.config.SparsificationConfig(density=0.1)

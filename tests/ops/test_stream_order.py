@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from lightning_sparse.engine import pipeline as group
+from lightning_sparse.engine import group
 from lightning_sparse.methods.grouping import make_plan
 from lightning_sparse.ops.on_cuda import on_cuda
 from tests.integrations.test_telling import Lines

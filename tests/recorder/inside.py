@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, MutableSequence
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -188,12 +189,12 @@ def member(engine: Any, name: str) -> Any:
     """Return a member of the engine by its present name."""
     earlier = {
         "ignore_skipped": ["skip_void"],
-        "_skipped": ["skipped", "void"],
+        "stepper.record.latest_skipped": ["_skipped", "skipped", "void"],
         "_flush_next_step": ["flush_next_step"],
         "groups": ["plan"],
     }
-    names = [*earlier[name], name]  # a present name may have been that of something else
-    return getattr(engine, next(one for one in names if hasattr(engine, one)))
+    # A present name may have been that of something else.
+    return attrgetter(next((one for one in earlier[name] if hasattr(engine, one)), name))(engine)
 
 
 def state_of(engine: Any) -> dict[str, Any]:

@@ -164,7 +164,7 @@ def steps_of(one: dict[str, str], steps: int = 20) -> Recording:
             else:
                 scaler.step(optimizer)
                 scaler.update()
-            skipped = inside.member(engine, "_skipped")
+            skipped = inside.member(engine, "stepper.record.latest_skipped")
             for name, p in model.named_parameters() if not skipped else ():
                 note(f"gradient of {name}", p.grad)
             for number, indices in enumerate(sorted(picks[rank], key=lambda found: found.tolist())):
