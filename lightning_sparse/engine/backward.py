@@ -1,7 +1,8 @@
 """The end of a synchronised backward: gradients stay each rank's own, and ranks agree whether all are finite.
 
-Where they are not, all ranks find NaN. So code that looks at gradients decides alike on all ranks, whoever made it: a
-``GradScaler``, ``if torch.isfinite(norm)``, Lightning. At a density of 1 DDP averages by itself, as without a hook.
+Where they are not, they are averaged densely, so that all ranks find what they would find with plain DDP. Code that
+looks at gradients decides alike on all ranks, whoever made it: a ``GradScaler``, Lightning, ``if isfinite(norm)``. What
+it mends is trained on. At a density of 1 DDP averages by itself, as without a hook.
 """
 
 from __future__ import annotations
@@ -76,9 +77,14 @@ class BackwardEnd:
         self._stepper.share.within.end_averages(near)
         if self._aside:
             self._stepper.comm.end_averages([future for future, _ in buckets])
-        finite, _ = self._stepper.end_backward(self._names, [buffer for _, buffer in buckets], self._aside)
-        for future, buffer in buckets if not self._aside else ():
-            future.set_result(buffer if finite else buffer.fill_(float("nan")))
+        buffers = [buffer for _, buffer in buckets]
+        finite, _ = self._stepper.end_backward(self._names, buffers, self._aside)
+        if self._aside:
+            return
+        if not finite:
+            self._stepper.average_densely(buffers)
+        for future, buffer in buckets:
+            future.set_result(buffer)
 
 
 class AllRanksDivide:

@@ -326,7 +326,7 @@ class Engine(EngineView):
                 raise RuntimeError(
                     f"The parameter {thawed[0]} needs gradients now, and did not when DistributedDataParallel was "
                     "built, or the engine attached, so that nobody would average them. Wrap the model again, "
-                    " attach a new engine and give it the state_dict() of this one. (The strategies for "
+                    "attach a new engine and give it the state_dict() of this one. (The strategies for "
                     "DDP do so by themselves, between two steps.)"
                 )
             self._binding.begin_step()

@@ -41,6 +41,8 @@ class Hold:
 
     def end(self) -> None:
         """Restore the handlers and run them for the signals that have arrived."""
+        if threading.current_thread() is not threading.main_thread():
+            return
         try:
             while self._handlers:
                 number = next(iter(self._handlers))

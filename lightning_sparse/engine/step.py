@@ -195,6 +195,8 @@ class Stepper(Groups):
         """Such backwards since the latest step of an optimizer."""
         self.on_skipped: Callable[[], None] = lambda: None
         """Called on all ranks after each such backward."""
+        self.on_mended: Callable[[], None] = lambda: None
+        """Called on all ranks where an optimizer steps after one, with gradients that are finite now."""
         self._begins = False
         """Whether there was a backward since the latest exchange: several optimizers may step after one."""
         self.unused: Set[str] = frozenset()
@@ -307,6 +309,12 @@ class Stepper(Groups):
             owner.gradients_are_here(theirs, finite, averaged)
         return finite, anywhere
 
+    def average_densely(self, gradients: Sequence[Tensor]) -> None:
+        """Average gradients in place as plain DDP does, and leave them to the exchange of the step; collective."""
+        sent = sum(gradient.nbytes for gradient in gradients)
+        self.meeting.bytes += ring_all_reduce_bytes(sent, self.comm.world_size)
+        self.comm.end_averages([self.comm.start_average(gradient, wait=True) for gradient in gradients])
+
     def gradients_are_here(self, names: Collection[str], finite: bool, averaged: bool) -> None:
         """Note the end of a synchronised backward.
 
@@ -418,6 +426,8 @@ class Stepper(Groups):
         elif fresh:
             found = self._follow_ddp(fresh)
         self._alone = found is None
+        if found is not None and not found.skipped and self._broken and self._bad:
+            self._take_mended()
         self.leave(names)  # not after an error: nobody may step with gradients that were not exchanged
         return found
 
@@ -537,6 +547,13 @@ class Stepper(Groups):
             return wait()
         finally:
             self._hold.start(SAVING)
+
+    def _take_mended(self) -> None:
+        """Count the latest backward as none that was skipped: an optimizer steps with what is finite of it."""
+        with self.record.changing():
+            self.record.counts = self.record.counts._replace(skipped=self.record.counts.skipped - 1)
+        self.totals.add(0.0, -self.direct_bytes)
+        self.on_mended()
 
     def _skip(self) -> Exchanged:
         """Let a step be skipped; all backwards since the one before count as one."""

@@ -102,12 +102,11 @@ class ShardSource:
             grads = [own(grad) for grad in with_grad if grad is not None]
             self._used.clear()
             finite, anywhere = stepper.end_backward(list(parameters), grads, aside, used)
-            for p, one in zip(parameters.values(), anywhere, strict=False) if aside else ():
-                if one:  # on any replica
+            if aside or not finite:
+                every = [p for p, one in zip(parameters.values(), anywhere, strict=False) if one]  # on any replica
+                for p in every:
                     p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-                    stepper.comm.start_average(flattened(own(p.grad)), wait=True)
-            for grad in () if finite else grads:
-                grad.fill_(float("nan"))
+                stepper.average_densely([flattened(own(p.grad)) for p in every if p.grad is not None])
 
 
 def roots_of(model: Module) -> Iterator[Module]:

@@ -474,9 +474,11 @@ def test_a_bad_number_on_one_rank_voids_the_step_on_all(two_ranks: Ranks, bad: f
         {"sparsifier": "exdyna"},
         {"sparsifier": ls.sparsifiers.HardThreshold(1e-3)},
     ):
-        for grads, residuals, left, _ in two_ranks(poisoned, bad, options):
+        found = two_ranks(poisoned, bad, options)
+        mean = sum(own / 2 for *_, own in found)
+        for grads, residuals, left, _ in found:
             assert grads[0].isfinite().all()
-            assert left.isnan().all()
+            torch.testing.assert_close(left, mean, rtol=0, atol=0, equal_nan=True)  # what plain DDP leaves
             assert not grads[1].any()
             assert grads[2].isfinite().all()
             assert torch.equal(residuals[1], residuals[0])  # nothing was absorbed: the batch is lost, as with DDP

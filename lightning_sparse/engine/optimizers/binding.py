@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from threading import get_ident
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -60,6 +61,14 @@ CHANGED = (
     "Weights were written to since the last step, while each rank trains a copy of its own (memory Drift). The copies "
     "are averaged densely at the end of the next backward. In each step, that would cost twice as much as DDP."
 )
+MENDED = (
+    "Gradients of a backward were not finite on some rank, and an optimizer steps with those that are finite now. Each "
+    "such backward is averaged densely before anybody looks at its gradients, as by plain DDP, with as many bytes."
+)
+MOVED = (
+    "{} has moved weights before it called its closure, as SAM does, by gradients that are each rank's own, so that "
+    "ranks would not come back to equal weights. Write it as two steps, or train at a density of 1 without node_size."
+)
 AVERAGE = "_is_an_average"
 """Attribute of gradients that are averages. A weak reference would not let a module's ``to`` replace them."""
 TWO = (
@@ -93,10 +102,12 @@ class OptimizerBinding(MemoryChoice):
         """Called before each step."""
         self._outermost: Optimizer | None = None
         """The optimizer that is taking a step, of nested ones the outermost."""
+        self._thread = 0
+        """Where it does so."""
         self._rehearsing = False
         """True if the step that an optimizer is taking only makes its state."""
-        several = any(network.world_size > 1 for network in stepper.networks)
-        self._alone: WeakKeyDictionary[Optimizer, int] | None = WeakKeyDictionary() if several else None
+        self._several = any(network.world_size > 1 for network in stepper.networks)
+        self._alone: WeakKeyDictionary[Optimizer, int] | None = WeakKeyDictionary() if self._several else None
         """Steps by optimizer, until the first exchange; None from then on, and with one rank."""
         self._adam = AdamRule(keeps_moments=stepper.settings.fallback)  # dense steps go on with them
         self._momentum = MomentumRule()
@@ -105,6 +116,7 @@ class OptimizerBinding(MemoryChoice):
         stepper.owners, stepper.rates = self._owners, self._rates
         stepper.on_drift, stepper.on_changed = self._say_apart, self._say_changed
         stepper.moves.on_alike = lambda: self._once(rank_zero_warn, ALIKE)
+        stepper.on_mended = lambda: self._once(rank_zero_warn, MENDED)
         stepper.hold = lambda: holding()[-1] if holding() else within if self._outermost is not None else beside
         self._depth = 0
         """Steps of optimizers that run within each other."""
@@ -144,35 +156,39 @@ class OptimizerBinding(MemoryChoice):
             if held := self._held(optimizer):
                 self._meet(optimizer, held)
 
-    def check_closure(self, optimizer: Optimizer, calls: int) -> None:
-        """Refuse a second call of a closure in a step whose gradients are exchanged.
+    def check_closure(self, optimizer: Optimizer, calls: int, moved: bool) -> None:
+        """Refuse a second call of a closure in a step whose gradients are exchanged, and one with other weights.
 
         Raises:
             RuntimeError: on each rank that does so.
         """
-        mine = not ids_of(optimizer).isdisjoint(self._mine)
-        if calls > 1 and mine and not self._stepper.steps_aside:
+        if calls == 1 and not moved:
+            return
+        if not ids_of(optimizer).isdisjoint(self._mine) and not self._stepper.steps_aside:
             with self._stepper.failing_together("in the step"):
-                raise RuntimeError(TWICE.format(type(optimizer).__name__))
+                raise RuntimeError((TWICE if calls > 1 else MOVED).format(type(optimizer).__name__))
 
     def before(self, optimizer: Optimizer) -> None:
         """Exchange what an optimizer holds, and let its rule act; its gradients are there."""
         held = self._held(optimizer)
+        if not held:  # it may run in another thread
+            for watch in self.watchers:
+                watch(optimizer)
+            return
         self._holds = optimizer, held
         fresh = not self._stepper.fresh.isdisjoint(held)
         # Gradients may be 0 on one rank alone, and ranks have to decide alike: where there is one to exchange, they do.
         self._rehearsing = not fresh and rehearses(optimizer)
         if self._rehearsing:
-            if held:  # the state that is about to be made is that of the memory which suits the optimizer
-                self._meet(optimizer, held)
-                self.suit(self.optimizers)
+            # The state that is about to be made is that of the memory which suits the optimizer.
+            self._meet(optimizer, held)
+            self.suit(self.optimizers)
             if self.takes(optimizer):
                 self._adam.rehearse(optimizer, self._served(optimizer))
             return
-        if held:
-            self._depth += 1
-        if held and self._outermost is None:
-            self._outermost = optimizer
+        self._depth += 1
+        if self._outermost is None:
+            self._outermost, self._thread = optimizer, get_ident()
             self._meet(optimizer, held)
             if fresh:  # also where the step is skipped
                 self._alone = None
@@ -273,10 +289,12 @@ class OptimizerBinding(MemoryChoice):
             RuntimeError: on all ranks that do the same.
         """
         stepper, problem = self._stepper, ""
-        if self._unfinished():
-            problem = UNFINISHED
-        elif torch._C._current_graph_task_id() != -1 and not stepper.steps_aside:
+        sparse = not stepper.steps_aside
+        waits = self._unfinished() and (self._several or sparse)
+        if torch._C._current_graph_task_id() != -1 and (waits or sparse):
             problem = INSIDE.format(type(optimizer).__name__)
+        elif waits:
+            problem = UNFINISHED
         elif stepper.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             problem = CAPTURED.format(type(optimizer).__name__)
         for name in held:
@@ -333,13 +351,16 @@ class OptimizerBinding(MemoryChoice):
         Raises:
             RuntimeError: on all ranks, if it has ignored the closure in which gradients would have been exchanged.
         """
-        hold, before, self._holds = None, self._holds, None
+        hold, before = None, self._holds
         held = before[1] if before is not None and before[0] is optimizer else self._held(optimizer)
+        if not held:
+            return
+        self._holds = None
         past = self._outermost is None and not self._rehearsing
         if past and self._stepper.local([self._parameters[name] for name in held]):
             with self._stepper.failing_together("in the step"):
                 raise RuntimeError(IGNORED.format(type(optimizer).__name__))
-        if self._outermost is not None and held:
+        if self._outermost is not None:
             self._depth -= 1
             if self._depth == 0:
                 self._stepper.applied(held)
@@ -361,7 +382,7 @@ class OptimizerBinding(MemoryChoice):
 
     def forget(self) -> None:
         """Undo what :meth:`before` has done, if a step has failed since."""
-        if self._outermost is not None and not self._runs(self._depth):
+        if self._outermost is not None and self._thread == get_ident() and not self._runs(self._depth):
             self._stepper.hold().end()
             self._outermost, self._depth, self._empty = None, 0, []
             self._adam.after()

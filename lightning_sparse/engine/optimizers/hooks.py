@@ -28,8 +28,8 @@ class Watching(Protocol):
     def forget(self) -> None:
         """Undo what :meth:`before` has done, if a step has failed since."""
 
-    def check_closure(self, optimizer: Optimizer, calls: int) -> None:
-        """Look how often an optimizer has called its closure in one step."""
+    def check_closure(self, optimizer: Optimizer, calls: int, moved: bool) -> None:
+        """Look how often an optimizer has called its closure in one step, and whether it has moved weights before."""
 
 
 class Refusing(Protocol):
@@ -141,22 +141,28 @@ def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if not callable(closure):  # some optimizers take something else
         _before(optimizer)
         return None
-    calls = 0
+    calls, before = 0, _versions(optimizer)
 
     def then_go_on() -> Any:
         nonlocal calls
         for hold in _holds:
             hold.end()
+        moved = _versions(optimizer) != before
         result = closure()
         calls += 1
         for each in in_life():
-            each.check_closure(optimizer, calls)
+            each.check_closure(optimizer, calls, moved)
         _before(optimizer)
         return result
 
     if len(args) > 1:
         return (args[0], then_go_on, *args[2:]), kwargs
     return args, {**kwargs, "closure": then_go_on}
+
+
+def _versions(optimizer: Optimizer) -> int:
+    """Return how often anybody has written to weights of an optimizer, but for writes past autograd."""
+    return sum(p._version for settings in optimizer.param_groups for p in settings["params"])
 
 
 _last: Any = torch.compiler.disable(_begin)  # type: ignore[no-untyped-call]
