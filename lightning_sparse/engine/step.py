@@ -196,7 +196,7 @@ class Stepper(Groups):
         self.on_skipped: Callable[[], None] = lambda: None
         """Called on all ranks after each such backward."""
         self.on_mended: Callable[[], None] = lambda: None
-        """Called on all ranks where an optimizer steps after one, with gradients that are finite now."""
+        """Called on all ranks where gradients of one are exchanged, which are finite now."""
         self._begins = False
         """Whether there was a backward since the latest exchange: several optimizers may step after one."""
         self.unused: Set[str] = frozenset()
@@ -428,6 +428,8 @@ class Stepper(Groups):
         self._alone = found is None
         if found is not None and not found.skipped and self._broken and self._bad:
             self._take_mended()
+            if local:
+                self.on_mended()
         self.leave(names)  # not after an error: nobody may step with gradients that were not exchanged
         return found
 
@@ -553,7 +555,6 @@ class Stepper(Groups):
         with self.record.changing():
             self.record.counts = self.record.counts._replace(skipped=self.record.counts.skipped - 1)
         self.totals.add(0.0, -self.direct_bytes)
-        self.on_mended()
 
     def _skip(self) -> Exchanged:
         """Let a step be skipped; all backwards since the one before count as one."""

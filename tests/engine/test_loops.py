@@ -140,6 +140,25 @@ def left_out(t: Training) -> None:
         t.optimizer.zero_grad()
 
 
+def with_a_hole(t: Training) -> None:
+    """A backward in which a few numbers of one parameter are not finite, on one rank in every second step."""
+    hole = (0.0 * t.second.bias[:3]).norm() if t.step % 2 and dist.get_rank() == 1 else 0.0
+    (t.loss() + 0.0 * hole).backward()
+
+
+def mended(t: Training) -> None:
+    with_a_hole(t)
+    for p in t.parameters:
+        torch.nan_to_num(p.grad, out=p.grad)  # type: ignore[arg-type]
+
+
+def without_a_parameter(t: Training) -> None:
+    with_a_hole(t)
+    for p in t.parameters:
+        if not p.grad.isfinite().all():  # type: ignore[union-attr]
+            p.grad = None
+
+
 def by_hand(t: Training) -> None:
     """PCGrad and others: gradients of tasks by autograd.grad, own averages; an ordinary backward every second time."""
     if t.step % 2:
@@ -258,6 +277,33 @@ def sharpness(t: Training) -> None:
         p.data.copy_(before)
 
 
+class Sharpness(Optimizer):
+    """SAM as many scripts have it: it goes uphill, calls its closure, and steps from where it was."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        uphill = [0.05 * p.grad / (1 + p.grad.norm()) for p in parameters]
+        for p, rise in zip(parameters, uphill, strict=True):
+            p.add_(rise)
+        with torch.enable_grad():
+            closure()
+        for p, rise in zip(parameters, uphill, strict=True):
+            p.sub_(rise)
+        self.inner.step()
+
+
+def sharpness_by_a_closure(t: Training) -> None:
+    if t.step == 0:
+        t.optimizer = Sharpness(SGD(t.parameters, lr=0.1))
+    t.loss().backward()
+    closure(t)
+
+
 def line_search(t: Training) -> None:
     if t.step == 0:
         t.optimizer = torch.optim.LBFGS(t.parameters, lr=0.1, max_iter=3)
@@ -302,6 +348,8 @@ LOOPS = [
     Loop("`engine.clip_grad_norm_`", clipped_by_the_engine),
     Loop("adaptive clipping by the norms of weights", clipped_by_weights),
     Loop("steps left out where a norm is not finite", left_out),
+    Loop("numbers that are not finite set to 0 (`torch.nan_to_num`)", mended),
+    Loop("parameters left out whose gradient is not finite", without_a_parameter),
     Loop("gradients by `autograd.grad` and averages of your own, for some steps", by_hand),
     Loop("gradients past the wrapper, averaged by the script", past_the_wrapper),
     Loop("`p.data` replaced and put back (averaged weights for validation)", other_storage),
@@ -315,6 +363,7 @@ LOOPS = [
     Loop("a closure", closure),
     Loop("SAM in two stages", sharpness),
     Loop("a closure that is called several times a step (LBFGS)", line_search, "has called its closure a second time"),
+    Loop("SAM by a closure", sharpness_by_a_closure, "has moved weights before it called its closure"),
     Loop("optimizers that step within backward", in_backward, "takes a step within a backward", ranks_differ=True),
     Loop("two optimizers that step one parameter after one backward", twice, "Two optimizers step"),
 ]

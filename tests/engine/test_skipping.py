@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -207,3 +209,63 @@ def dense_bytes(skips: set[int]) -> float:
 
 def test_bytes_of_dense_training_are_those_of_all_steps(two_ranks: Ranks) -> None:
     assert two_ranks(dense_bytes, {1, 2}) == two_ranks(dense_bytes, set())
+
+
+class Given(nn.Module):
+    """A loss whose gradient is what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.other = nn.Parameter(torch.zeros(30, 40)), nn.Parameter(torch.zeros(300))
+
+    def forward(self, gradients: tuple[Tensor, Tensor]) -> Tensor:
+        return (self.weight * gradients[0]).sum() + (self.other * gradients[1]).sum()
+
+
+def mended(density: float | None, how: str) -> tuple[Tensor, tuple[int, int], list[str]]:
+    """What steps have moved and what waits, over the rate, where some numbers are not finite on rank 1.
+
+    Returns:
+        The sum, the counts of the engine, and what it has said.
+    """
+    told: list[str] = []
+    model, random = Given(), torch.Generator().manual_seed(dist.get_rank())
+    ddp = DistributedDataParallel(model)
+    engine = None if density is None else ls.attach(ddp, density=density, rules=EVERYTHING_SPARSE, watch=None)
+    held = [model.weight] if how == "held by nobody" else list(model.parameters())
+    optimizer = torch.optim.SGD(held, lr=1.0)
+    for step in range(5):
+        gradients = torch.randn(30, 40, generator=random), torch.randn(300, generator=random)
+        if step % 2 and dist.get_rank() == 1:
+            gradients[1][:3] = float("nan")
+        ddp(gradients).backward()
+        for p in held:
+            assert p.grad is not None
+            if how == "set to 0":
+                torch.nan_to_num(p.grad, out=p.grad)
+            elif not p.grad.isfinite().all():
+                p.grad = None
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            optimizer.step()
+        told += [str(each.message) for each in caught]
+        ddp.zero_grad()
+    waits = torch.zeros(1500)
+    if engine is not None and density != 1:
+        waits = torch.cat([engine.residual("weight"), engine.residual("other")])  # type: ignore[list-item]
+        dist.all_reduce(waits)
+    counts = (5, 0) if engine is None else (engine.step, engine.skipped_steps)
+    return flat(model) - waits / dist.get_world_size(), counts, told
+
+
+@pytest.mark.parametrize("how", ["set to 0", "left out", "held by nobody"])
+def test_what_a_script_mends_is_trained_on_as_with_plain_ddp(two_ranks: Ranks, how: str) -> None:
+    (plain, *_), _ = two_ranks(mended, None, how)
+    assert plain[:1200].all()
+    for density in (1.0, 0.1):
+        found = two_ranks(mended, density, how)
+        for moved, counts, _ in found:
+            torch.testing.assert_close(moved, plain, rtol=1e-5, atol=1e-5)
+            assert counts == (5, 0)
+        said = [told for *_, told in found]
+        assert ["averaged densely" in each for each in said[0]] == ([True] if density < 1 else [])
+        assert said[1] == []

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import lightning_sparse as ls
 from lightning_sparse.engine.optimizers import choice
@@ -116,3 +119,36 @@ def found_late(name: str) -> None:
 def test_an_adam_that_is_found_in_a_step_is_refused_on_all_ranks(two_ranks: Ranks) -> None:
     with pytest.raises(Exception, match="is its exchange"):
         two_ranks(found_late, OWN[0])
+
+
+def beside(optimizer: str) -> tuple[int, bool, bool]:
+    """Another optimizer takes a step in another thread, while a step of the engine's is running.
+
+    Returns:
+        Steps; whether averages are still to be applied, and whether agreed weights are equal on all ranks.
+    """
+    training = Training()
+    if optimizer == "RMSprop":
+        training.optimizer = torch.optim.RMSprop(training.ddp.parameters(), lr=0.01)
+    stranger = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1, momentum=0.9)
+
+    def in_a_thread(*_: Any) -> None:
+        thread = threading.Thread(target=stranger.step)
+        thread.start()
+        thread.join()
+
+    training.optimizer.register_step_post_hook(in_a_thread)  # torch calls it before the engine's
+    with warnings.catch_warnings(action="ignore"):  # RMSprop trains copies of the weights
+        for step in range(4):
+            training.step(step)
+    state = training.engine.state_dict()
+    with training.engine.agreed():
+        weights = torch.cat([p.detach().flatten() for p in training.ddp.parameters()])
+    rows = [torch.empty_like(weights) for _ in range(2)]
+    dist.all_gather(rows, weights)
+    return training.engine.step, bool(state["pending"]), torch.equal(*rows)
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "RMSprop"])
+def test_a_step_of_others_in_another_thread_changes_nothing(two_ranks: Ranks, optimizer: str) -> None:
+    assert two_ranks(beside, optimizer) == [(4, False, True)] * 2
