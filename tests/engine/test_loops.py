@@ -348,7 +348,7 @@ LOOPS = [
     Loop("`engine.clip_grad_norm_`", clipped_by_the_engine),
     Loop("adaptive clipping by the norms of weights", clipped_by_weights),
     Loop("steps left out where a norm is not finite", left_out),
-    Loop("numbers that are not finite set to 0 (`torch.nan_to_num`)", mended),
+    Loop("numbers that are not finite replaced (`torch.nan_to_num`)", mended),
     Loop("parameters left out whose gradient is not finite", without_a_parameter),
     Loop("gradients by `autograd.grad` and averages of your own, for some steps", by_hand),
     Loop("gradients past the wrapper, averaged by the script", past_the_wrapper),
