@@ -310,9 +310,7 @@ class Stepper(Groups):
         return finite, anywhere
 
     def average_densely(self, gradients: Sequence[Tensor]) -> None:
-        """Average gradients in place as plain DDP does, and leave them to the exchange of the step; collective."""
-        sent = sum(gradient.nbytes for gradient in gradients)
-        self.meeting.bytes += ring_all_reduce_bytes(sent, self.comm.world_size)
+        """Average gradients in place as plain DDP does; collective."""
         self.comm.end_averages([self.comm.start_average(gradient, wait=True) for gradient in gradients])
 
     def gradients_are_here(self, names: Collection[str], finite: bool, averaged: bool) -> None:
@@ -327,6 +325,7 @@ class Stepper(Groups):
         self._fresh.update(dict.fromkeys(names, averaged))
         self._begins = True
         if not finite:  # maybe nobody will step: a scaler, or the user, has a look
+            self.meeting.bytes += 0.0 if averaged else self.direct_bytes
             self._count(skipped=True)
             self._bad += 1
             self.on_skipped()
