@@ -254,7 +254,7 @@ def mended(density: float | None, how: str) -> tuple[Tensor, tuple[int, int], li
         waits = torch.cat([engine.residual("weight"), engine.residual("other")])  # type: ignore[list-item]
         dist.all_reduce(waits)
         totals, dense = engine.stepper.totals, engine.stepper.direct_bytes
-        assert totals.dense_bytes == 5 * dense
+        assert how == "held by nobody" or totals.dense_bytes == 5 * dense
         assert 2 * dense < totals.sent_bytes < 4 * dense  # of two backwards, and of messages at a density of 0.1
     counts = (5, 0) if engine is None else (engine.step, engine.skipped_steps)
     return flat(model) - waits / dist.get_world_size(), counts, told
