@@ -109,7 +109,7 @@ class Groups:
             settings = replace(settings, memory=memory)
         density = group.density or settings.density(step)
         ctx = Context(step, density, self.comm.rank, self.comm.world_size)
-        return GroupReducer(group, self.parameters, settings, ctx, flush)
+        return GroupReducer(group, self.parameters, settings, ctx, flush, self.share.places)
 
     def prepare(self) -> None:
         """Compile what steps of the groups will need, before the first of them."""

@@ -176,7 +176,7 @@ def load_sharded(engine: Engine, folder: str | Path, save: str | None = None, re
     """Go on where another engine was, of any number of replicas, and of ranks in each; all ranks must call this.
 
     With as many of both, each rank continues bit for bit. With as many replicas, their residuals do; what was learned
-    about groups starts anew.
+    about groups starts anew, and with another number of ranks in each, so do the lengths of gradients.
 
     Args:
         engine: bound to its optimizers, whose states are loaded; before its first step or between two.
@@ -329,8 +329,9 @@ def _state_for(engine: Engine, saved: Saved, resize: Resize, notes: list[str]) -
     """Return the state of this rank in a folder; a sentence is added for what does not fit."""
     comm = engine.comm
     alike = saved.replicas == comm.world_size
-    same = alike and saved.ranks == engine._parts
-    rest = saved.rest(*((comm.rank, engine.stepper.within.rank) if same else (0, 0)))
+    cut_alike = saved.ranks == engine._parts
+    same = alike and cut_alike
+    rest = saved.rest(comm.rank if same else 0, engine.stepper.within.rank if cut_alike else 0)
     spans = {name: list(part) for name, part in engine.stepper.share.places.items()}
     state: State = {**rest, "parameters": {name: {} for name in spans}, "spans": spans}
     if not same:

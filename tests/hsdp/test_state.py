@@ -27,6 +27,7 @@ from lightning_sparse.hsdp.state import load_sharded, save_sharded
 from tests.covering import by_default
 from tests.hsdp.model import SHAPES, Given, batches, engine_of, given, grid, made, sharded, summing, weights, whole
 from tests.ranks import Ranks, error_of
+from tests.trainers import EVERYTHING_SPARSE
 
 # ---- Resumed with as many replicas and ranks: bit for bit
 
@@ -147,6 +148,45 @@ def test_what_waits_is_the_same_for_other_numbers_of_ranks(
         for name, mean in waits.items():
             assert mean.any()
             assert torch.equal(found["means"][name], mean)
+
+
+def uneven(step: int) -> dict[str, Tensor]:
+    """Gradients of the same length in each step, whose first rows are far longer than the last ones."""
+    signs = {name: given(step, 0)[name].sign() + 0.5 for name in ("first", "third")}
+    return {name: torch.where(torch.arange(len(x))[:, None] < 3, 100 * x.sign(), x.sign()) for name, x in signs.items()}
+
+
+def lengths(path: Path, before: tuple[int, int], after: tuple[int, int], steps: int) -> list[float]:
+    """How often lengths were found to change, before and after the grid of ranks has changed."""
+
+    def train(shape: tuple[int, int], steps: range) -> tuple[float, float]:
+        mesh = grid(*shape)
+        model = fully_shard(Given({name: SHAPES[name] for name in ("first", "third")}), mesh=mesh["shard"])
+        engine = engine_of(model, mesh, rules=EVERYTHING_SPARSE, grouping="model", single_device="sparse")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+        if steps.start:
+            load_sharded(engine, path)
+        for step in steps:
+            model(uneven(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if not steps.start:
+            save_sharded(engine, path)
+        counted = engine.state_dict()["counters"]["first.weight"]
+        engine.close()
+        return counted["clipped"], counted["measured_anew"]
+
+    return [*train(before, range(steps)), *train(after, range(steps, 3 * steps))]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), by_default([((4, 1), (2, 2)), ((2, 2), (4, 1)), ((2, 2), (1, 4)), ((1, 4), (2, 2))], 2)
+)
+def test_lengths_are_those_of_this_ranks_part(
+    four_ranks: Ranks, tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    """Else what waits would be multiplied to match the gradients of another part."""
+    assert four_ranks(lengths, tmp_path / "saved", before, after, 8) == [[0.0] * 4] * 4
 
 
 def test_residuals_are_dropped_where_that_is_asked_for(four_ranks: Ranks, six: tuple[Path, Any]) -> None:

@@ -92,7 +92,8 @@ class SecondMoment(CountedFeedback):
     If the length of a rank's gradients changes, residual and second moment are multiplied to match it, and gradients
     far longer than those before are clipped, see :func:`~lightning_sparse.ops.length.measure`. Both factors are 1 while
     gradients keep their length, and at density 1. Lengths are followed anew where a group is exchanged without some of
-    its parameters, because nobody used them, and where they are used again.
+    its parameters, because nobody used them, where they are used again, and where a rank goes on with another part of
+    them.
 
     The engine applies these steps to sparsified parameters in place of ``torch.optim.Adam`` and ``AdamW``; the
     optimizer itself steps dense parameters. With such an optimizer, ``memory=None`` selects this memory, with the
