@@ -27,7 +27,16 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_sparse.api.checkpoint import DAMAGED, Found, SideFileError, is_whole, load_together, sealed
+from lightning_sparse.api.checkpoint import (
+    DAMAGED,
+    Found,
+    SideFileError,
+    emptied,
+    is_whole,
+    load_together,
+    sealed,
+    warn_of_dropped,
+)
 from lightning_sparse.core.layout import own, sum_dtype, whole_of
 from lightning_sparse.engine.agreement import failing_together, reason
 from lightning_sparse.engine.config import Resize
@@ -183,7 +192,8 @@ def load_sharded(engine: Engine, folder: str | Path, save: str | None = None, re
         folder: see :func:`save_sharded`.
         save: the name that the save has to have; None: any.
         resize: with another number of replicas, "merge" gives each the mean of what all remembered, so that the update
-            that is still to be sent is unchanged; "flush" sends all of it in the first step; "zero" drops it.
+            that is still to be sent is unchanged; "flush" sends all of it in the first step; "zero" drops it, with a
+            warning that says how much that is.
 
     Returns:
         Sentences about what did not fit, on this rank.
@@ -205,16 +215,24 @@ def read_sharded(engine: Engine, folder: Path, save: str | None, resize: Resize)
     """
     notes: list[str] = []
     saved = Saved.at(folder, engine._rank, engine._world_size)
-    state = _state_for(engine, saved, resize, notes)
+    state = _state_for(engine, saved, notes)
     waited = list(_waited_in(saved, engine))
     if save not in (None, found := state.pop("save")):
         raise SideFileError(f"they are of save {found}, and those of {save} are asked for")
+    replicas, resized = engine.comm.world_size, saved.replicas != engine.comm.world_size
+    dropped = 0.0
+    if resized and resize == "zero":
+        state, dropped = emptied(state)
 
     def loaded() -> None:
         for kept, steps in waited:
             kept[WAITED] = steps
-        if saved.replicas != engine.comm.world_size and resize == "flush":
+        if resized and resize == "flush":
             engine._flush_next_step()
+        if resized and resize == "zero":
+            square = sum(engine.stepper.within.all_gather_object(dropped, engine.device))
+            if engine._rank == 0:
+                warn_of_dropped(f"{replicas} replica{'s' if replicas > 1 else ''}", saved.replicas, square)
 
     return Found(state, notes, loaded)
 
@@ -325,7 +343,7 @@ def _like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     return whole_of(torch.zeros_like(own(parameter), dtype=dtype), parameter)
 
 
-def _state_for(engine: Engine, saved: Saved, resize: Resize, notes: list[str]) -> State:
+def _state_for(engine: Engine, saved: Saved, notes: list[str]) -> State:
     """Return the state of this rank in a folder; a sentence is added for what does not fit."""
     comm = engine.comm
     alike = saved.replicas == comm.world_size
@@ -336,8 +354,6 @@ def _state_for(engine: Engine, saved: Saved, resize: Resize, notes: list[str]) -
     state: State = {**rest, "parameters": {name: {} for name in spans}, "spans": spans}
     if not same:
         state["groups"] = []
-    if not alike and resize == "zero":
-        return check_state({**state, "counters": {}})
     here, wanted = _known(engine), list[tuple[str, str]]()
     for name, key in _vectors_in(saved):
         if name not in here:

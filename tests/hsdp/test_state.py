@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,11 +132,12 @@ def load_some(path: Path, replicas: int, ranks: int, resize: str = "merge") -> d
     engine = engine_of(
         model, mesh, sparsifier="top_k", rules=ls.Rules(dense_ndim=0, dense_numel=0), single_device="sparse"
     )
-    notes = load_sharded(engine, path, "six", resize)
+    with warnings.catch_warnings(record=True, action="always") as warned:
+        notes = load_sharded(engine, path, "six", resize)
     means = {}
     for name, pending in engine._take_pending().items():
         means[name] = whole(pending)
-    return {"means": means, "notes": notes, "step": engine.step}
+    return {"means": means, "notes": notes, "step": engine.step, "warned": [str(one.message) for one in warned]}
 
 
 @pytest.mark.parametrize("shape", by_default([((2, 2),), ((1, 4),), ((4, 1),)]))
@@ -189,9 +191,20 @@ def test_lengths_are_those_of_this_ranks_part(
     assert four_ranks(lengths, tmp_path / "saved", before, after, 8) == [[0.0] * 4] * 4
 
 
-def test_residuals_are_dropped_where_that_is_asked_for(four_ranks: Ranks, six: tuple[Path, Any]) -> None:
-    for found in four_ranks(load_some, six[0], 4, 1, "zero"):
+@pytest.mark.parametrize("shape", by_default([((4, 1),), ((1, 4),)]))
+def test_residuals_are_dropped_with_a_warning_where_that_is_asked_for(
+    four_ranks: Ranks, six: tuple[Path, Any], shape: tuple[int, int]
+) -> None:
+    norm = torch.cat([mean.flatten() for mean in six[1].values()]).norm()
+    replicas = "1 replica" if shape[0] == 1 else "4 replicas"
+    sentence = (
+        f"Training continues with {replicas} instead of 2 and resize='zero': the residuals, an update of norm "
+        f"{norm:.4g} that was still to be sent, are dropped."
+    )
+    for rank, found in enumerate(four_ranks(load_some, six[0], *shape, "zero")):
         assert not any(bool(mean.any()) for mean in found["means"].values())
+        assert found["notes"] == []
+        assert found["warned"] == ([sentence] if rank == 0 else [])
 
 
 # ---- Damaged folders
