@@ -39,7 +39,7 @@ from lightning_sparse.api.checkpoint import (
 )
 from lightning_sparse.core.layout import own, sum_dtype, whole_of
 from lightning_sparse.engine.agreement import failing_together, reason
-from lightning_sparse.engine.config import Resize
+from lightning_sparse.engine.config import Resize, check_choice
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.kinds import stepping
@@ -200,7 +200,10 @@ def load_sharded(engine: Engine, folder: str | Path, save: str | None = None, re
 
     Raises:
         ValueError: on all ranks, with nothing changed, if the folder cannot be read, or holds something else.
+            Also for a ``resize`` that there is not; ranks that gave another one raise a RuntimeError with it.
     """
+    with failing_together(TorchCollective(), engine.device):
+        check_choice("resize", resize, Resize)
     try:
         return load_together(engine, lambda: read_sharded(engine, Path(folder), save, resize))
     except ValueError as error:

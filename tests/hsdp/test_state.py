@@ -207,6 +207,20 @@ def test_residuals_are_dropped_with_a_warning_where_that_is_asked_for(
         assert found["warned"] == ([sentence] if rank == 0 else [])
 
 
+def mistyped(path: Path, rank: int) -> str:
+    """What a rank is told where one of them, or all, ask for a treatment of residuals that there is not."""
+    mesh = grid(4, 1)
+    engine = engine_of(fully_shard(Given(SHAPES), mesh=mesh["shard"]), mesh)
+    here = dist.get_rank() == rank or rank < 0
+    return error_of(lambda: load_sharded(engine, path, "six", "flsuh" if here else "flush"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rank", by_default([-1, 2], 2))
+def test_another_word_for_resize_is_refused_on_all_ranks(four_ranks: Ranks, six: tuple[Path, Any], rank: int) -> None:
+    for text in four_ranks(mistyped, six[0], rank):
+        assert "Expected resize to be one of 'merge', 'flush', 'zero', but got 'flsuh'. Did you mean 'flush'?" in text
+
+
 # ---- Damaged folders
 
 
