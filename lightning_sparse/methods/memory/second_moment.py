@@ -103,6 +103,8 @@ class SecondMoment(CountedFeedback):
     vectors of ``numel`` accumulator elements a rank, one more than :class:`Residual`; Adam's own two vectors are not
     allocated for sparsified parameters.
 
+    A step is skipped if the squared norm of a group's gradient is beyond float64: if that norm is 1.3e154 or more.
+
     Squares of a skipped step are absorbed, but the step is not counted: the steps after it are shorter for a while.
     Steps are counted for each group, not for each parameter as in torch. A parameter that is first used at a late
     step T gets first steps that are longer by up to ``sqrt((1 - beta2^T) / (1 - beta2))``, like a new row of an
