@@ -268,8 +268,11 @@ def restore(
             return Found(state)
         if resize == "flush":
             return Found(state, loaded=engine._flush_next_step)
-        state, dropped = _emptied(state, engine)
-        return Found(state, loaded=partial(warnings.warn, dropped) if engine._rank == 0 else lambda: None)
+        state, square = emptied(state)
+        kinds = ("group of ranks", "groups of ranks") if engine.settings.node_size else ("rank", "ranks")
+        now = f"{engine._exchanging} {kinds[engine._exchanging > 1]}"
+        warn = partial(warn_of_dropped, now, state["world_size"], square)
+        return Found(state, loaded=warn if engine._rank == 0 else lambda: None)
 
     resume(engine, path, marker, MARKER, side_directory(path), read, strict, dense)
 
@@ -490,18 +493,28 @@ def _locate(path: Path, directory: str, file: SideFile) -> str:
     )
 
 
-def _emptied(state: State, engine: Engine) -> tuple[State, str]:
-    """Return a merged state without what it remembered, and a sentence that says what is lost."""
+def emptied(state: State) -> tuple[State, float]:
+    """Return a merged state without what it remembered, and the square of the norm of the update that is lost."""
     whole = with_pending(state, 1)["parameters"].values()
     residuals = [vectors["residual"].double() for vectors in whole if "residual" in vectors]
     residuals += [v["agreed"].double() - v["copy"].double() for v in whole if {"agreed", "copy"} <= v.keys()]
-    norm = sum(float(residual.square().sum()) for residual in residuals) ** 0.5
     empty: State = {name: {} for name in state["parameters"]}
-    kinds = ("group of ranks", "groups of ranks") if engine.settings.node_size else ("rank", "ranks")
-    ranks = f"{engine._exchanging} {kinds[engine._exchanging > 1]}"
-    return {**state, "optimizers": {}, "parameters": empty, "counters": {}, "pending": {}}, (
-        f"Training continues with {ranks} instead of {state['world_size']} and resize='zero': the residuals, an "
-        f"update of norm {norm:.4g} that was still to be sent, are dropped."
+    square = sum(float(residual.square().sum()) for residual in residuals)
+    return {**state, "optimizers": {}, "parameters": empty, "counters": {}, "pending": {}}, square
+
+
+def warn_of_dropped(now: str, before: int, square: float) -> None:
+    """Warn that residuals are dropped because there are other ranks, or replicas, as was asked for.
+
+    Args:
+        now: how many of which there are.
+        before: how many there were.
+        square: of the norm of the update that is lost.
+    """
+    warnings.warn(
+        f"Training continues with {now} instead of {before} and resize='zero': the residuals, an "
+        f"update of norm {square**0.5:.4g} that was still to be sent, are dropped.",
+        stacklevel=2,
     )
 
 

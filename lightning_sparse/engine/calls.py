@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_sparse.core.checks import is_number
 from lightning_sparse.engine.agreement import name_ranks
 
 BITS = 62
@@ -56,6 +57,8 @@ class Call(NamedTuple):
     """Digest of settings and groups."""
     rates: int = 0
     """Digest of the learning rates of these parameters, where residuals are in units of them; else 0."""
+    density: int = 0
+    """Bits of the density that a schedule gives for the step, see :func:`bits_of`; else 0."""
 
     def words(self, finite: bool, used: Sequence[bool], sums: Sequence[float] = (), changed: bool = False) -> Tensor:
         """Return (length,) int64 on the CPU; the length follows from the number of parameters.
@@ -95,6 +98,12 @@ class Met(NamedTuple):
     def sums(self) -> list[tuple[float, ...]]:
         """Return the sums of each rank."""
         return [struct.unpack(_NUMBERS, struct.pack(_WORDS, *row)) for row in self.words]
+
+
+def bits_of(density: object) -> int:
+    """Return the bits of a density; 0 where there is none, or no number, which the step of a group refuses."""
+    bits: int = struct.unpack("q", struct.pack("d", density if is_number(density) else 0.0))[0]
+    return bits
 
 
 def digest_of(*facts: Any) -> int:
@@ -149,6 +158,9 @@ def _told(calls: Mapping[int, Call]) -> str:
         facts += ["which flushes" if call.flush else "which does not flush"] if "flush" in differ else []
         facts += [f"with other settings or groups than rank {lead}"] if call.settings != first.settings else []
         facts += [f"at other learning rates than rank {lead}"] if call.rates != first.rates else []
+        facts += (
+            [f"at density {struct.unpack('d', struct.pack('q', call.density))[0]!r}"] if "density" in differ else []
+        )
         alike.setdefault(", ".join(facts), []).append(rank)
     said = "; ".join(f"{name_ranks(ranks)} {what}" for what, ranks in alike.items())
     return (

@@ -362,7 +362,7 @@ class SparsificationConfig(Settings):
         vars(self)["dense"] = patterns[len(self.rules.dense) :]
         vars(self)["rules"] = replace(self.rules, dense=tuple(dict.fromkeys(patterns)))
         for name, hint in hints_of(type(self)).items():  # type: ignore[arg-type]
-            _check_choice(name, getattr(self, name), hint)
+            check_choice(name, getattr(self, name), hint)
         for name, instead in (("grouping", "MergeBelow(8192)"), ("density", "0.01")):
             if (given := getattr(self, name)).needs_profile and not self.overlap:
                 raise ValueError(
@@ -445,7 +445,7 @@ class StrategyConfig(SparsificationConfig):  # type: ignore[misc]
     mean, "flush" sends them in the first step, densely, "zero" drops them."""
 
 
-def _check_choice(name: str, given: Any, hint: Any) -> None:
+def check_choice(name: str, given: Any, hint: Any) -> None:
     """Raise unless this is one of what a ``bool`` or a ``Literal`` allows; other types are for their own checks."""
     parts = (hint, *get_args(hint))
     allowed: list[Any] = [one for part in parts if get_origin(part) is Literal for one in get_args(part)]

@@ -29,6 +29,7 @@ from lightning_sparse.engine.pipeline import (
     sends_everything,
     settle_group,
 )
+from lightning_sparse.engine.share import Place
 from lightning_sparse.methods.density import Constant
 from lightning_sparse.methods.exchanges import Dense, Exchange
 from lightning_sparse.methods.grouping import Group
@@ -37,6 +38,8 @@ from lightning_sparse.methods.sparsifiers import Everything, Sparsifier
 from lightning_sparse.ops import on_device, static_shapes
 from lightning_sparse.ops.on_cuda import on_cuda
 
+MEASURED = "measured"
+"""Name of the counter that says of what lengths are known, see :func:`composition`."""
 MANY = 1 << 20
 """Coordinates of which any density below 1 leaves out some."""
 
@@ -51,8 +54,9 @@ class GroupReducer:
         settings: SparsificationConfig,
         first: Context,
         flush: bool,
+        places: Mapping[str, Place] | None = None,
     ) -> None:
-        self.plan = plan
+        self.plan, self._places = plan, places or {}
         self.spans, self.numel = plan.offsets(), plan.numel
         self.density = settings.density if plan.density is None else Constant(plan.density)
         self.always_whole = self.density == Constant(1.0)
@@ -92,7 +96,7 @@ class GroupReducer:
         self.turn = first.step
         """Exchanges of the group that counted: ranks take turns by it, however many others there are in between."""
         self.measured = 0.0
-        """Of which parameters lengths are known, see :func:`composition`; 0: of none."""
+        """Of what lengths are known, see :func:`composition`; 0: of nothing."""
         self._composed: tuple[Set[str], float] | None = None
         """The same of a step that left some parameters out, and these."""
         self.bounds = bounds_of(self.spans, self.device)
@@ -168,7 +172,7 @@ class GroupReducer:
 
     def counters(self) -> dict[str, float]:
         """Return the numbers that a state keeps of the group, beside those of its memory."""
-        followed = self.diversity.counters() | {"measured": self.measured} if self.memory.needs_second else {}
+        followed = self.diversity.counters() | {MEASURED: self.measured} if self.memory.needs_second else {}
         return {"turn": float(self.turn), **followed}
 
     @property
@@ -252,13 +256,13 @@ class GroupReducer:
         return Exchanged(proposed, spans, average, squares)
 
     def _other_parameters(self, unused: Set[str]) -> bool:
-        """Return whether a step has gradients of other parameters than those whose lengths are known."""
+        """Return whether a step has gradients of other parameters, or parts of them, than those of known length."""
         if not self.memory.needs_second:
             return False
         if self._composed is None or self._composed[0] != unused:
-            self._composed = frozenset(unused), composition(self.spans.keys() - unused)
+            self._composed = frozenset(unused), composition(self.spans.keys() - unused, self._places)
         before, self.measured = self.measured, self._composed[1]
-        return before not in (0.0, self.measured)
+        return before != self.measured
 
     def _reads(self, runs: Sequence[Tensor]) -> bool:
         """Return whether kernels take a gradient in runs on a device; else one vector takes fewer operations."""
@@ -302,9 +306,10 @@ class GroupReducer:
         return norm_of(self.residual)
 
 
-def composition(names: Collection[str]) -> float:
-    """Return a number above 0 that tells a set of parameters from others."""
-    return 1.0 + zlib.crc32("\n".join(sorted(names)).encode())
+def composition(names: Collection[str], places: Mapping[str, Place]) -> float:
+    """Return a number above 0 that tells a set of parameters, and the parts of them that a rank has, from others."""
+    facts = [f"{name} {tuple(places[name])}" if name in places else name for name in sorted(names)]
+    return 1.0 + zlib.crc32("\n".join(facts).encode())
 
 
 class Exchanged(NamedTuple):

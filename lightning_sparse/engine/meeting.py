@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 
-from lightning_sparse.engine.calls import Call, Met, compare, digest_of
+from lightning_sparse.engine.calls import Call, Met, bits_of, compare, digest_of
 from lightning_sparse.engine.regrouping import Groups
 
 
@@ -59,11 +59,11 @@ class Meeting:
         rates: Mapping[str, float] | None = None,
         sums: Sequence[float] = (),
         changed: bool = False,
+        density: object = None,
     ) -> None:
         """Begin a call that all ranks take part in; what they say is looked at before a later message is waited for."""
         groups, flags = self._groups, used or [False] * len(self._groups.parameters)
-        by = digest_of(sorted(rates.items())) if rates else 0
-        call = self._call(kind, _digest_of(tuple(names)))._replace(rates=by)
+        call = self.call(kind, names, rates, density)
         if groups.within.world_size > 1:  # first those near this one
             near: list[Met] = []
             self._announce_near(call, finite, flags, near.append)
@@ -75,10 +75,19 @@ class Meeting:
 
     def begin(self, kind: int) -> None:
         """Begin a call of the ranks near this one, who say nothing but what they do."""
-        self._announce_near(self._call(kind, 0), True, [False] * len(self._groups.parameters), look)
+        self._announce_near(self.call(kind, ()), True, [False] * len(self._groups.parameters), look)
 
-    def _call(self, kind: int, names: int) -> Call:
-        return Call(kind, names, self.backwards, self.steps, self._groups.flush_asked, self._groups.digest)
+    def call(
+        self,
+        kind: int,
+        names: Collection[str],
+        rates: Mapping[str, float] | None = None,
+        density: object = None,
+    ) -> Call:
+        """Return what this rank says that it is about to do; a density is what a schedule has given."""
+        groups, by = self._groups, digest_of(sorted(rates.items())) if rates else 0
+        told, flush = _digest_of(tuple(names)), groups.flush_asked
+        return Call(kind, told, self.backwards, self.steps, flush, groups.digest, by, bits_of(density))
 
     def _announce_near(self, call: Call, finite: bool, used: Sequence[bool], look: Callable[[Met], None]) -> None:
         """Begin a call of the ranks near this one, whose parts have other sizes."""

@@ -34,7 +34,7 @@ from lightning_sparse.core.layout import flattened
 from lightning_sparse.engine.ahead import LOOK
 from lightning_sparse.engine.average import Average, place
 from lightning_sparse.engine.backward import BackwardEnd
-from lightning_sparse.engine.calls import BEGIN, EXCHANGE, HIDDEN, STEP, Call, Met, compare, digest_of
+from lightning_sparse.engine.calls import BEGIN, EXCHANGE, HIDDEN, STEP, Met, compare
 from lightning_sparse.engine.drivers import Going, joined
 from lightning_sparse.engine.group import Exchanged as OfGroup
 from lightning_sparse.engine.group import GroupReducer
@@ -272,10 +272,9 @@ class Overlapped(Stepper):
         for group in self.groups:
             group.unused = group.spans.keys() - used
         groups = [group for group in self.groups if not used.isdisjoint(group.spans)]
+        call = self.meeting.call(BEGIN, names, units.rates, self._scheduled_density())
         flush, self.flush_asked = self.flush_asked, False
         self._waiting = waiting = Waiting(names, used, groups, units, flush)
-        by = digest_of(sorted(units.rates.items())) if units.rates else 0
-        call = Call(BEGIN, digest_of(sorted(names)), self.meeting.backwards, self.meeting.steps, flush, self.digest, by)
         words, ranks = call.words(True, [False] * len(self.parameters)), range(self.comm.world_size)
         waiting.announce = lambda comm: comm.announce(words, lambda rows: look(compare(rows, ranks)))
         if self._sender is None:  # looked at when the backward ends: the host must not wait for others before
@@ -424,7 +423,8 @@ class Overlapped(Stepper):
         def announce() -> None:
             changed = self._changed(waiting)
             flags = [name in changed for name in self.parameters]
-            self.meeting.announce(HIDDEN, fresh, units.rates == waiting.units.rates, flags, met.append, units.rates)
+            alike, density = units.rates == waiting.units.rates, self._scheduled_density()
+            self.meeting.announce(HIDDEN, fresh, alike, flags, met.append, units.rates, density=density)
 
         self._carry_out(announce, rest)
         return result[0]

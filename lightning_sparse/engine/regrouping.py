@@ -23,6 +23,7 @@ from lightning_sparse.engine.network import TorchCollective, send
 from lightning_sparse.engine.record import Counts, Record
 from lightning_sparse.engine.share import Share
 from lightning_sparse.engine.stream import ExchangeStream
+from lightning_sparse.methods.density import Constant
 from lightning_sparse.methods.grouping import Group, ParameterSize
 from lightning_sparse.methods.memory import Memory
 
@@ -51,6 +52,8 @@ class Groups:
         self.groups: list[GroupReducer] = []
         self.group_of: dict[str, GroupReducer] = {}
         """The group of each parameter, by name."""
+        self.scheduled: GroupReducer | None = None
+        """The first group whose density a schedule gives, the same one for all such groups; None: there is none."""
         self.sparsified: Set[str] = frozenset()
         """Names of the parameters that are not always sent as a whole."""
         self.adoptions = 0
@@ -109,7 +112,7 @@ class Groups:
             settings = replace(settings, memory=memory)
         density = group.density or settings.density(step)
         ctx = Context(step, density, self.comm.rank, self.comm.world_size)
-        return GroupReducer(group, self.parameters, settings, ctx, flush)
+        return GroupReducer(group, self.parameters, settings, ctx, flush, self.share.places)
 
     def prepare(self) -> None:
         """Compile what steps of the groups will need, before the first of them."""
@@ -122,6 +125,7 @@ class Groups:
             self.direct = False
             self.record.restart(counts)
             self.groups = groups
+            self.scheduled = next((group for group in groups if type(group.density) is not Constant), None)
             self.group_of = {name: group for group in groups for name in group.spans}
         self._number = counts.step
         self.adoptions += 1

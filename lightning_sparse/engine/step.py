@@ -513,7 +513,10 @@ class Stepper(Groups):
             asked = set(fresh)
             flags = [name in here if name in asked else p.grad is not None for name, p in self.parameters.items()]
             finite = self._are_finite(here) and self.moves.are_finite(here)
-            self.meeting.announce(kind, fresh, finite, flags, met.append, units.rates, self.moves.told(fresh))
+            density = self._scheduled_density()
+            self.meeting.announce(
+                kind, fresh, finite, flags, met.append, units.rates, self.moves.told(fresh), density=density
+            )
             if len(here) == len(fresh) and not self._broken:  # local work goes on, whatever the others say
                 started = self._start(fresh, here, units)
 
@@ -807,6 +810,13 @@ class Stepper(Groups):
         for name in names:
             found[name] = self._exchanged(name, parameters[name].grad if name in used else None)
         return found
+
+    def _scheduled_density(self) -> object:
+        """Return what the schedule gives as the density of this step; None: there is no schedule."""
+        if (group := self.scheduled) is None:
+            return None
+        with self.failing_together(f"in the exchange of group {group.plan.name!r}"):
+            return group.density(self._number)
 
     def _steps_of(
         self, group: GroupReducer, pieces: Mapping[str, Tensor], used: set[str], units: Units, flush: bool

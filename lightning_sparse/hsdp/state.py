@@ -27,10 +27,19 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_sparse.api.checkpoint import DAMAGED, Found, SideFileError, is_whole, load_together, sealed
+from lightning_sparse.api.checkpoint import (
+    DAMAGED,
+    Found,
+    SideFileError,
+    emptied,
+    is_whole,
+    load_together,
+    sealed,
+    warn_of_dropped,
+)
 from lightning_sparse.core.layout import own, sum_dtype, whole_of
 from lightning_sparse.engine.agreement import failing_together, reason
-from lightning_sparse.engine.config import Resize
+from lightning_sparse.engine.config import Resize, check_choice
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.kinds import stepping
@@ -176,21 +185,25 @@ def load_sharded(engine: Engine, folder: str | Path, save: str | None = None, re
     """Go on where another engine was, of any number of replicas, and of ranks in each; all ranks must call this.
 
     With as many of both, each rank continues bit for bit. With as many replicas, their residuals do; what was learned
-    about groups starts anew.
+    about groups starts anew, and with another number of ranks in each, so do the lengths of gradients.
 
     Args:
         engine: bound to its optimizers, whose states are loaded; before its first step or between two.
         folder: see :func:`save_sharded`.
         save: the name that the save has to have; None: any.
         resize: with another number of replicas, "merge" gives each the mean of what all remembered, so that the update
-            that is still to be sent is unchanged; "flush" sends all of it in the first step; "zero" drops it.
+            that is still to be sent is unchanged; "flush" sends all of it in the first step; "zero" drops it, with a
+            warning that says how much that is.
 
     Returns:
         Sentences about what did not fit, on this rank.
 
     Raises:
         ValueError: on all ranks, with nothing changed, if the folder cannot be read, or holds something else.
+            Also for a ``resize`` that there is not; ranks that gave another one raise a RuntimeError with it.
     """
+    with failing_together(TorchCollective(), engine.device):
+        check_choice("resize", resize, Resize)
     try:
         return load_together(engine, lambda: read_sharded(engine, Path(folder), save, resize))
     except ValueError as error:
@@ -205,16 +218,24 @@ def read_sharded(engine: Engine, folder: Path, save: str | None, resize: Resize)
     """
     notes: list[str] = []
     saved = Saved.at(folder, engine._rank, engine._world_size)
-    state = _state_for(engine, saved, resize, notes)
+    state = _state_for(engine, saved, notes)
     waited = list(_waited_in(saved, engine))
     if save not in (None, found := state.pop("save")):
         raise SideFileError(f"they are of save {found}, and those of {save} are asked for")
+    replicas, resized = engine.comm.world_size, saved.replicas != engine.comm.world_size
+    dropped = 0.0
+    if resized and resize == "zero":
+        state, dropped = emptied(state)
 
     def loaded() -> None:
         for kept, steps in waited:
             kept[WAITED] = steps
-        if saved.replicas != engine.comm.world_size and resize == "flush":
+        if resized and resize == "flush":
             engine._flush_next_step()
+        if resized and resize == "zero":
+            square = sum(engine.stepper.within.all_gather_object(dropped, engine.device))
+            if engine._rank == 0:
+                warn_of_dropped(f"{replicas} replica{'s' if replicas > 1 else ''}", saved.replicas, square)
 
     return Found(state, notes, loaded)
 
@@ -325,18 +346,17 @@ def _like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     return whole_of(torch.zeros_like(own(parameter), dtype=dtype), parameter)
 
 
-def _state_for(engine: Engine, saved: Saved, resize: Resize, notes: list[str]) -> State:
+def _state_for(engine: Engine, saved: Saved, notes: list[str]) -> State:
     """Return the state of this rank in a folder; a sentence is added for what does not fit."""
     comm = engine.comm
     alike = saved.replicas == comm.world_size
-    same = alike and saved.ranks == engine._parts
-    rest = saved.rest(*((comm.rank, engine.stepper.within.rank) if same else (0, 0)))
+    cut_alike = saved.ranks == engine._parts
+    same = alike and cut_alike
+    rest = saved.rest(comm.rank if same else 0, engine.stepper.within.rank if cut_alike else 0)
     spans = {name: list(part) for name, part in engine.stepper.share.places.items()}
     state: State = {**rest, "parameters": {name: {} for name in spans}, "spans": spans}
     if not same:
         state["groups"] = []
-    if not alike and resize == "zero":
-        return check_state({**state, "counters": {}})
     here, wanted = _known(engine), list[tuple[str, str]]()
     for name, key in _vectors_in(saved):
         if name not in here:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from lightning_sparse import FabricSparseDDPStrategy
-from lightning_sparse.core.checks import check_positive, expect
+from lightning_sparse.core.checks import expect, is_number
 from lightning_sparse.core.console import Table, plain
 from lightning_sparse.density import check_density
 from lightning_sparse.tools.advisor.networks import between, farther, on
@@ -179,7 +180,8 @@ def check_sizes(parameters: Sequence[float]) -> None:
         ValueError: naming the argument.
     """
     for count in parameters:
-        check_positive(count, "parameters")
+        several = is_number(count) and 1 <= count < math.inf
+        expect(several, "parameters", "a number of parameters, at least 1, such as 14e6 for 14 million", count)
 
 
 def pays_below(dense: float, sparse: float) -> float:

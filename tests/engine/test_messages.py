@@ -151,6 +151,39 @@ class OneRankFails(ls.density.Constant):
         return super().__call__(step)
 
 
+class Differs(ls.density.Constant):
+    """A schedule that gives another density on the second half of the ranks."""
+
+    def __call__(self, step: int) -> float:
+        return 0.2 if step == 1 and dist.get_rank() * 2 >= dist.get_world_size() else super().__call__(step)
+
+
+def at_another_density(options: dict[str, Any]) -> tuple[str, int]:
+    """The error of this rank where a schedule gives another density on one of them, and the steps that count."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Branches(), **LAYOUTS["small_buckets"])
+    engine = ls.attach(ddp, rules=EVERYTHING_SPARSE, density=Differs(0.05), **options)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+
+    def step(batch: torch.Tensor) -> None:
+        ddp(batch).square().mean().backward()
+        optimizer.step()
+
+    first, second = batches(2)
+    step(first)
+    return error_of(step, second), engine.step
+
+
+@pytest.mark.parametrize("options", [{}, {"node_size": 2}, {"overlap": True}], ids=str)
+def test_ranks_whose_schedules_differ_are_told_before_messages_of_other_lengths_meet(options: dict[str, Any]) -> None:
+    with Ranks(4 if "node_size" in options else 2) as ranks:
+        for told, step in ranks(at_another_density, options):
+            assert "The ranks have drifted apart" in told
+            assert "at density 0.05; rank" in told
+            assert "at density 0.2. " in told
+            assert step == 1
+
+
 class DoesNotSettle(ls.memories.Residual):
     """A memory that fails on one rank when the step is settled."""
 

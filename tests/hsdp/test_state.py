@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from lightning_sparse.hsdp.state import load_sharded, save_sharded
 from tests.covering import by_default
 from tests.hsdp.model import SHAPES, Given, batches, engine_of, given, grid, made, sharded, summing, weights, whole
 from tests.ranks import Ranks, error_of
+from tests.trainers import EVERYTHING_SPARSE
 
 # ---- Resumed with as many replicas and ranks: bit for bit
 
@@ -130,11 +132,12 @@ def load_some(path: Path, replicas: int, ranks: int, resize: str = "merge") -> d
     engine = engine_of(
         model, mesh, sparsifier="top_k", rules=ls.Rules(dense_ndim=0, dense_numel=0), single_device="sparse"
     )
-    notes = load_sharded(engine, path, "six", resize)
+    with warnings.catch_warnings(record=True, action="always") as warned:
+        notes = load_sharded(engine, path, "six", resize)
     means = {}
     for name, pending in engine._take_pending().items():
         means[name] = whole(pending)
-    return {"means": means, "notes": notes, "step": engine.step}
+    return {"means": means, "notes": notes, "step": engine.step, "warned": [str(one.message) for one in warned]}
 
 
 @pytest.mark.parametrize("shape", by_default([((2, 2),), ((1, 4),), ((4, 1),)]))
@@ -149,9 +152,73 @@ def test_what_waits_is_the_same_for_other_numbers_of_ranks(
             assert torch.equal(found["means"][name], mean)
 
 
-def test_residuals_are_dropped_where_that_is_asked_for(four_ranks: Ranks, six: tuple[Path, Any]) -> None:
-    for found in four_ranks(load_some, six[0], 4, 1, "zero"):
+def uneven(step: int) -> dict[str, Tensor]:
+    """Gradients of the same length in each step, whose first rows are far longer than the last ones."""
+    signs = {name: given(step, 0)[name].sign() + 0.5 for name in ("first", "third")}
+    return {name: torch.where(torch.arange(len(x))[:, None] < 3, 100 * x.sign(), x.sign()) for name, x in signs.items()}
+
+
+def lengths(path: Path, before: tuple[int, int], after: tuple[int, int], steps: int) -> list[float]:
+    """How often lengths were found to change, before and after the grid of ranks has changed."""
+
+    def train(shape: tuple[int, int], steps: range) -> tuple[float, float]:
+        mesh = grid(*shape)
+        model = fully_shard(Given({name: SHAPES[name] for name in ("first", "third")}), mesh=mesh["shard"])
+        engine = engine_of(model, mesh, rules=EVERYTHING_SPARSE, grouping="model", single_device="sparse")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+        if steps.start:
+            load_sharded(engine, path)
+        for step in steps:
+            model(uneven(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if not steps.start:
+            save_sharded(engine, path)
+        counted = engine.state_dict()["counters"]["first.weight"]
+        engine.close()
+        return counted["clipped"], counted["measured_anew"]
+
+    return [*train(before, range(steps)), *train(after, range(steps, 3 * steps))]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), by_default([((4, 1), (2, 2)), ((2, 2), (4, 1)), ((2, 2), (1, 4)), ((1, 4), (2, 2))], 2)
+)
+def test_lengths_are_those_of_this_ranks_part(
+    four_ranks: Ranks, tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    """Else what waits would be multiplied to match the gradients of another part."""
+    assert four_ranks(lengths, tmp_path / "saved", before, after, 8) == [[0.0] * 4] * 4
+
+
+@pytest.mark.parametrize("shape", by_default([((4, 1),), ((1, 4),)]))
+def test_residuals_are_dropped_with_a_warning_where_that_is_asked_for(
+    four_ranks: Ranks, six: tuple[Path, Any], shape: tuple[int, int]
+) -> None:
+    norm = torch.cat([mean.flatten() for mean in six[1].values()]).norm()
+    replicas = "1 replica" if shape[0] == 1 else "4 replicas"
+    sentence = (
+        f"Training continues with {replicas} instead of 2 and resize='zero': the residuals, an update of norm "
+        f"{norm:.4g} that was still to be sent, are dropped."
+    )
+    for rank, found in enumerate(four_ranks(load_some, six[0], *shape, "zero")):
         assert not any(bool(mean.any()) for mean in found["means"].values())
+        assert found["notes"] == []
+        assert found["warned"] == ([sentence] if rank == 0 else [])
+
+
+def mistyped(path: Path, rank: int) -> str:
+    """What a rank is told where one of them, or all, ask for a treatment of residuals that there is not."""
+    mesh = grid(4, 1)
+    engine = engine_of(fully_shard(Given(SHAPES), mesh=mesh["shard"]), mesh)
+    here = dist.get_rank() == rank or rank < 0
+    return error_of(lambda: load_sharded(engine, path, "six", "flsuh" if here else "flush"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rank", by_default([-1, 2], 2))
+def test_another_word_for_resize_is_refused_on_all_ranks(four_ranks: Ranks, six: tuple[Path, Any], rank: int) -> None:
+    for text in four_ranks(mistyped, six[0], rank):
+        assert "Expected resize to be one of 'merge', 'flush', 'zero', but got 'flsuh'. Did you mean 'flush'?" in text
 
 
 # ---- Damaged folders

@@ -193,6 +193,51 @@ def test_residuals_of_parts_wait_for_frozen_parameters(four_ranks: Ranks) -> Non
     assert four_ranks(parked, False) == four_ranks(parked, True) == [True] * 4
 
 
+# ---- Lengths of gradients
+
+
+def uneven(step: int, rank: int, name: str) -> Tensor:
+    """A gradient of the same length in each step, whose first half is far longer than the rest."""
+    generator = torch.Generator().manual_seed(100 * step + list(SHAPES).index(name))
+    signs = torch.randint(0, 2, SHAPES[name], generator=generator) * 2.0 - 1
+    signs.view(-1)[: signs.numel() // 2].mul_(100)
+    return signs
+
+
+def lengths_of(engine: ls.Engine) -> tuple[float, float]:
+    counted = engine.state_dict()["counters"]["long"]
+    return counted["clipped"], counted["measured_anew"]
+
+
+def merged_into(old: int | None, new: int | None, steps: int) -> list[float]:
+    """How often lengths were found to change, before and after a state was merged for nodes of another size."""
+    ddp, engine = wrapped(old)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-6)
+
+    def train(ddp: Any, optimizer: Any, steps: range) -> None:
+        for step in steps:
+            optimizer.zero_grad()
+            ddp(here(step, uneven)).backward()
+            optimizer.step()
+
+    train(ddp, optimizer, range(steps))
+    states: list[Any] = [None] * 4
+    dist.all_gather_object(states, engine.state_dict())
+    found = [*lengths_of(engine)]
+    engine.close()
+    ddp, engine = wrapped(new)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-6)
+    engine.load_state_dict(ls.merge_states(states))
+    train(ddp, optimizer, range(steps, 3 * steps))
+    return [*found, *lengths_of(engine)]
+
+
+@pytest.mark.parametrize(("old", "new"), by_default([(2, 2), (None, 2), (2, None), (2, 4), (4, 2)], 3))
+def test_lengths_are_those_of_this_ranks_part(four_ranks: Ranks, old: int | None, new: int | None) -> None:
+    """Else what waits would be multiplied to match the gradients of another part."""
+    assert four_ranks(merged_into, old, new, 8) == [[0.0] * 4] * 4
+
+
 # ---- Other groups
 
 

@@ -79,6 +79,8 @@ def test_sentences_say_both_outcomes() -> None:
     ("wrong", "named"),
     [
         ({"parameters": [0.0]}, "parameters"),
+        ({"parameters": [P, 0.5]}, "at least 1, such as 14e6 for 14 million, but got 0.5"),
+        ({"parameters": [float("inf")]}, "parameters"),
         ({"rtt": [-1.0]}, "rtt"),
         ({"gbit": [0.0]}, "gbit"),
         ({"ranks": [0]}, "ranks"),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_sparse.core.checks import expect
 from lightning_sparse.core.layout import order_from
+from lightning_sparse.engine.group import MEASURED
 from lightning_sparse.engine.state.schema import State, check_state
 
 
@@ -123,7 +124,7 @@ def join_parts(states: Iterable[State]) -> State:
     """Make one state of the states of ranks that have parts of the same gradients.
 
     Vectors and averages that nobody has applied are put one behind the other. What was learned about groups of parts,
-    such as thresholds, starts anew. All else is that of the first part.
+    such as thresholds, starts anew, and so do lengths, which are those of parts. All else is that of the first part.
 
     Args:
         states: checked; of all parts, in any order; or one state that is whole, of which nothing else changes.
@@ -145,7 +146,7 @@ def join_parts(states: Iterable[State]) -> State:
     pending = {name: _joined([(s["pending"].get(name), s["spans"][name]) for s in parts]) for name in first["pending"]}
     spans = {name: [0, numel, numel] for name, (*_, numel) in first["spans"].items()}
     counters = {
-        name: {key: max(state["counters"][name][key] for state in parts) for key in counted}
+        name: {key: max(state["counters"][name][key] for state in parts) for key in counted if key != MEASURED}
         for name, counted in first["counters"].items()
     }
     joined = {"parameters": parameters, "pending": pending, "spans": spans, "counters": counters}

@@ -14,7 +14,7 @@ from lightning_sparse.core.step import GroupState
 from lightning_sparse.engine.agreement import Note, by_reason, name_ranks, reason
 from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.diversity import Diversity
-from lightning_sparse.engine.group import GroupReducer
+from lightning_sparse.engine.group import MEASURED, GroupReducer
 from lightning_sparse.engine.optimizers.binding import OptimizerBinding
 from lightning_sparse.engine.share import Place
 from lightning_sparse.engine.state.merging import with_layouts
@@ -293,7 +293,7 @@ class EngineState:
         for key, counter in memory.counters(kept).items():
             counter.fill_(max(counted.get(key, 0.0) for counted in known))
         group.turn = int(max(counted.get("turn", state["step"]) for counted in known))
-        group.measured = max(counted.get("measured", 0.0) for counted in known)
+        group.measured = max(counted.get(MEASURED, 0.0) for counted in known)
         if state["world_size"] == self._comm.world_size:  # means over other ranks tell nothing of these
             group.diversity = Diversity.of(known)
         return notes

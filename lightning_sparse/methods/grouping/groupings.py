@@ -108,7 +108,11 @@ class Bucket(Grouping):
 @GROUPINGS.register
 @dataclass(frozen=True)
 class Layer(Grouping):
-    """One group per module that owns parameters (its weight and its bias together): LAGS-SGD."""
+    """One group per module that owns parameters (its weight and its bias together): LAGS-SGD.
+
+    Each parameter of the model itself, which is in no module within it, is a group of its own: backward may finish one
+    at its beginning and another at its end.
+    """
 
     def cut(self, parameters: Sequence[ParameterSize], bucket_cap_mb: float) -> Cut:
         """Collect the parameters of each module."""

@@ -92,7 +92,8 @@ class SecondMoment(CountedFeedback):
     If the length of a rank's gradients changes, residual and second moment are multiplied to match it, and gradients
     far longer than those before are clipped, see :func:`~lightning_sparse.ops.length.measure`. Both factors are 1 while
     gradients keep their length, and at density 1. Lengths are followed anew where a group is exchanged without some of
-    its parameters, because nobody used them, and where they are used again.
+    its parameters, because nobody used them, where they are used again, and where a rank goes on with another part of
+    them.
 
     The engine applies these steps to sparsified parameters in place of ``torch.optim.Adam`` and ``AdamW``; the
     optimizer itself steps dense parameters. With such an optimizer, ``memory=None`` selects this memory, with the
@@ -101,6 +102,8 @@ class SecondMoment(CountedFeedback):
     The average in the gradients is that of :class:`Residual`; only these two factors change it. This memory costs two
     vectors of ``numel`` accumulator elements a rank, one more than :class:`Residual`; Adam's own two vectors are not
     allocated for sparsified parameters.
+
+    A step is skipped if the squared norm of a group's gradient is beyond float64: if that norm is 1.3e154 or more.
 
     Squares of a skipped step are absorbed, but the step is not counted: the steps after it are shorter for a while.
     Steps are counted for each group, not for each parameter as in torch. A parameter that is first used at a late

@@ -194,11 +194,19 @@ def encoded(values: Tensor, rank: int) -> Tensor:
         tensor([[ 99, 136, 202,  63]], dtype=torch.uint8)
     """
     odd = (torch.arange(values.shape[-1], device=values.device) + rank) % 2 > 0
-    up, squares = (values > 0) | ((values == 0) & odd), values.square()
+    up, scale = (values > 0) | ((values == 0) & odd), _scale_of(values)
+    squares = (values * scale).square()
     mean = squares.mean(-1, keepdim=True)
     codes = (2 * up.to(torch.uint8) + (squares > mean).to(torch.uint8)).view(len(values), -1, PER_BYTE)
-    units = mean.sqrt().to(torch.bfloat16).view(len(values), -1)
+    units = (mean.sqrt() / scale).to(torch.bfloat16).view(len(values), -1)
     return torch.cat([(codes << _shifts(values.device)).sum(-1, dtype=torch.uint8), units.view(torch.uint8)], dim=1)
+
+
+def _scale_of(values: Tensor) -> Tensor:
+    """Return a power of two for each block, so that squares of its values, and their sums, are finite; mostly 1."""
+    bits = math.frexp(torch.finfo(values.dtype).max)[1]
+    largest = values.abs().amax(-1, keepdim=True)
+    return torch.ones_like(largest).masked_fill_(largest > 2.0 ** (bits // 4), 2.0 ** (-bits * 5 // 8))
 
 
 def estimated(own: Tensor, rows: Tensor, rank: int) -> Tensor:

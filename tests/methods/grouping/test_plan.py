@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -53,6 +54,16 @@ def test_layers_are_modules_in_reverse_order() -> None:
         ("head", ["head.weight"]),
         ("block.norm", ["block.norm.weight"]),
         ("block.fc", ["block.fc.bias", "block.fc.weight"]),
+        ("embed", ["embed"]),
+    ]
+
+
+@pytest.mark.parametrize("grouping", ["layer", MergeBelow(0)], ids=str)
+def test_parameters_of_the_model_itself_are_groups_of_their_own(grouping: Any) -> None:
+    model = sizes(("embed", 1000), ("block.weight", 400), ("block.bias", 20), ("scale", 10))
+    assert names(cut(model, grouping)) == [
+        ("scale", ["scale"]),
+        ("block", ["block.bias", "block.weight"]),
         ("embed", ["embed"]),
     ]
 

@@ -153,6 +153,26 @@ def test_the_union_holds_k_whatever_ranks_agree_on(n: int) -> None:
         assert min(densities) > 0.7
 
 
+@pytest.mark.parametrize("scale", [1e-25, 1e18, 1e25, 1e36])
+def test_the_union_holds_k_where_squares_are_beyond_float32(scale: float) -> None:
+    stream = scale * torch.randn(6, 4, 8000, generator=torch.Generator().manual_seed(0))
+    for step in ls.simulate(stream, sparsifier=METHOD, density=0.02):
+        assert len(step.indices) == 160
+
+
+@pytest.mark.parametrize(("dtype", "powers"), [(torch.float32, (33, 70, 120)), (torch.float64, (300, 700, 1000))])
+def test_codes_are_the_same_in_other_units(dtype: torch.dtype, powers: tuple[int, ...]) -> None:
+    values = torch.randn(2, 3, 256, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    end = values[0].numel() // 4
+    expected = encoded(values, 0)
+    for power in powers:
+        found = encoded(values * 2.0**power, 0)
+        assert torch.equal(found[:, :end], expected[:, :end])
+        if power < 128:  # what bfloat16 holds
+            units, before = (row[:, end:].contiguous().view(torch.bfloat16) for row in (found, expected))
+            assert torch.equal(units.double(), before.double() * 2.0**power)
+
+
 def test_a_coordinate_that_is_large_on_one_rank_does_not_wait_for_its_turn() -> None:
     stream = torch.randn(3, 8, 20_000, generator=torch.Generator().manual_seed(0))
     for step, place in enumerate((5, 17_000, 9_999)):
