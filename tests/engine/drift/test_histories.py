@@ -940,3 +940,34 @@ def written_through_a_state_dict() -> bool:
 
 def test_a_state_dict_can_be_written_to_before_weights_drift(two_ranks: Ranks) -> None:
     assert two_ranks(written_through_a_state_dict) == [True, True]
+
+
+def closed_after_writing(what: str) -> list[str]:
+    """What is said when an engine is closed."""
+    training = Training()
+    best = copy.deepcopy(training.model.state_dict())
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        for _ in range(3):
+            training.step()
+            if what != "best":
+                for p in training.model.parameters():
+                    p.data.clamp_(-0.05, 0.05)
+        if what == "best":
+            training.model.load_state_dict(best)
+        if what == "agreed":
+            with training.engine.agreed(together=True):
+                pass
+        try:
+            if what == "error":
+                raise ValueError("here")
+            training.close()
+        except ValueError:
+            training.close()
+    return [str(one.message) for one in caught if "the engine is closed" in str(one.message)]
+
+
+@pytest.mark.parametrize("what", ["clamped", "agreed", "best", "error"])
+def test_that_weights_written_to_last_differ_is_said_where_an_engine_is_closed(two_ranks: Ranks, what: str) -> None:
+    one, other = two_ranks(closed_after_writing, what)
+    assert [len(one), len(other)] == [what == "clamped", 0]
+    assert all("engine.agreed(together=True)" in told for told in one)
