@@ -329,6 +329,7 @@ def ways_to_be_refused() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "CPUOffloadPolicy", lambda: ls.attach_hsdp(built(offload_policy=CPUOffloadPolicy(pin_memory=False)), mesh)
     yield "of this replica", lambda: ls.attach_hsdp(built(mesh=mesh["replicate"]), mesh)
     yield "fallback", lambda: ls.attach_hsdp(built(), mesh, fallback=True)
+    yield "memory to be one of gradients", lambda: ls.attach_hsdp(built(), mesh, memory=ls.memories.Drift(gain=False))
     yield "density", lambda: ls.attach_hsdp(built(), mesh, densty=0.1)
     few = grid(1, 4)
     yield (
@@ -352,7 +353,7 @@ def refuse() -> list[tuple[str, str]]:
 
 def test_what_cannot_work_is_refused_on_all_ranks_by_name(four_ranks: Ranks) -> None:
     for told in four_ranks(refuse):
-        assert len(told) == 12
+        assert len(told) == 13
         for words, sentence in told:
             assert words in sentence, (words, sentence)
 
