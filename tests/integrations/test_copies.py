@@ -105,6 +105,36 @@ def test_a_resumed_fit_equals_a_straight_one(two_ranks: Ranks, tmp_path: Path, k
         assert torch.equal(one["first"]["weights"]["all"], one["second"]["weights"]["all"])
 
 
+def frozen_meanwhile(path: str, epoch: int, at_once: bool) -> dict[str, Any]:
+    """A layer is frozen in one epoch; the checkpoint is from behind the second one.
+
+    Args:
+        path: of checkpoints.
+        epoch: from 0 on.
+        at_once: whether it is frozen when the second run begins, and not only in the epoch's first hook.
+    """
+
+    def run(ckpt: Any = None, **options: Any) -> Any:
+        module = make_module(PACKAGES[0])
+        module.configure_optimizers = lambda: torch.optim.NAdam(module.parameters(), lr=0.01)
+        module.setup = lambda stage: module.net[0].requires_grad_(not (ckpt and at_once))
+        module.on_train_epoch_start = lambda: module.net[0].requires_grad_(module.trainer.current_epoch != epoch)
+        strategy = SPARSE | {"memory": "drift", "grouping": "layer", "strict_resume": True}
+        trainer = make_trainer(PACKAGES[0], strategy=strategy, **options)
+        trainer.fit(module, make_data(), make_data(), ckpt_path=ckpt)
+        return trainer, module
+
+    return straight_and_resumed(PACKAGES[0], Path(path), lambda module: {"all": flat(module)}, run, run)
+
+
+@pytest.mark.parametrize(("epoch", "at_once"), [(1, True), (1, False), (2, False)])
+def test_a_resumed_fit_equals_a_straight_one_in_which_a_layer_is_frozen_for_a_while(
+    two_ranks: Ranks, tmp_path: Path, epoch: int, at_once: bool
+) -> None:
+    for one in two_ranks(frozen_meanwhile, str(tmp_path), epoch, at_once):
+        assert torch.equal(one["first"]["weights"]["all"], one["second"]["weights"]["all"])
+
+
 def second_fit(changes: bool) -> tuple[Tensor, Tensor, Tensor, bool]:
     """Two fits one after the other; and between them, weights that are loaded."""
     module = module_of("lion")

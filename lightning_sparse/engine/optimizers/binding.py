@@ -412,9 +412,14 @@ class OptimizerBinding(MemoryChoice):
         self._alone = None
         super().begin_step()
 
-    def own_states(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return what optimizers keep of parameters that drift."""
-        return self._drift.own_states(self.optimizers)
+    def own_states(self, parked: Mapping[int, str]) -> dict[str, dict[str, torch.Tensor]]:
+        """Return what optimizers keep of parameters that drift, also of some that are frozen now: names by id."""
+        return self._drift.own_states(self.optimizers, parked)
+
+    @property
+    def waiting_states(self) -> dict[str, dict[str, torch.Tensor]]:
+        """What optimizers are to keep of parameters that drift, from when they step them next."""
+        return self._drift.waiting
 
     def meet_states(self) -> None:
         """Average what optimizers keep of parameters that drift, between two steps; collective."""
