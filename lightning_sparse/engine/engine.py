@@ -458,11 +458,18 @@ class Engine(EngineView):
         plan = self._state.load(state)
         return plan.misfits + plan.lost
 
+    def _hand_over(self) -> dict[str, Any]:
+        """Return the state for an engine that takes the place of this one, see :meth:`_take_over`.
+
+        Optimizers keep what they have; the state has only what they have not been given yet.
+        """
+        return {**self.state_dict(), "optimizers": self._binding.waiting_states}
+
     def _take_over(self, state: Mapping[str, Any], parameters: Mapping[str, Parameter]) -> list[str]:
         """Continue from the state of an engine of the same parameters, whose names and groups may differ; collective.
 
         Args:
-            state: of :meth:`state_dict` of that engine, on this rank.
+            state: of :meth:`_hand_over` of that engine, on this rank.
             parameters: by the names that they have in the state; residuals of others are dropped.
 
         Returns:
@@ -475,7 +482,7 @@ class Engine(EngineView):
         self._check_between_steps("A state can only be loaded")
         now = {id(p): name for name, p in {**self.stepper.parameters, **self.frozen}.items()}
         kept, gone = renamed(state, {name: now[id(p)] for name, p in parameters.items() if id(p) in now})
-        return gone + self._state.load({**kept, "optimizers": {}}).lost  # those of this engine keep their own
+        return gone + self._state.load(kept).lost
 
     def close(self) -> None:
         """Give the process groups back, and stop watching parameters and optimizers.

@@ -472,9 +472,10 @@ class Stepper(Groups):
 
     def _exchange(self, fresh: Sequence[str], units: Units, begin: Stamp, kind: int) -> Exchanged:
         """Exchange gradients of these. Handlers of signals that save run where this waits for other ranks."""
-        # What no rank has used may have an old average, which is not sent again and which DDP leaves as it is.
-        aside = self._set_aside(fresh, units)
-        used_here = [name for name in fresh if name not in aside and (self._used is None or name in self._used)]
+        # What no rank has used may have an old average, which is not sent again and which DDP leaves as it is. Where
+        # weights drift, an optimizer moves this rank's by whatever gradient is there, such as zeros and its own state.
+        taking = set(fresh) - self._set_aside(fresh, units)
+        used_here = (n for n in taking if self._used is None or n in self._used or self.group_of[n].drifts)
         here = {name for name in used_here if self.parameters[name].grad is not None}
         # States of ranks before and behind an optimizer's step do not belong together: where weights drift, handlers
         # that save wait for the exchange behind it.

@@ -68,7 +68,7 @@ class HSDPArguments(AttachArguments):
 
 
 def refuse_without_ddp(config: SparsificationConfig) -> None:
-    """Raise for settings that need DDP's buckets.
+    """Raise for settings that need DDP's buckets, or whole weights.
 
     Raises:
         ValueError: naming the setting.
@@ -77,6 +77,10 @@ def refuse_without_ddp(config: SparsificationConfig) -> None:
     expect(not config.overlap, "overlap", "False for a sharded model", config.overlap)
     nodes = config.node_size
     expect(nodes is None, "node_size", "None for a sharded model, whose replicas are what nodes would be", nodes)
+    memory = config.memory
+    of_gradients = memory is None or memory.averages != "moves"
+    instead = "one of gradients, such as 'residual', for a sharded model, of which no rank trains a copy"
+    expect(of_gradients, "memory", instead, memory)
 
 
 @with_keywords_of(HSDPArguments)

@@ -39,7 +39,7 @@ class Left(NamedTuple):
         now = {} if before is None else checksums(engine)
         changed = [name for name in now if before is not None and now[name] != before[name]]
         try:
-            return cls(engine.state_dict(), parameters_of(engine), changed)
+            return cls(engine._hand_over(), parameters_of(engine), changed)
         except RuntimeError as error:
             return cls({}, {}, [], str(error))
 

@@ -126,8 +126,10 @@ class SparseTrainerMixin(SparseStrategy, ParallelStrategy):
         self._telling.totals.go_on()
 
     def on_train_end(self) -> None:
-        """Call Lightning's hook; then log the last line and the totals."""
+        """Call Lightning's hook; then agree on weights that hooks have written to; log the last line and the totals."""
         super().on_train_end()
+        if engine := self._open_engine:  # nobody can agree when it is closed
+            engine.stepper.follow_changes()
         if self.engine is not None:
             self._telling.end(self.engine)
 
@@ -341,6 +343,7 @@ class SparseDDPMixin(SparseTrainerMixin, DDPStrategy):
     def _wrap_again(self) -> None:
         """Wrap the model in a new DDP, for the parameters that need gradients now, and keep all residuals."""
         assert self.engine is not None
+        self.engine.stepper.follow_changes()
         self._left = Left.by(self.engine)
         self._close_engine()
         wrapped: Any = self.model

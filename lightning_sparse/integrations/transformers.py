@@ -100,6 +100,7 @@ class SparseDDPCallback(TrainerCallback):  # type: ignore[misc]  # without types
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave the weights that all ranks agree on in the model."""
         if self.engine is not None:
+            self.engine.stepper.follow_changes()
             self.engine.stepper.copies.show()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
@@ -18,14 +19,17 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import lightning_sparse as ls
 from lightning_sparse.integrations.callback import LocalGradients, trained_parameters
 from tests.covering import by_default
+from tests.engine.drift.models import Lion
 from tests.engines import Raises
 from tests.hsdp.model import (
     SHAPES,
+    SPARSE,
     Given,
     Net,
     backward,
@@ -325,6 +329,7 @@ def ways_to_be_refused() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "CPUOffloadPolicy", lambda: ls.attach_hsdp(built(offload_policy=CPUOffloadPolicy(pin_memory=False)), mesh)
     yield "of this replica", lambda: ls.attach_hsdp(built(mesh=mesh["replicate"]), mesh)
     yield "fallback", lambda: ls.attach_hsdp(built(), mesh, fallback=True)
+    yield "memory to be one of gradients", lambda: ls.attach_hsdp(built(), mesh, memory=ls.memories.Drift(gain=False))
     yield "density", lambda: ls.attach_hsdp(built(), mesh, densty=0.1)
     few = grid(1, 4)
     yield (
@@ -348,7 +353,7 @@ def refuse() -> list[tuple[str, str]]:
 
 def test_what_cannot_work_is_refused_on_all_ranks_by_name(four_ranks: Ranks) -> None:
     for told in four_ranks(refuse):
-        assert len(told) == 12
+        assert len(told) == 13
         for words, sentence in told:
             assert words in sentence, (words, sentence)
 
@@ -457,6 +462,47 @@ def decayed(native: bool) -> dict[str, Tensor]:
 def test_memories_and_callbacks_see_this_ranks_part_of_parameters(four_ranks: Ranks) -> None:
     for ours, formula in zip(four_ranks(decayed, False), four_ranks(decayed, True), strict=True):
         assert all(torch.allclose(ours[name], formula[name], rtol=1e-5, atol=1e-7) for name in ours)
+
+
+def copied_state() -> dict[str, Any]:
+    """That of an engine of plain DDP whose weights drift."""
+    ddp = DistributedDataParallel(made())
+    engine = ls.attach(ddp, rules=EVERYTHING_SPARSE, **SPARSE)
+    optimizer = Lion(ddp.parameters(), lr=0.01)
+    mse_loss(ddp(torch.ones(4, 13)), torch.ones(4, 3)).backward()
+    optimizer.step()
+    return engine.state_dict()
+
+
+def by_signs(ranks: int, resumes: bool) -> tuple[set[str], Tensor, list[str]]:
+    """Memories of groups, the weights, and sentences of warnings, with optimizers whose copies would drift."""
+    state = copied_state() if resumes else None
+    mesh = grid(dist.get_world_size() // ranks, ranks)
+    model = sharded(made(), mesh["shard"])
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        engine = engine_of(model, mesh, rules=EVERYTHING_SPARSE, watch=ls.Watch())
+        if state is not None:
+            engine.load_state_dict(state)
+        optimizer = torch.optim.RMSprop(model.parameters(), lr=0.01)
+        for step in batches(4):
+            optimizer.zero_grad()
+            backward(model, step)
+            optimizer.step()
+    memories = {type(group.memory).__name__ for group in engine.stepper.groups}
+    found = torch.cat([w.flatten() for w in weights(model).values()])
+    return memories, found, [str(one.message) for one in caught if "RMSprop" in str(one.message)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sharded_copies_of_weights_are_not_trained(two_ranks: Ranks, four_ranks: Ranks, ranks: int) -> None:
+    found = (two_ranks if ranks == 1 else four_ranks)(by_signs, ranks, False)
+    for number, (memories, every, told) in enumerate(found):
+        assert memories == {"Residual"} and torch.equal(every, found[0][1]) and len(told) == (number == 0)
+
+
+def test_a_state_of_copies_is_no_reason_to_train_copies(two_ranks: Ranks) -> None:
+    for memories, _, _ in two_ranks(by_signs, 1, True):
+        assert memories == {"Residual"}
 
 
 def parked(folder: str) -> tuple[float, float]:

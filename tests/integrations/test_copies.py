@@ -105,6 +105,36 @@ def test_a_resumed_fit_equals_a_straight_one(two_ranks: Ranks, tmp_path: Path, k
         assert torch.equal(one["first"]["weights"]["all"], one["second"]["weights"]["all"])
 
 
+def frozen_meanwhile(path: str, epoch: int, at_once: bool) -> dict[str, Any]:
+    """A layer is frozen in one epoch; the checkpoint is from behind the second one.
+
+    Args:
+        path: of checkpoints.
+        epoch: from 0 on.
+        at_once: whether it is frozen when the second run begins, and not only in the epoch's first hook.
+    """
+
+    def run(ckpt: Any = None, **options: Any) -> Any:
+        module = make_module(PACKAGES[0])
+        module.configure_optimizers = lambda: torch.optim.NAdam(module.parameters(), lr=0.01)
+        module.setup = lambda stage: module.net[0].requires_grad_(not (ckpt and at_once))
+        module.on_train_epoch_start = lambda: module.net[0].requires_grad_(module.trainer.current_epoch != epoch)
+        strategy = SPARSE | {"memory": "drift", "grouping": "layer", "strict_resume": True}
+        trainer = make_trainer(PACKAGES[0], strategy=strategy, **options)
+        trainer.fit(module, make_data(), make_data(), ckpt_path=ckpt)
+        return trainer, module
+
+    return straight_and_resumed(PACKAGES[0], Path(path), lambda module: {"all": flat(module)}, run, run)
+
+
+@pytest.mark.parametrize(("epoch", "at_once"), [(1, True), (1, False), (2, False)])
+def test_a_resumed_fit_equals_a_straight_one_in_which_a_layer_is_frozen_for_a_while(
+    two_ranks: Ranks, tmp_path: Path, epoch: int, at_once: bool
+) -> None:
+    for one in two_ranks(frozen_meanwhile, str(tmp_path), epoch, at_once):
+        assert torch.equal(one["first"]["weights"]["all"], one["second"]["weights"]["all"])
+
+
 def second_fit(changes: bool) -> tuple[Tensor, Tensor, Tensor, bool]:
     """Two fits one after the other; and between them, weights that are loaded."""
     module = module_of("lion")
@@ -222,13 +252,17 @@ def test_callbacks_and_the_watchdog_find_nothing_wrong(two_ranks: Ranks) -> None
     assert two_ranks(watched) == [[], []]
 
 
+def clamp(module: nn.Module) -> None:
+    for p in module.parameters():
+        p.data.clamp_(-0.1, 0.1)
+
+
 def clamped_and_saved(path: str) -> Tensor:
     """Weights that a callback clamps after each step, as files and validation have them."""
 
     class Clamps(Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
-            for p in pl_module.parameters():
-                p.data.clamp_(-0.1, 0.1)
+            clamp(pl_module)
             trainer.save_checkpoint(f"{path}/{trainer.global_rank}.ckpt")
             self.saved = torch.cat([x.flatten() for x in pl_module.state_dict().values()]).clone()
 
@@ -242,3 +276,25 @@ def clamped_and_saved(path: str) -> Tensor:
 def test_clamped_weights_are_saved_as_all_ranks_agree(two_ranks: Ranks, tmp_path: Path) -> None:
     one, other = two_ranks(clamped_and_saved, str(tmp_path))
     assert torch.equal(one, other) and float(one.abs().max()) <= 0.1 + 1e-6
+
+
+def clamped_last(hook: str) -> tuple[Tensor, Tensor, str]:
+    """Weights behind a fit, those of a file that is saved then, and what was warned of at the end."""
+
+    class Clamps(Callback):
+        pass
+
+    setattr(Clamps, hook, lambda self, trainer, pl_module, *args, **kwargs: clamp(pl_module))
+    module = module_of("lion")
+    trainer = make_trainer(PACKAGES[0], strategy=SPARSE, callbacks=[Clamps()], max_steps=4)
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        trainer.fit(module, make_data(), make_data())
+    saved = torch.cat([x.flatten() for x in module.state_dict().values()])
+    return flat(module), saved, " ".join(str(one.message) for one in caught if "closed" in str(one.message))
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_end"])
+def test_weights_that_are_written_to_last_are_equal_behind_a_fit(two_ranks: Ranks, hook: str) -> None:
+    one, other = two_ranks(clamped_last, hook)
+    assert torch.equal(one[0], other[0]) and torch.equal(one[1], one[0])
+    assert float(one[0].abs().max()) <= 0.1 + 1e-6 and one[2] == other[2] == ""

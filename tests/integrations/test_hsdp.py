@@ -219,12 +219,14 @@ def test_a_loss_scale_is_the_same_on_all_parts(four_ranks: Ranks) -> None:
         assert all(w.isfinite().all() and torch.equal(w, of_ranks[0][3][name]) for name, w in found.items())
 
 
-def test_wrong_sizes_are_refused() -> None:
+def test_what_cannot_be_is_refused_before_a_fit() -> None:
     with pytest.raises(ValueError, match="tensor_parallel_size"):
         ls.SparseHSDPStrategy(tensor_parallel_size=2)
     with pytest.raises(ValueError, match="replicate_size"):
         ls.SparseHSDPStrategy(replicate_size=0)
     with pytest.raises(ValueError, match="fallback"):
         ls.SparseHSDPStrategy(fallback=True)
+    with pytest.raises(ValueError, match="memory to be one of gradients"):
+        ls.SparseHSDPStrategy(memory="drift")
     with pytest.raises(TypeError, match="replicate_size"):
         ls.SparseHSDPStrategy(replicate_sise=2)

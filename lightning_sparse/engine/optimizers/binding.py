@@ -61,6 +61,11 @@ CHANGED = (
     "Weights were written to since the last step, while each rank trains a copy of its own (memory Drift). The copies "
     "are averaged densely at the end of the next backward. In each step, that would cost twice as much as DDP."
 )
+KEPT = (
+    "Weights were written to since the last step, and the engine is closed. Each rank keeps what was written to its "
+    "own copy (memory Drift), which differs from rank to rank, unless all have written the same. Enter "
+    "engine.agreed(together=True) on all ranks before: it averages these weights."
+)
 MENDED = (
     "Gradients of a backward were not finite on some rank, and an optimizer steps with those that are finite now. Each "
     "such backward is averaged densely before anybody looks at its gradients, as by plain DDP, with as many bytes."
@@ -407,9 +412,14 @@ class OptimizerBinding(MemoryChoice):
         self._alone = None
         super().begin_step()
 
-    def own_states(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return what optimizers keep of parameters that drift."""
-        return self._drift.own_states(self.optimizers)
+    def own_states(self, parked: Mapping[int, str]) -> dict[str, dict[str, torch.Tensor]]:
+        """Return what optimizers keep of parameters that drift, also of some that are frozen now: names by id."""
+        return self._drift.own_states(self.optimizers, parked)
+
+    @property
+    def waiting_states(self) -> dict[str, dict[str, torch.Tensor]]:
+        """What optimizers are to keep of parameters that drift, from when they step them next."""
+        return self._drift.waiting
 
     def meet_states(self) -> None:
         """Average what optimizers keep of parameters that drift, between two steps; collective."""
@@ -421,10 +431,14 @@ class OptimizerBinding(MemoryChoice):
         self._momentum.go_on({name for name, vectors in state["parameters"].items() if "residual" in vectors})
 
     def close(self) -> None:
-        """Leave optimizers alone; warn if they have stepped alone until now, unless an error is the news."""
+        """Leave optimizers alone; warn of what ranks have done alone until now, unless an error is the news."""
         self.forget()
-        if (steps := max((self._alone or {}).values(), default=0)) and sys.exc_info()[0] is None:
-            self._once(rank_zero_warn, ALONE.format("1 step" if steps == 1 else f"{steps} steps"), kind="alone")
+        if sys.exc_info()[0] is None:
+            if steps := max((self._alone or {}).values(), default=0):
+                self._once(rank_zero_warn, ALONE.format("1 step" if steps == 1 else f"{steps} steps"), kind="alone")
+            # Who has not written before may have loaded the best weights for the end, which are equal on all ranks.
+            if CHANGED in self._told and self._stepper.copies.changed():
+                self._once(rank_zero_warn, KEPT)
         self._adam.close()
         self._drift.close()
         if self in in_life():  # it is closed for the first time

@@ -196,13 +196,16 @@ class MemoryChoice:
                     f"({page('guide/optimizers')}). memory='residual' leaves them to the optimizer.",
                 )
 
+    @property
+    def _may_drift(self) -> bool:
+        """True if ranks can train copies of the weights: of these they exchange all, behind the optimizer's step."""
+        settings, share = self._stepper.settings, self._stepper.share
+        return not (settings.overlap or settings.fallback or share.cuts or share.places)
+
     def _drifting(self, optimizers: Iterable[Optimizer]) -> dict[str, Memory]:
         """Return the memory of each parameter of which ranks train copies, by name; tell the user of it once."""
         stepper, found = self._stepper, dict[str, Memory]()
-        settings = stepper.settings
-        if settings.overlap or settings.fallback or stepper.share.cuts or stepper.within.world_size > 1:
-            return {}
-        for optimizer in filter(wanted, optimizers):
+        for optimizer in filter(wanted, optimizers) if self._may_drift else ():
             memory, known = measured(optimizer)
             held = ids_of(optimizer)
             names = [name for key, name in self._mine.items() if key in held and name in stepper.sparsified]
@@ -277,6 +280,8 @@ class MemoryChoice:
         decided, now = bool(self.optimizers and self._stepper.sparsified), settings.memory_in_use
         if memory is None or memory == now or (decided and not (now.needs_second and memory.needs_second)):
             return settings
+        if memory.averages == "moves" and not self._may_drift:
+            return settings
         refused = (self._open_exchange and settings.sparsifier.is_its_exchange) or not self._chooses
         if (memory.needs_second and refused) or not self.left_open:
             return settings
@@ -284,7 +289,7 @@ class MemoryChoice:
 
     def memories_for(self, state: Mapping[str, Any]) -> Mapping[str, Memory]:
         """Return the memories of parameters that drift: by a state with copies, if no optimizer is known."""
-        if self.optimizers or not self.left_open:
+        if self.optimizers or not self.left_open or not self._may_drift:
             return self._stepper.memories
         counters = state["counters"]
         return {

@@ -120,14 +120,24 @@ class DriftRule:
         self._loaded: Mapping[str, Mapping[str, Tensor]] = {}
         """What an optimizer of this rank kept of parameters when a state was saved, by name."""
 
-    def own_states(self, optimizers: Iterable[Optimizer]) -> dict[str, dict[str, Tensor]]:
-        """Return copies of what optimizers keep of parameters that drift: it differs between ranks."""
-        found: dict[str, dict[str, Tensor]] = dict(self._loaded)  # type: ignore[arg-type]
-        names, group_of = self._stepper.names, self._stepper.group_of
+    @property
+    def waiting(self) -> dict[str, dict[str, Tensor]]:
+        """What was loaded and optimizers have not been given yet, by name of the parameter."""
+        return {name: dict(each) for name, each in self._loaded.items()}
+
+    def own_states(self, optimizers: Iterable[Optimizer], parked: Mapping[int, str]) -> dict[str, dict[str, Tensor]]:
+        """Return copies of what optimizers keep of parameters that drift: it differs between ranks.
+
+        Args:
+            optimizers: that are known.
+            parked: names of those that are frozen now, by id.
+        """
+        found, group_of = self.waiting, self._stepper.group_of
+        names = {key: name for key, name in self._stepper.names.items() if group_of[name].drifts} | dict(parked)
         for optimizer in map(stepping, optimizers):
             for parameter, state in optimizer.state.items():
                 name = names.get(id(parameter))
-                if name is not None and name not in self._loaded and group_of[name].drifts:
+                if name is not None and name not in self._loaded:
                     tensors = ((path, x) for path, x in tensors_of(state) if type(x) is Tensor)  # files take no others
                     found[name] = {path: x.detach().to("cpu", copy=True) for path, x in tensors}
         return found

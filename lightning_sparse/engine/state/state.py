@@ -123,7 +123,9 @@ class EngineState:
             | self._parked["spans"],
             "layouts": self._layouts(),
             "pending": {name: _plain(*each) for name, each in pending.items() if rank == 0},  # whose weights are saved
-            "optimizers": self._binding.own_states(),
+            "optimizers": self._binding.own_states(
+                {id(p): name for name, p in self._frozen.items() if COPY in self._parked["parameters"].get(name, {})}
+            ),
             "absorbed": sorted(record.absorbed),
             "groups": [_plain_learned(group) for group in stepper.groups if group.plan.numel],
         }

@@ -940,3 +940,74 @@ def written_through_a_state_dict() -> bool:
 
 def test_a_state_dict_can_be_written_to_before_weights_drift(two_ranks: Ranks) -> None:
     assert two_ranks(written_through_a_state_dict) == [True, True]
+
+
+def closed_after_writing(what: str) -> list[str]:
+    """What is said when an engine is closed."""
+    training = Training()
+    best = copy.deepcopy(training.model.state_dict())
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        for _ in range(3):
+            training.step()
+            if what != "best":
+                for p in training.model.parameters():
+                    p.data.clamp_(-0.05, 0.05)
+        if what == "best":
+            training.model.load_state_dict(best)
+        if what == "agreed":
+            with training.engine.agreed(together=True):
+                pass
+        try:
+            if what == "error":
+                raise ValueError("here")
+            training.close()
+        except ValueError:
+            training.close()
+    return [str(one.message) for one in caught if "the engine is closed" in str(one.message)]
+
+
+@pytest.mark.parametrize("what", ["clamped", "agreed", "best", "error"])
+def test_that_weights_written_to_last_differ_is_said_where_an_engine_is_closed(two_ranks: Ranks, what: str) -> None:
+    one, other = two_ranks(closed_after_writing, what)
+    assert [len(one), len(other)] == [what == "clamped", 0]
+    assert all("engine.agreed(together=True)" in told for told in one)
+
+
+def with_zero_gradients(made: Any) -> tuple[Tensor, Tensor, int, list[str]]:
+    """A layer that the first batch uses, and no other, keeps a gradient of zeros: optimizers go on to step it.
+
+    Returns:
+        The model's weights, those of the layer on this rank, full averages of weights, and warnings.
+    """
+    torch.manual_seed(0)
+    body, rare = nn.Linear(20, 30), nn.Linear(20, 30)
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.rare = body, rare
+
+        def forward(self, x: Tensor, both: bool) -> Tensor:
+            found: Tensor = self.body(x) + self.rare(x) if both else self.body(x)
+            return found.square().mean()
+
+    model = Two()
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        engine = ls.attach(ddp, memory="drift", density=0.2, watch=None, grouping="model")
+        optimizer = made(model.parameters(), lr=0.01)
+        for step in range(12):
+            ddp(batch(step, dist.get_rank()), step == 0).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        mine = flat(rare.parameters())
+        flushes = engine.stepper.record.counts.flushes
+        engine.close()
+    told = [str(one.message) for one in caught if "written to" in str(one.message)]
+    return flat(model.parameters()), mine, flushes, told
+
+
+@pytest.mark.parametrize("made", [torch.optim.NAdam, torch.optim.RMSprop, Lion])
+def test_parameters_that_are_stepped_with_zeros_are_exchanged(two_ranks: Ranks, made: Any) -> None:
+    one, other = two_ranks(with_zero_gradients, made)
+    assert torch.equal(one[0], other[0]) and one[2] == other[2] == 0 and one[3] == other[3] == []
