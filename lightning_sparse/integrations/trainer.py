@@ -342,6 +342,7 @@ class SparseDDPMixin(SparseTrainerMixin, DDPStrategy):
         """Wrap the model in a new DDP, for the parameters that need gradients now, and keep all residuals."""
         assert self.engine is not None
         self._left = Left.by(self.engine)
+        self._resume = None  # a checkpoint that somebody has only read
         self._close_engine()
         wrapped: Any = self.model
         model = wrapped.module

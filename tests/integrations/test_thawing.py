@@ -210,6 +210,34 @@ def test_a_run_whose_groups_have_changed_resumes_strictly_and_bit_for_bit(
         assert torch.equal(straight, resumed)
 
 
+def fit_and_read(package: str, folder: str, reads: bool) -> tuple[Tensor, int]:
+    """Weights and steps of a run whose first layer is frozen at the end; a callback may look at a checkpoint before."""
+    path = f"{folder}/first.ckpt"
+
+    class Reads(importlib.import_module(package).Callback):  # type: ignore[misc]
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            if trainer.current_epoch == 0:
+                trainer.save_checkpoint(path)
+            elif trainer.current_epoch == 1 and reads:
+                trainer.strategy.load_checkpoint(path)
+
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            module.net[0].requires_grad_(trainer.current_epoch < 2)
+
+    module = make_module(package)
+    trainer = make_trainer(package, strategy=SPARSE, callbacks=[Reads()], max_epochs=3)
+    with warnings.catch_warnings(action="ignore"):
+        trainer.fit(module, make_data())
+    return flat(module), trainer.strategy.engine.step
+
+
+def test_a_checkpoint_that_a_callback_has_only_read_changes_nothing(two_ranks: Ranks, tmp_path: Path) -> None:
+    plain, read = (two_ranks(fit_and_read, PACKAGES[0], str(tmp_path), reads) for reads in (False, True))
+    for (weights, steps), (expected, expected_steps) in zip(read, plain, strict=True):
+        assert steps == expected_steps == 9
+        assert torch.equal(weights, expected)
+
+
 def traffic(package: str, folder: str, searching: bool) -> list[float]:
     """Bytes sent so far, after each batch; a layer thaws in the second epoch; a search may come before the first."""
     module = make_module(package)
