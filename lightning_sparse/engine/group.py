@@ -122,9 +122,14 @@ class GroupReducer:
             expect(filled, name, "a parameter without gaps in memory, with memory Drift", f"strides of {name}")
         return Gradient.of([flat for name in self.spans if (flat := flattened(parameters[name])).numel()])
 
+    @property
+    def leaves_out(self) -> bool:
+        """True if coordinates may ever wait, so that it counts what was learned for their selection."""
+        return self.sparsified and not self.always_whole
+
     def prepare(self, ctx: Context) -> None:
         """Compile what steps will need, if anything, before the first of them."""
-        if self.sparsified and not self.always_whole and static_shapes(self.device):
+        if self.leaves_out and static_shapes(self.device):
             in_runs = self.in_runs and len(self.spans) > 1 and self.dtype in on_device.GRADIENTS
             rehearse(self.dtype, self.device, ctx, self.memory, self.sparsifier, self.exchange, in_runs)
 

@@ -27,6 +27,9 @@ from lightning_sparse.methods.density import Constant
 from lightning_sparse.methods.grouping import Group, ParameterSize
 from lightning_sparse.methods.memory import Memory
 
+CUT = ":"
+"""Stands between the name of a group and the number of a part; names of modules have none."""
+
 
 class Groups:
     """Holds the groups of an engine, and what belongs to their parameters whatever the groups are.
@@ -133,7 +136,7 @@ class Groups:
         self._digest_of_plan = digest_of([group.plan for group in groups], sorted(self.memories.items(), key=repr))
         self._digest()
         self._reads_rates = self.settings.memory_in_use.reads_rates
-        self.sparsified = {n for g in groups if g.sparsified and not g.always_whole for n in g.spans}
+        self.sparsified = {n for g in groups if g.leaves_out for n in g.spans}
 
     def _digest(self) -> None:
         """Digest settings and groups, which ranks compare in each call."""
@@ -355,7 +358,25 @@ def in_parts(group: Group, parts: Sequence[Sequence[ParameterSize]]) -> list[Gro
     """Return groups of some of the parameters of one each; itself, where there is one part."""
     if len(parts) < 2:
         return [group]
-    return [group._replace(name=f"{group.name}.{number}", parameters=tuple(part)) for number, part in enumerate(parts)]
+    names = (f"{group.name}{CUT}{number}" for number in range(len(parts)))
+    return [group._replace(name=name, parameters=tuple(part)) for name, part in zip(names, parts, strict=True)]
+
+
+def cut_alike(plan: Sequence[Group], earlier: Mapping[str, Sequence[str]]) -> list[Group]:
+    """Return a plan that is cut where :func:`in_parts` has cut the same groups of an earlier one.
+
+    Args:
+        plan: the groups.
+        earlier: names of parameters by group, of the earlier plan.
+    """
+    cut = []
+    for group in plan:
+        sizes = {p.name: p for p in group.parameters}
+        whole = group.name.partition(CUT)[0]
+        found = [names for name, names in earlier.items() if CUT in name and name.partition(CUT)[0] == whole]
+        parts = [[sizes.pop(name) for name in names if name in sizes] for names in found]
+        cut += in_parts(group, [part for part in (*parts, list(sizes.values())) if part])
+    return cut
 
 
 def check_covers(plan: Sequence[Group], parameters: Mapping[str, Parameter]) -> None:

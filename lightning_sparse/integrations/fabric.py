@@ -15,6 +15,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+import torch
+from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -65,6 +67,8 @@ class SparseFabricMixin(SparseStrategy, ParallelStrategy):
         """Optimizers that were set up after the first step."""
         self._wrapped: list[tuple[Any, Engine]] = []
         self._waiting: dict[Module, tuple[str, dict[str, Any] | None]] = {}
+        self._rounded: dict[Module, dict[str, tuple[Tensor, torch.dtype]]] = {}
+        """Weights of checkpoints for modules that are not set up, and the other dtypes in which they were loaded."""
         return super()._choose(*given)
 
     @property
@@ -217,6 +221,7 @@ class FabricSparseDDPMixin(SparseFabricMixin, DDPStrategy):
         """Wrap a module as Fabric does, and attach an engine; at a second set-up it continues from the one before."""
         left, totals = self._end_before(module)
         loaded = self._waiting.pop(module, None)
+        self._load_exactly(module)
         self._check_model(module)
         ddp = super().setup_module(module)
         engine = self._attach(ddp)
@@ -255,6 +260,21 @@ class FabricSparseDDPMixin(SparseFabricMixin, DDPStrategy):
             kept = {CHECKPOINT_KEY: own} if own else {}
             super().save_checkpoint(path, {**state, **kept}, storage_options, filter)
 
+    def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Load weights as Fabric does, and keep those that are rounded: set-up may change the precision."""
+        super().load_module_state_dict(module, state_dict, strict)
+        if self.engine_of(module) is None:
+            own = module.state_dict()
+            given = {name: x for name, x in state_dict.items() if isinstance(x, Tensor) and name in own}
+            self._rounded[module] = {n: (x, own[n].dtype) for n, x in given.items() if x.dtype != own[n].dtype}
+
+    def _load_exactly(self, module: Module) -> None:
+        """Load what was rounded again, in the precision that Fabric has given a module, where nobody has changed it."""
+        own = module.state_dict()
+        kept = {name: one for name, one in self._rounded.pop(module, {}).items() if name in own}
+        same = {n: x for n, (x, dtype) in kept.items() if torch.equal(own[n].cpu().to(dtype), x.cpu().to(dtype))}
+        module.load_state_dict(same, strict=False)
+
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a checkpoint as Fabric does; engines of modules in the state continue if it has an optimizer, too.
 
@@ -263,9 +283,6 @@ class FabricSparseDDPMixin(SparseFabricMixin, DDPStrategy):
         Raises:
             RuntimeError: on all ranks, with ``strict_resume``, if there are no matching residuals.
         """
-        for key, engine in self._engines_in(state if isinstance(state, Mapping) else {}).items():
-            if engine is None:  # Fabric changes its precision later: weights in float64 would be rounded before
-                self.precision.convert_module(state[key])
         rest: dict[str, Any] = super().load_checkpoint(path, state, *args, **kwargs)
         if isinstance(state, (Module, Optimizer)):
             return rest

@@ -345,6 +345,7 @@ class SparseDDPMixin(SparseTrainerMixin, DDPStrategy):
         assert self.engine is not None
         self.engine.stepper.follow_changes()
         self._left = Left.by(self.engine)
+        self._resume = None  # a checkpoint that somebody has only read
         self._close_engine()
         wrapped: Any = self.model
         model = wrapped.module

@@ -382,6 +382,47 @@ def test_what_sparsifiers_and_memories_hold_goes_on_too(
     two_ranks(goes_on, FABRICS[0], {**SPARSE, **options}, 1, str(tmp_path), False)
 
 
+def load_with_an_average(package: str, precision: str, path: str) -> list[list[Tensor]]:
+    """Weights of a module and of an average that is never set up: saved, loaded behind a set-up, and before one."""
+    found = []
+    for early in (False, True):
+        fabric = make_fabric(package, {**SPARSE, "strict_resume": True}, precision=precision)
+        plain, average = make_model(), make_model()
+        optimizer: Any = sgd(plain)
+        if early:
+            nn.init.zeros_(average[0].weight)
+            fabric.load(path, {"model": plain, "optimizer": optimizer, "average": average})
+            nn.init.ones_(plain[2].bias)
+        model, optimizer = fabric.setup(plain, optimizer)
+        if early:
+            assert bool((plain[2].bias == 1).all())  # what the user has changed stays
+            with torch.no_grad():
+                plain[2].bias.copy_(found[0][0][-3:])
+        else:
+            state = {"model": model, "optimizer": optimizer, "average": average}
+            for batch in batches(3):
+                fabric.backward(model(batch).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            fabric.save(path, state)
+            found.append([flat(model), flat(average)])
+            nn.init.zeros_(average[0].weight)
+            fabric.load(path, state)
+        found.append([flat(model), flat(average)])
+        close(fabric)
+    return found
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
+def test_modules_have_the_precision_that_fabric_gives_them(two_ranks: Ranks, tmp_path: Path, precision: str) -> None:
+    dtype = {"bf16-true": torch.bfloat16, "64-true": torch.float64}[precision]
+    for saved, *loaded in two_ranks(load_with_an_average, FABRICS[0], precision, str(tmp_path / "saved.pt")):
+        assert [x.dtype for x in saved] == [dtype, torch.float32]
+        for found in loaded:
+            assert [x.dtype for x in found] == [dtype, torch.float32]
+            assert all(map(torch.equal, found, saved))
+
+
 def load_other_states(package: str, folder: str) -> list[list[str]]:
     """Warnings about residuals: weights alone, raw ones, a state of plain DDP, and one saved without residuals."""
     run = Run(package, SPARSE, 1)

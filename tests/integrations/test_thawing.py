@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import lightning_sparse as ls
 from tests.covering import by_default
@@ -155,6 +156,86 @@ def fit_with_rules(package: str, rules: ls.Rules) -> list[bool]:
 def test_rules_may_name_layers_that_are_frozen(two_ranks: Ranks) -> None:
     for rules in (ls.Rules(dense=["net.0.*"]), ls.Rules(densities={"net.0.weight": 0.5})):
         assert two_ranks(fit_with_rules, PACKAGES[0], rules) == [[False, True, False]] * 2
+
+
+def goes_on(package: str, case: str, options: dict[str, Any], folder: str) -> list[Tensor]:
+    """Weights of a run of four epochs, and of one that goes on, strictly, from what another one saved after two."""
+    base: Any = type(make_module(package))
+
+    class Changing(base):  # type: ignore[misc]
+        automatic_optimization = case != "two optimizers"
+
+        def configure_optimizers(self) -> Any:
+            if case == "two optimizers":
+                return [OPTIMIZERS["adamw"](self.net[n].parameters()) for n in (0, 2)]
+            return OPTIMIZERS["sgd"](self.parameters())
+
+        def on_train_epoch_start(self) -> None:
+            frozen = {"freezes": (1, 2), "thaws": (0,)}.get(case, ())
+            self.net[0].requires_grad_(self.trainer.current_epoch not in frozen)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            if case != "two optimizers":
+                return loss
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+            self.manual_backward(loss)
+            for optimizer in self.optimizers():
+                optimizer.step()
+            return None
+
+    def fit(epochs: int, load: str | None = None, **other: Any) -> Tensor:
+        module = make_module(package)
+        module.__class__ = Changing
+        module.net[0].requires_grad_(case != "thaws")
+        strategy = {**SPARSE, "strict_resume": True, **options}
+        trainer = make_trainer(package, strategy=strategy, max_epochs=epochs, **other)
+        trainer.fit(module, make_data(), ckpt_path=load)
+        return flat(module)
+
+    saver = importlib.import_module(package).callbacks.ModelCheckpoint(folder, filename="saved", every_n_epochs=2)
+    with warnings.catch_warnings(action="ignore"):
+        straight = fit(4)
+        fit(2, callbacks=[saver], enable_checkpointing=True)
+        return [straight, fit(4, f"{folder}/saved.ckpt")]
+
+
+@pytest.mark.parametrize("options", [{"sparsifier": "exdyna"}, {"density": 1.0}], ids=str)
+@pytest.mark.parametrize("case", ["two optimizers", "freezes", "thaws"])
+def test_a_run_whose_groups_have_changed_resumes_strictly_and_bit_for_bit(
+    two_ranks: Ranks, tmp_path: Path, case: str, options: dict[str, Any]
+) -> None:
+    for straight, resumed in two_ranks(goes_on, PACKAGES[0], case, options, str(tmp_path)):
+        assert torch.equal(straight, resumed)
+
+
+def fit_and_read(package: str, folder: str, reads: bool) -> tuple[Tensor, int]:
+    """Weights and steps of a run whose first layer is frozen at the end; a callback may look at a checkpoint before."""
+    path = f"{folder}/first.ckpt"
+
+    class Reads(importlib.import_module(package).Callback):  # type: ignore[misc]
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            if trainer.current_epoch == 0:
+                trainer.save_checkpoint(path)
+            elif trainer.current_epoch == 1 and reads:
+                trainer.strategy.load_checkpoint(path)
+
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            module.net[0].requires_grad_(trainer.current_epoch < 2)
+
+    module = make_module(package)
+    trainer = make_trainer(package, strategy=SPARSE, callbacks=[Reads()], max_epochs=3)
+    with warnings.catch_warnings(action="ignore"):
+        trainer.fit(module, make_data())
+    return flat(module), trainer.strategy.engine.step
+
+
+def test_a_checkpoint_that_a_callback_has_only_read_changes_nothing(two_ranks: Ranks, tmp_path: Path) -> None:
+    plain, read = (two_ranks(fit_and_read, PACKAGES[0], str(tmp_path), reads) for reads in (False, True))
+    for (weights, steps), (expected, expected_steps) in zip(read, plain, strict=True):
+        assert steps == expected_steps == 9
+        assert torch.equal(weights, expected)
 
 
 def traffic(package: str, folder: str, searching: bool) -> list[float]:

@@ -92,7 +92,7 @@ FIELDS: dict[str, Any] = {
     "settings": SETTINGS,
     "parameters": {str: {str: VECTOR}},
     "counters": {str: {str: NUMBER}},
-    "groups": [{"name": TEXT, "parameters": [TEXT], "numel": SIZE, "dense?": FLAG, "state": NAMED}],
+    "groups": [{"name": TEXT, "parameters": [TEXT], "numel": COUNT, "dense?": FLAG, "state": NAMED}],
     "part": [COUNT],
     "spans": {str: SPAN},
     "layouts": {str: LAYOUT},

@@ -16,6 +16,7 @@ from lightning_sparse.engine.config import SparsificationConfig
 from lightning_sparse.engine.diversity import Diversity
 from lightning_sparse.engine.group import MEASURED, GroupReducer
 from lightning_sparse.engine.optimizers.binding import OptimizerBinding
+from lightning_sparse.engine.regrouping import cut_alike
 from lightning_sparse.engine.share import Place
 from lightning_sparse.engine.state.merging import with_layouts
 from lightning_sparse.engine.state.schema import (
@@ -51,12 +52,19 @@ class LoadPlan(NamedTuple):
     """New ones, which remember what the state does."""
     learned: list[GroupState | None]
     """The state of each group, with what was learned about it; None: nothing that fits."""
+    apart: list[dict[str, Any]]
+    """What was learned of groups that there will be when other parameters need gradients."""
     misfits: list[str]
     """Sentences about what was learned of groups and does not fit."""
     lost: list[str]
     """Sentences about what was remembered of gradients and does not fit."""
     whole: State
     """The state, with averages that nobody has applied in the residuals again."""
+
+    def begin_anew(self, group: GroupReducer, why: str = "") -> None:
+        """Note that a group takes nothing of what was learned; one that leaves nothing out needs nothing of it."""
+        if group.leaves_out:
+            self.misfits.append(f"What was learned about the group {group.plan.name} starts anew{why}.")
 
 
 class EngineState:
@@ -76,6 +84,8 @@ class EngineState:
         self._places = stepper.share.places
         self._parked: State = {"parameters": {}, "counters": {}, "spans": {}}
         """Remembered of frozen parameters."""
+        self._apart: tuple[int, list[dict[str, Any]]] = 0, []
+        """What was learned of groups that a change of frozen parameters may make, up to so many exchanges."""
 
     def take(self, moment: Tensor | None) -> State:
         """See :meth:`.Engine.state_dict`."""
@@ -127,7 +137,8 @@ class EngineState:
                 {id(p): name for name, p in self._frozen.items() if COPY in self._parked["parameters"].get(name, {})}
             ),
             "absorbed": sorted(record.absorbed),
-            "groups": [_plain_learned(group) for group in stepper.groups if group.plan.numel],
+            "groups": [_plain_learned(group) for group in stepper.groups]
+            + (self._apart[1] if self._apart[0] == record.counts.number else []),
         }
 
     def _layouts(self) -> dict[str, list[int]]:
@@ -170,13 +181,14 @@ class EngineState:
         if trouble or plan is None:
             raise ValueError(f"The state cannot be loaded, and no rank has loaded it: {trouble}")
         for number, (group, known) in enumerate(zip(plan.groups, plan.learned, strict=True)):
+            if known is None:
+                continue
             common = [fitting[number] for _, fitting in on_ranks]
-            others = [rank for rank, one in enumerate(common) if not one]
-            if known is not None and others:
-                plan.misfits.append(f"{_anew(group)}, because it does not fit on {name_ranks(others)}.")
-            elif known is not None and len(set(common)) > 1:  # messages get their length from it
-                plan.misfits.append(f"{_anew(group)}, because ranks bring states of different runs.")
-            elif known is not None:
+            if others := [rank for rank, one in enumerate(common) if not one]:
+                plan.begin_anew(group, f", because it does not fit on {name_ranks(others)}")
+            elif len(set(common)) > 1:  # messages get their length from it
+                plan.begin_anew(group, ", because ranks bring states of different runs")
+            else:
                 group.state = known
         self._apply(plan)
         self._stepper.go_on_with(filled)
@@ -200,32 +212,39 @@ class EngineState:
                 lost.append("Residuals had other units, by rates of Residual: they are dropped.")
             rest = {name: {k: v for k, v in each.items() if k != "residual"} for name, each in vectors}
             whole = {**whole, "parameters": rest}
-        plan = LoadPlan(state, settings, memories, [], [], [], lost, whole)
+        plan = LoadPlan(state, settings, memories, [], [], [], [], lost, whole)
         if not alike and (state["groups"] or any(state["parameters"].values())):  # one device may have left nothing
             changes = changes_between(state["settings"], settings.algorithm)
             plan.misfits.append(f"The settings have changed: {'; '.join(changes)}.")
-        given = {one["name"]: one for one in state["groups"] if alike and state["world_size"] == world_size}
+        given = {
+            tuple(one["parameters"]): one for one in state["groups"] if alike and state["world_size"] == world_size
+        }
+        earlier = {one["name"]: one["parameters"] for one in given.values()}
         # Of dense groups nothing is learned that others could use, and fallback=True begins with sparse ones again.
         known_of = {name for one in state["groups"] if not one.get("dense", False) for name in one["parameters"]}
+        trained = {name for one in state["groups"] for name in one["parameters"]}
+        trains = stepper.group_of.keys()
         with stepper.on_stream.between_steps():
             changed = set(stepper.copies.changed())
-            for cut in stepper.uniform([group.plan for group in stepper.groups], memories):
-                names = [p.name for p in cut.parameters]
+            for cut in stepper.uniform(cut_alike([group.plan for group in stepper.groups], earlier), memories):
+                names = tuple(p.name for p in cut.parameters)
                 group = stepper.form(cut, not filled.isdisjoint(names), state["step"], settings, memories)
                 for name in group.spans.keys() - changed if group.drifts else ():  # weights here are those of this rank
                     group.state.memory.agreed[group.spans[name]] = stepper.copies.common(name)
                 plan.groups.append(group)
                 plan.lost.extend(self._fill(group, whole))
-                known = given.get(cut.name)
-                if known is not None and known["parameters"] == names:
+                known = given.pop(names, None)
+                if known is not None:
                     try:
                         plan.learned.append(_understand(group, known, world_size))
                         continue
                     except ValueError as error:
-                        plan.misfits.append(f"{_anew(group)}, because it does not fit: {reason(error, ValueError)}")
-                elif not known_of.isdisjoint(names):
-                    plan.misfits.append(f"{_anew(group)}.")
+                        plan.begin_anew(group, f", because it does not fit: {reason(error, ValueError).rstrip('.')}")
+                elif trains == trained and not known_of.isdisjoint(names):
+                    plan.begin_anew(group)
                 plan.learned.append(None)
+        # Layers may be frozen or thawed before the first step as they were when the state was taken.
+        plan.apart.extend(given.values() if trains != trained else ())
         here = self._frozen.keys() | set(self._names)
         plan.lost.extend(f"There is no parameter {name} any more." for name in whole["parameters"] if name not in here)
         return plan
@@ -242,6 +261,7 @@ class EngineState:
         stepper.copies.take({name: vectors.get(COPY) for name, vectors in plan.whole["parameters"].items()})
         stepper.forget_averages()
         self._parked = self._parked_of(plan.whole)
+        self._apart = counts.number, plan.apart
         self.loads += 1
         self._binding.go_on(state)
         stepper.on_stream.synchronize()
@@ -311,10 +331,6 @@ def _in_common(learned: GroupState | None) -> str:
         return ""
     numbers = isinstance(learned.selector, tuple) and all(isinstance(x, float) for x in learned.selector)
     return checksum(to_plain((learned.selector if numbers else None, learned.counts, learned.union)))
-
-
-def _anew(group: GroupReducer) -> str:
-    return f"What was learned about the group {group.plan.name} starts anew"
 
 
 def _plain_learned(group: GroupReducer) -> dict[str, Any]:

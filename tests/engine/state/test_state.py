@@ -83,14 +83,29 @@ def tensors(plain: Any) -> list[Tensor]:
     return [x for value in plain for x in tensors(value)] if isinstance(plain, list) else []
 
 
-def go_on(options: dict[str, Any]) -> tuple[bool, list[str], int]:
+class TwoOptimizers(Run):
+    """The last layer is stepped by an optimizer of its own, every other time; engines find both when they step."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.optimizer, self.second = (torch.optim.SGD(self.model[n].parameters(), 0.1) for n in (0, 2))
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            super().train(1)
+            if self.step % 2:
+                self.second.step()
+                self.second.zero_grad()
+
+
+def go_on(options: dict[str, Any], kind: type[Run] = Run) -> tuple[bool, list[str], int]:
     """Whether a run that is saved and loaded goes on exactly like one that is not."""
-    whole = Run(**options)
+    whole = kind(**options)
     whole.train(5)
     saved = whole.save()
     whole.train(4)
     expected, step = whole.digest(), whole.engine.step
-    resumed = Run(**options)
+    resumed = kind(**options)
     notes = resumed.load(saved)
     resumed.train(4)
     found = resumed.digest()
@@ -112,6 +127,14 @@ RUNS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", by_default(RUNS, 7), ids=lambda options: "-".join(map(str, options.values())))
 def test_a_run_that_was_saved_goes_on_bit_for_bit(two_ranks: Ranks, options: dict[str, Any]) -> None:
     for same, notes, size in two_ranks(go_on, options):
+        assert same
+        assert notes == []
+        assert size >= 8
+
+
+@pytest.mark.parametrize("options", [{"sparsifier": "exdyna"}, {"density": ls.Warmup(0.25, 0.01, 10)}], ids=str)
+def test_groups_that_optimizers_have_cut_go_on_bit_for_bit(two_ranks: Ranks, options: dict[str, Any]) -> None:
+    for same, notes, size in two_ranks(go_on, {**options, "grouping": "model"}, TwoOptimizers):
         assert same
         assert notes == []
         assert size >= 8
@@ -139,7 +162,8 @@ def test_residuals_move_to_engines_with_other_settings_and_what_does_not_is_name
         assert "The memory keeps no momentum: that of 0.weight is dropped." in top_k
         assert any("group 0 starts anew" in note for note in top_k)
         assert any("group model starts anew" in note for note in model)
-        assert any("group dense.bucket0 starts anew" in note for note in default)
+        assert any("group 2 starts anew" in note for note in default)
+        assert not any("dense.bucket0" in note for note in default)  # where nothing that was learned is used
 
 
 def merge_adam() -> tuple[float, float, list[str]]:
