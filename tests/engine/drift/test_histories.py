@@ -20,6 +20,7 @@ from lightning_sparse.methods.grouping import ParameterSize, make_plan
 from tests.covering import by_default
 from tests.engine.drift.models import Lion, batch, flat, is_sparse, loss_of, net
 from tests.ranks import Ranks
+from tests.trainers import EVERYTHING_SPARSE
 
 
 class Recording(Lion):
@@ -1011,3 +1012,33 @@ def with_zero_gradients(made: Any) -> tuple[Tensor, Tensor, int, list[str]]:
 def test_parameters_that_are_stepped_with_zeros_are_exchanged(two_ranks: Ranks, made: Any) -> None:
     one, other = two_ranks(with_zero_gradients, made)
     assert torch.equal(one[0], other[0]) and one[2] == other[2] == 0 and one[3] == other[3] == []
+
+
+class ReadsGradients(Lion):
+    """Takes sizes from gradients between two steps, as Sophia does."""
+
+    @torch.no_grad()
+    def look(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            self.state[p].setdefault("size", torch.zeros_like(p)).addcmul_(p.grad, p.grad, value=0.1)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.addcdiv_(p.grad, self.state[p]["size"].sqrt() + 1e-3, value=-group["lr"])
+
+
+def with_sizes_of_gradients() -> Tensor:
+    training = Training(made=ReadsGradients, rules=EVERYTHING_SPARSE)
+    for step in range(8):
+        loss_of(training.ddp, batch(100 + step, dist.get_rank())).backward()
+        training.optimizer.look()
+        training.optimizer.zero_grad()
+        training.step()
+    return training.agreed()
+
+
+def test_statistics_of_gradients_may_differ_where_all_parameters_drift(two_ranks: Ranks) -> None:
+    one, other = two_ranks(with_sizes_of_gradients)
+    assert torch.equal(one, other)
