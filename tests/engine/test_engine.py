@@ -582,7 +582,7 @@ def bytes_with_flags() -> float:
 def test_what_ranks_say_they_do_counts_as_traffic(two_ranks: Ranks) -> None:
     # 13 words of 8 bytes in backward and as many in the step, the last one for which of 8 parameters were used; and the
     # count and floor(0.05 * 8885) pairs.
-    assert two_ranks(bytes_with_flags) == pytest.approx([2 * 104 + 4 + 8 * 444] * 2)
+    assert two_ranks(bytes_with_flags) == pytest.approx([2 * 112 + 4 + 8 * 444] * 2)
 
 
 def test_summary_combines_groups_and_ranks(two_ranks: Ranks) -> None:
@@ -593,11 +593,11 @@ def test_summary_combines_groups_and_ranks(two_ranks: Ranks) -> None:
         assert set(groups) == {"trunk", "left", "right", "head"}
         # k = floor(0.05 * numel) of 1260, 3660, 3660 and 305 coordinates, an int32 index and a float32 value each, one
         # int32 count per group; in a ring of two every rank sends its own message once. Backward and the step have a
-        # header of 104 bytes each.
+        # header of 112 bytes each.
         assert [groups[name]["traffic/sent_mb"] for name in ("trunk", "left", "right", "head")] == [
             (4 + 8 * k) / 1e6 for k in (63, 183, 183, 15)
         ]
-        sent = sum(4 + 8 * k for k in (63, 183, 183, 15)) + 2 * 104
+        sent = sum(4 + 8 * k for k in (63, 183, 183, 15)) + 2 * 112
         assert summary["traffic/sent_mb"] == sent / 1e6
         assert summary["traffic/ratio"] == pytest.approx(4 * 8885 / sent)
         assert summary["padding_ratio"] == 1

@@ -54,7 +54,7 @@ def test_a_group_that_no_rank_used_does_not_count_for_what_was_sent(two_ranks: R
     for seen in two_ranks(leaving_out):
         pairs = 4 + 8 * 40  # a group's message, beside 13 words of 8 bytes in backward and as many in the step
         assert [summary["traffic/sent_mb"] for summary, _ in seen] == [
-            (2 * 104 + n * pairs) / 1e6 for n in (2, 2, 1, 2)
+            (2 * 112 + n * pairs) / 1e6 for n in (2, 2, 1, 2)
         ]
         assert [names for _, names in seen] == [{"a", "b"}, {"a", "b"}, {"a"}, {"a", "b"}]
         norms = [summary["residual_norm"] for summary, _ in seen]

@@ -24,7 +24,7 @@ from tests.covering import by_default
 from tests.ranks import Ranks
 from tests.trainers import PACKAGES, make_data, make_module, make_trainer
 
-HEADER = 8 * 13
+HEADER = 8 * 14
 """Bytes of what ranks say to each other after a backward, and again at a step."""
 
 

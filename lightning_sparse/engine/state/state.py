@@ -216,9 +216,8 @@ class EngineState:
         if not alike and (state["groups"] or any(state["parameters"].values())):  # one device may have left nothing
             changes = changes_between(state["settings"], settings.algorithm)
             plan.misfits.append(f"The settings have changed: {'; '.join(changes)}.")
-        given = {
-            tuple(one["parameters"]): one for one in state["groups"] if alike and state["world_size"] == world_size
-        }
+        known = state["groups"] if alike and state["world_size"] == world_size else []
+        given = {(one.get("dense", False), *one["parameters"]): one for one in known}
         earlier = {one["name"]: one["parameters"] for one in given.values()}
         # Of dense groups nothing is learned that others could use, and fallback=True begins with sparse ones again.
         known_of = {name for one in state["groups"] if not one.get("dense", False) for name in one["parameters"]}
@@ -233,10 +232,9 @@ class EngineState:
                     group.state.memory.agreed[group.spans[name]] = stepper.copies.common(name)
                 plan.groups.append(group)
                 plan.lost.extend(self._fill(group, whole))
-                known = given.pop(names, None)
-                if known is not None:
+                if (same := given.pop((cut.dense, *names), None)) is not None:
                     try:
-                        plan.learned.append(_understand(group, known, world_size))
+                        plan.learned.append(_understand(group, same, world_size))
                         continue
                     except ValueError as error:
                         plan.begin_anew(group, f", because it does not fit: {reason(error, ValueError).rstrip('.')}")
