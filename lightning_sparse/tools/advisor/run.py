@@ -190,9 +190,9 @@ class Advice:
                 f"Nothing is said of the loss. With {MANY} ranks and AdamW at density 0.01, an LSTM ended 1 % behind "
                 "dense training and a GPT ahead of it, at the best rates of both, and 3 to 7 % behind at half or twice "
                 f"these ({page('reports/race-ranks')}). With 32 ranks the LSTM ended 6 % behind, 2 % at density 0.02, "
-                "level at 0.04; the GPT 8 % behind, 4 % at 0.04. nanoGPT's model, at its script's rate, which is far "
-                f"below the best, ended 5 % higher in loss, whatever the density ({page('reports/causes')}): compare "
-                "both before a long run."
+                "level at 0.04; the GPT 8 % behind with one seed and 5 % ahead with another. nanoGPT's model, at its "
+                "script's rate, which is far below the best, ended 5 % higher in loss, whatever the density "
+                f"({page('reports/causes')}): compare both before a long run."
             )
         if self.measured.refused:
             sentences.append(f"Left out, because they refuse the optimizer: {', '.join(self.measured.refused)}.")
