@@ -417,3 +417,38 @@ def test_the_page_lists_what_was_tried() -> None:
     section = PAGE.read_text().partition("### What your loop does")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (.+?) \| (.+?) \|$", section, re.MULTILINE)
     assert rows[2:] == [(each.what, "refused below a density of 1" if each.refused else WORDS) for each in LOOPS]
+
+
+def stepped_within_backward(density: float | None) -> Tensor:
+    """Weights behind steps in backward of a model with several buckets."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(200, 200) for _ in range(3)))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.1)
+    engine = None if density is None else ls.attach(ddp, density=density)
+    each = {p: SGD([p], lr=0.1) for p in model.parameters()}
+    for p in each:
+        p.register_post_accumulate_grad_hook(lambda p: each[p].step() or each[p].zero_grad())  # type: ignore[no-untyped-call]
+    for _ in range(3):
+        ddp(torch.ones(4, 200)).square().mean().backward()
+    if engine is not None:
+        engine.close()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("density", [0.05, 1.0])
+def test_one_process_steps_within_backward_as_with_plain_ddp(density: float) -> None:
+    assert torch.equal(stepped_within_backward(density), stepped_within_backward(None))
+
+
+def what_is_said_of_steps_within_backward() -> str:
+    try:
+        stepped_within_backward(1.0)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_steps_within_a_backward_of_several_buckets_are_called_by_their_name() -> None:
+    with Ranks(2) as ranks:
+        assert all("takes a step within a backward" in said for said in ranks(what_is_said_of_steps_within_backward))
