@@ -350,9 +350,9 @@ def _state_for(engine: Engine, saved: Saved, notes: list[str]) -> State:
     """Return the state of this rank in a folder; a sentence is added for what does not fit."""
     comm = engine.comm
     alike = saved.replicas == comm.world_size
-    cut_alike = saved.ranks == engine._parts
-    same = alike and cut_alike
-    rest = saved.rest(comm.rank if same else 0, engine.stepper.within.rank if cut_alike else 0)
+    same_parts = saved.ranks == engine._parts
+    same = alike and same_parts
+    rest = saved.rest(comm.rank if same else 0, engine.stepper.within.rank if same_parts else 0)
     spans = {name: list(part) for name, part in engine.stepper.share.places.items()}
     state: State = {**rest, "parameters": {name: {} for name in spans}, "spans": spans}
     if not same:
